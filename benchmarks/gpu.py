@@ -8,8 +8,7 @@
 the measured files; --store finds the commit that holds these files. Exit code 77: no GPU.
 
 A part is a generator function without required arguments, written as `module:function`; NAME may also be that. It
-yields `harness.Comparison` or finished rows, each with a `case`. MFU is the operations of the model over time
-(half of the scores of causal attention, as computed), against the data sheet and a bf16 GEMM of the same process.
+yields `harness.Comparison` or finished rows, each with a `case`. `gpu_steps.rates` says what MFU is.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ NEEDS_GPU = 77
 """Exit code where there is no GPU: skipped, neither measured nor failed."""
 
 PARTS: dict[str, str] = {
-    "gemm": "gpu_training:gemm",
+    "gemm": "gpu_steps:gemm",
     "layer": "gpu_plain:layer",
     "gpt2": "gpu_plain:gpt2",
-    "stack": "gpu_training:stack",
+    "stack": "gpu_plain:stack",
     "step_phases": "gpu_profile:where",
     "loss_chunks": "gpu_loss:loss_chunks",
     "attention": "gpu_attention:attention",
@@ -47,7 +46,6 @@ PARTS: dict[str, str] = {
     "precisions": "gpu_precision:precisions",
     "recomputation": "gpu_precision:recomputation",
     "grouped_gemm": "gpu_moe:grouped_gemm",
-    "launches": "gpu_moe:launches",
     "grouped_product": "gpu_moe_layers:grouped_product",
     "moe_layers": "gpu_moe_layers:moe_layers",
     "graphs": "gpu_graphs:dense",
@@ -62,8 +60,10 @@ PARTS: dict[str, str] = {
 }
 """Name -> module:function; a module that cannot be imported loses its own parts alone."""
 NOTES = (
-    "mfu is against the data sheet's dense bf16 rate, share_of_gemm_rate against a GEMM of the same process.",
-    "Operations count the half of the attention scores that a causal mask leaves.",
+    "mfu is training's: the model's operations over the data sheet's dense rate in the type of its linear layers.",
+    "mfu counts all S^2 pairs of attention, as Megatron (arXiv 2104.04473) and PaLM (arXiv 2204.02311) do.",
+    "share_of_peak is of a kernel's own operations: attention counts the pairs that its mask leaves.",
+    "share_of_gemm_rate is against a bf16 GEMM of the same process.",
 )
 
 

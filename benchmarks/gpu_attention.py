@@ -3,6 +3,10 @@
 Layers call SDPA and take what torch chooses; the ring calls flash, which alone hands out log-sum-exps
 (`labkit/parallel/context/attention_block.py`). Each form is timed forward and backward, at the sizes and strides that
 labkit's layers give, and compared with the formula in float64.
+
+Operations are those of the kernels, as FlashAttention counts them (arXiv 2307.08691, section 4.1): half of the pairs
+under a causal mask, and five products in a backward, which computes the scores again. So the rows have no MFU, which
+counts all pairs and nothing twice.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_peers import DEVICE, Row, Side, beside, difference, reason
+from gpu_steps import sdpa_choice
 from harness import Comparison
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -132,9 +137,7 @@ def precise(given: Operands, heads: int) -> dict[str, Tensor]:
 def errors(case: str, given: Operands, heads: int) -> Row:
     """How far each form is from float64: |a - b| / |b| over the first heads."""
     exact, row = precise(given, heads), Row(case=f"{case}: difference from float64 on {heads} heads")
-    backends: dict[str, Any] = dict(SDPBackend.__members__)
-    choice = torch.ops.aten._fused_sdp_choice(*given.qkv, is_causal=given.sizes.causal)
-    row["torch_chooses"] = next((name for name, one in backends.items() if int(one) == choice), choice)
+    row["torch_chooses"] = sdpa_choice(*given.qkv, causal=given.sizes.causal)
     for name, build in FORMS.items():
         try:
             forward, backward = build(given)
@@ -167,5 +170,5 @@ def attention(
             flops = calls * products * 2 * one.heads * one.length**2 * one.head_dim * (0.5 if one.causal else 1.0)
             words = f"{case}, {'forward' if forward else 'backward'}, {calls} calls"
             made: dict[str, Any] = {"device": device, "tolerance": TOLERANCE, "repetitions": repetitions}
-            yield from beside(words, builds, **made, flops=flops)
+            yield from beside(words, builds, **made, flops=flops, share="share_of_peak")
         del given

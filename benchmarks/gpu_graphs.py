@@ -2,33 +2,34 @@
 
 Forward and backward of a training step, without the optimizer: eagerly, with a graph for each layer (ours, Transformer
 Engine's), as one graph; where launching is what takes the time, and where computing is. Experts captured in part. The
-memory that graphs of a pipeline share.
+memory that graphs of a pipeline share. All of a row compute the same, and none reads a number of the GPU in its step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, PLAIN, Step, batches, synchronize, timed
+from gpu_peers import DEVICE, Row, Side, beside
+from gpu_plain import LAYER_TOLERANCE
+from gpu_profile import work_facts
+from gpu_steps import PLAIN, our_run, synchronize
 from harness import Comparison
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
+from labkit.config import GraphConfig, ModelConfig, MoEConfig
 from labkit.graphs import make_graphed_callables, plan_buffers
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.models.memory.activation_bytes import Share, layers_activation_bytes
-from labkit.parallel import single_process_groups
+from labkit.parallel import single_process_groups, token_ids_checked_late
 from labkit.schedules import one_f_one_b
-from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
-from labkit.train.pretraining import Run, setup_model_and_optimizer
-from labkit.train.reporting.metrics import Timers
 
 SMALL = ModelConfig(layers=12, hidden=768, heads=12, seq_length=256, vocab_size=1024, **PLAIN)
 LARGE = ModelConfig(layers=4, hidden=4096, heads=32, seq_length=2048, vocab_size=1024, **PLAIN)
@@ -49,18 +50,18 @@ EAGER = GraphConfig()
 # ---- steps ----
 
 
-@dataclass
-class Iteration:
-    """Forward and backward of a training step of one microbatch."""
+@dataclass(kw_only=True)
+class Iteration(Side):
+    """Forward and backward of a training step of one microbatch; `step` returns the report of the loss."""
 
     pipeline: Pipeline
-    run: Step
-    """Returns the loss, on its device."""
+    capture_seconds: float
+    """Of the step that captured."""
 
     def pool_bytes(self) -> int | None:
         """What its graphs share of memory; None without graphs of ours."""
         graphs: Any = self.pipeline.graphs
-        holder = getattr(graphs, "helper", None) or getattr(graphs, "training", None)
+        holder: Any = getattr(graphs, "helper", None) or getattr(graphs, "training", None)
         return None if getattr(holder, "pool", None) is None else holder.pool.reserved_bytes
 
     def graphed_layers(self) -> int:
@@ -78,135 +79,85 @@ def iteration(
     precision: str = "bf16",
     device: torch.device = DEVICE,
 ) -> Iteration:
-    """Build it; the same weights and batches for the same model."""
-    train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
-    optim = OptimConfig(precision=precision, lr_schedule="constant")
-    config = RunConfig(model=model, moe=moe or MoEConfig(), optim=optim, train=train, graph=graph)
-    groups, schedule = single_process_groups(device=device), one_f_one_b(1, 1)
-    chunks, _, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
-    pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
-    data = batches(model, micro_batch, device)
+    """Build it and run it until its graphs are there; the same weights and batches for the same model.
+
+    As in `train_step` a GPU notes bad token ids and the host does not wait for them. Nobody looks at the notes, with
+    graphs or without: no step reads a number of the GPU.
+    """
+    pipeline, _, data = our_run(model, micro_batch, device, moe=moe, graph=graph, precision=precision)
+    reports: list[Any] = []
 
     def run() -> Any:
-        for chunk in chunks:
+        for chunk in pipeline.chunks:
             chunk.zero_grad_buffer()
-        [report] = pipeline.run(data)
+        with token_ids_checked_late(device):
+            reports[:] = pipeline.run(data)
         pipeline.finalize_grads()
-        return report
+        return reports[0]
 
-    return Iteration(pipeline, run)
+    def results() -> dict[str, torch.Tensor]:
+        first: Any = next(p for p in pipeline.chunks[0].parameters() if p.requires_grad)
+        return {"loss": torch.as_tensor(reports[0]["loss_sum"]), "first_gradient": first.main_grad}
 
-
-def captured(made: Iteration) -> float:
-    """Run until its graphs are there; seconds of the step that captured."""
-    device = made.pipeline.groups.device
-    made.run()
+    run()
     synchronize(device)
     start = time.perf_counter()
-    made.run()
+    run()
     synchronize(device)
-    return time.perf_counter() - start
-
-
-# ---- what a profile shows ----
-
-
-@dataclass(frozen=True)
-class Work:
-    """One step as the profiler saw it."""
-
-    kernels: int
-    kernel_seconds: float
-    """Sum over kernels: what the GPU computed."""
-    launches: int
-    """Calls of the host that start something on the GPU; a graph is one."""
-
-    def facts(self, seconds: float) -> dict[str, Any]:
-        """For a step of `seconds`."""
-        return {
-            "kernels": self.kernels, "launches": self.launches, "kernel_ms": round(1e3 * self.kernel_seconds, 3),
-            "over_kernels": round(seconds / self.kernel_seconds, 3) if self.kernels else None,
-            "idle": round(1 - self.kernel_seconds / seconds, 3),
-        }  # fmt: skip
-
-
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-
-
-def work_of(names: Sequence[tuple[str, bool, float]]) -> Work:
-    """From (name, on the GPU, microseconds) of every profiled event."""
-    kernels = [us for name, on_gpu, us in names if on_gpu and "Memcpy" not in name and "Memset" not in name]
-    launches = sum(not on_gpu and name in LAUNCHES for name, on_gpu, _ in names)
-    return Work(len(kernels), sum(kernels) / 1e6, launches)
-
-
-def profiled(step: Step, device: torch.device) -> Work:
-    """One step, warmed up before; a CPU has no kernels that the profiler shows."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    step()
-    synchronize(device)
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    ) as seen:
-        step()
-        synchronize(device)
-    events = seen.events() or []
-    return work_of([(e.name, e.device_type == DeviceType.CUDA, e.time_range.elapsed_us()) for e in events])
+    return Iteration(run, results, pipeline=pipeline, capture_seconds=time.perf_counter() - start)
 
 
 # ---- rows ----
 
 
-def compared(case: str, made: Mapping[str, Iteration]) -> Comparison:
-    """Times of all, interleaved; by name what each launches, and its pool. The last is the eager one."""
-    capture_seconds = {name: captured(one) for name, one in made.items()}
-    device = next(iter(made.values())).pipeline.groups.device
-    found = timed(case, {name: one.run for name, one in made.items()}, device=device)
-    facts: dict[str, Any] = {}
-    for name, one in made.items():
-        facts[name] = profiled(one.run, device).facts(found.median(name)) if not found.rejected else {}
-        if (pool := one.pool_bytes()) is not None:
-            facts[name]["pool_mib"] = round(pool / 2**20, 1)
-        if layers := one.graphed_layers():
-            facts[name]["capture_s_a_layer"] = round(capture_seconds[name] / layers, 3)
-    return replace(found, facts=found.facts | {"by_name": facts})
+def told(side: Side, seconds: float | None, device: torch.device) -> Row:
+    """What it launches, what its graphs hold, and how long a layer's capture took."""
+    assert isinstance(side, Iteration)
+    row = work_facts(side.step, seconds, device)
+    if (pool := side.pool_bytes()) is not None:
+        row["pool_mib"] = round(pool / 2**20, 1)
+    if layers := side.graphed_layers():
+        row["capture_s_a_layer"] = round(side.capture_seconds / layers, 3)
+    return row
+
+
+def compared(case: str, builds: Mapping[str, Callable[[], Side]], device: torch.device) -> Iterator[Comparison | Row]:
+    """Graphs and the eager step; by name what each launches, and its pool."""
+    yield from beside(case, builds, device=device, tolerance=LAYER_TOLERANCE, describe=partial(told, device=device))
+    torch.cuda.empty_cache()
 
 
 def dense(
-    sizes: Mapping[str, tuple[ModelConfig, int]] = MappingProxyType(SIZES), graph: GraphConfig = LOCAL, **made_with: Any
-) -> Iterator[Comparison]:
-    """G4: launch-bound, aim at 1.5 of eager's rate and 1.05 of the kernels' own time; compute-bound, no loss.
-
-    `made_with` goes to `iteration`: precision and device.
-    """
+    sizes: Mapping[str, tuple[ModelConfig, int]] = MappingProxyType(SIZES),
+    graph: GraphConfig = LOCAL,
+    *,
+    precision: str = "bf16",
+    device: torch.device = DEVICE,
+) -> Iterator[Comparison | Row]:
+    """G4: launch-bound, aim at 1.5 of eager's rate and 1.05 of the kernels' own time; compute-bound, no loss."""
+    kinds = {"graphs of layers, ours": graph}
+    if why_no_transformer_engine() is None:
+        kinds["graphs of layers, Transformer Engine"] = replace(graph, cuda_graph_impl="transformer_engine")
+    kinds |= {"one graph of the iteration": replace(graph, cuda_graph_scope=("full_iteration",)), "eager": EAGER}
     for case, (model, micro_batch) in sizes.items():
-        made = {"graphs of layers, ours": iteration(model, graph, micro_batch, **made_with)}
-        if why_no_transformer_engine() is None:
-            engine = replace(graph, cuda_graph_impl="transformer_engine")
-            made["graphs of layers, Transformer Engine"] = iteration(model, engine, micro_batch, **made_with)
-        whole = replace(graph, cuda_graph_scope=("full_iteration",))
-        made["one graph of the iteration"] = iteration(model, whole, micro_batch, **made_with)
-        made["eager"] = iteration(model, EAGER, micro_batch, **made_with)
-        yield compared(f"G4: {case}, forward and backward", made)
-        del made
-        torch.cuda.empty_cache()
+        make = partial(iteration, model, micro_batch=micro_batch, precision=precision, device=device)
+        builds = {name: partial(make, kind) for name, kind in kinds.items()}
+        yield from compared(f"G4: {case}, forward and backward", builds, device)
 
 
 def experts_in_part(
-    case: tuple[ModelConfig, MoEConfig] = EXPERTS, graph: GraphConfig = LOCAL, **made_with: Any
-) -> Iterator[Comparison]:
-    """G6: aim at 1.10 of eager's rate where the GPU idles 15% of the time or more; neutral cases are reported too.
-
-    `made_with` goes to `iteration`: precision and device.
-    """
+    case: tuple[ModelConfig, MoEConfig] = EXPERTS,
+    graph: GraphConfig = LOCAL,
+    *,
+    precision: str = "bf16",
+    device: torch.device = DEVICE,
+) -> Iterator[Comparison | Row]:
+    """G6: aim at 1.10 of eager's rate where the GPU idles 15% of the time or more; neutral cases are reported too."""
     model, moe = case
-    parts = {f"scope {name}": replace(graph, cuda_graph_scope=scope) for name, scope in PARTS.items()}
-    made = {name: iteration(model, scoped, moe=moe, **made_with) for name, scoped in parts.items()}
-    made["eager"] = iteration(model, EAGER, moe=moe, **made_with)
+    make = partial(iteration, model, moe=moe, precision=precision, device=device)
+    builds = {f"scope {name}": partial(make, replace(graph, cuda_graph_scope=scope)) for name, scope in PARTS.items()}
     sizes = f"{moe.num_experts} experts, top {moe.top_k}, {model.layers} layers, h{model.hidden} s{model.seq_length} b1"
-    yield compared(f"G6: {sizes}: partial graphs", made)
+    yield from compared(f"G6: {sizes}: partial graphs", builds | {"eager": make}, device)
 
 
 def same_losses(
@@ -218,7 +169,7 @@ def same_losses(
         one, found = iteration(model, graph, moe=moe, **made), []
         parameters = [p for chunk in one.pipeline.chunks for p in chunk.parameters() if p.requires_grad]
         for _ in range(steps):
-            report = one.run()
+            report = one.step()
             found.append(torch.as_tensor(report["loss_sum"]).detach().clone())
             for p in parameters:  # as an optimizer would, in place
                 p.data.add_(p.main_grad.to(p.dtype), alpha=-0.01)  # type: ignore[attr-defined]

@@ -1,24 +1,22 @@
 """Part of the GPU benchmark: products of experts (row G5).
 
 Grouped against a loop and against one dense GEMM of the same operations, by torch and by Transformer Engine, with even
-and uneven loads; and how long a GPU waits between them and before the activation.
+and uneven loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, Step, gemm_rate, peak_rate, rates, synchronize, timed
+from gpu_steps import DEVICE, Step, rates, timed
 from harness import Comparison
 from torch import Tensor, nn
 
-from labkit.config import ModelConfig, MoEConfig
 from labkit.launch.machine import why_no_transformer_engine
-from labkit.moe.experts import Experts, GroupedExperts, StackedLinear
+from labkit.moe.experts import StackedLinear
 from labkit.moe.grouped_gemm import Segments
 from labkit.parallel import single_process_groups
 from labkit.te.linear import GroupedLinear
@@ -27,8 +25,6 @@ ROWS = 16384
 """Tokens x experts of theirs on the rank."""
 SHAPES = {8: (4096, 14336), 64: (2048, 2816)}
 """Experts -> input and output width of their first projection: Mixtral 8x7B's over etp 2, and DeepSeekMoE 16B's."""
-STREAMS = 4
-"""Of the loop on streams."""
 
 
 def even(experts: int, rows: int = ROWS) -> Tensor:
@@ -123,119 +119,7 @@ def grouped_gemm(
             steps = {name: projection_step(one, counts, inputs, outputs, device) for name, one in modules.items()}
             case = f"G5: {experts} experts, {inputs} to {outputs}, {rows} rows, {load}: products forward and backward"
             found = timed(case, steps | {"one dense GEMM": dense}, device=device)
-            yield with_rates(rates(found, operations, gemm_rate(device), peak_rate(device)), operations)
+            yield rates(found, operations, device, share="share_of_peak")
             del steps
         del modules, dense
-        torch.cuda.empty_cache()
-
-
-def with_rates(found: Comparison, operations: float) -> Comparison:
-    """The comparison with everyone's TFLOP/s."""
-    if found.rejected:
-        return found
-    by_name = {name: round(operations / found.median(name) / 1e12, 1) for name in found.seconds}
-    return replace(found, facts=found.facts | {"tflop_per_s_by_name": by_name})
-
-
-# ---- what the GPU waits for ----
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel as the profiler saw it; microseconds."""
-
-    name: str
-    start: float
-    end: float
-
-
-def before_activation(kernels: Sequence[Kernel], activation: str = "silu") -> dict[str, Any]:
-    """Kernels up to the first whose name contains `activation`, how long the GPU idled between them, and how long it
-    idled right before that one, in microseconds.
-
-    Raises:
-        ValueError: no such kernel.
-    """
-    in_order = sorted(kernels, key=lambda kernel: kernel.start)
-    chosen = next((index for index, kernel in enumerate(in_order) if activation in kernel.name), None)
-    if chosen is None:
-        raise ValueError(f"no kernel is named like {activation}: {sorted({kernel.name for kernel in kernels})}")
-    before, busy_until, idle = in_order[:chosen], in_order[0].start, 0.0
-    for kernel in before:
-        idle += max(0.0, kernel.start - busy_until)
-        busy_until = max(busy_until, kernel.end)
-    gap = max(0.0, in_order[chosen].start - busy_until) if before else 0.0
-    return {"launches": len(before), "idle_us_between": round(idle, 1), "idle_us_before_activation": round(gap, 1)}
-
-
-def profiled(step: Step, device: torch.device) -> list[Kernel]:
-    """The kernels of one step, warmed up before; on a CPU, its operators."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(3):
-        step()
-    synchronize(device)
-    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    ) as seen:
-        step()
-        synchronize(device)
-    return [
-        Kernel(event.name, event.time_range.start, event.time_range.end)
-        for event in seen.events() or []
-        if event.device_type == kind and "Memcpy" not in event.name and "Memset" not in event.name
-    ]
-
-
-def loop_on_streams(experts: Experts, tokens_NH: Tensor, counts: Tensor, probs_N: Tensor) -> Step:
-    """The forward as a loop whose products are spread over streams, joined before the activation."""
-    streams = [torch.cuda.Stream() for _ in range(STREAMS)]
-    first, rows = experts.fc1.weight.detach().unbind(), tokens_NH.split(counts.tolist())
-    outputs = torch.empty(len(tokens_NH), experts.fc1.weight.shape[1], device=tokens_NH.device, dtype=tokens_NH.dtype)
-    places = outputs.split(counts.tolist())
-
-    def step() -> None:
-        current = torch.cuda.current_stream()
-        for stream in streams:
-            stream.wait_stream(current)
-        for index, (x, weight, place) in enumerate(zip(rows, first, places, strict=True)):
-            with torch.cuda.stream(streams[index % STREAMS]):
-                torch.mm(x, weight.t(), out=place)
-        for stream in streams:
-            current.wait_stream(stream)
-        experts.weighted_activation(outputs, probs_N)
-
-    return step
-
-
-def one_kernel(experts: Experts, tokens_NH: Tensor, counts: Tensor, probs_N: Tensor) -> Step:
-    """The same as one grouped product."""
-    return lambda: experts.weighted_activation(experts.fc1(tokens_NH, Segments(counts)), probs_N)
-
-
-WAYS = {"one grouped product": one_kernel, f"loop on {STREAMS} streams": loop_on_streams}
-
-
-def launches(
-    shapes: Mapping[int, tuple[int, int]] = MappingProxyType(SHAPES),
-    rows: int = ROWS,
-    ways: Sequence[str] = tuple(WAYS),
-    *,
-    device: torch.device = DEVICE,
-) -> Iterator[dict[str, Any]]:
-    """Kernels and idle time up to the activation: one grouped product, and a loop on streams."""
-    for count, (hidden, width) in shapes.items():
-        model = ModelConfig(hidden=hidden, heads=16, activation="swiglu", use_cpu_initialization=False)
-        moe, groups = MoEConfig(num_experts=count, ffn_hidden=width // 2), single_process_groups(device=device)
-        experts = GroupedExperts("experts", model, moe, groups, dtype=torch.bfloat16, device=device)
-        tokens_NH = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
-        probs_N = torch.rand(rows, device=device)
-        for name in ways:
-            with torch.no_grad():
-                step = WAYS[name](experts, tokens_NH, nearly_even(count, rows), probs_N)
-                found = before_activation(profiled(step, device))
-            yield {"case": f"{count} experts, first projection and activation, {name}"} | found
-        del experts
         torch.cuda.empty_cache()

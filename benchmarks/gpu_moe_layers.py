@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_moe import STREAMS, Kernel, Loop, before_activation
+from gpu_moe import LOADS, Loop
 from gpu_peers import DEVICE, Row, Side, beside
 from gpu_plain import random_pair, stack_side
-from gpu_profile import on_the_gpu, profiled
+from gpu_profile import SAMPLES, Op, kernels_in, medians, profiled
 from harness import Comparison
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.launch.machine import why_no_transformer_engine
+from labkit.models import counts
 from labkit.moe.experts import GroupedExperts
 from labkit.moe.grouped_gemm import Segments
 from labkit.moe.layer import MoELayer
@@ -46,6 +47,8 @@ LAYERS = {
 }
 TOLERANCE = 0.05
 """Of outputs and gradients in bf16: ours weights before the second projection, the loop behind it."""
+STREAMS = 4
+"""Of the loop on streams."""
 Made = dict[str, Any]
 
 # ---- the plain layer ----
@@ -122,7 +125,7 @@ def moe_side(model: ModelConfig, moe: MoEConfig, wrap: Callable[[MoELayer], Any]
     run, holder = wrapped if isinstance(wrapped, tuple) else (wrapped, wrapped)
     x, grad = random_pair(model, batch, made["device"], made["dtype"])
     weights = holder.experts if isinstance(holder, MoELayer) else holder
-    return stack_side(run, weights, x, grad, [holder], batch_first=False)
+    return stack_side(run, weights, x, grad, [holder])
 
 
 def plain(grouped: bool, **options: Any) -> Callable[[MoELayer], Any]:
@@ -159,9 +162,10 @@ def moe_layers(
             sides["plain, loop over experts, compiled"] = (model, moe, plain(False, fullgraph=False))
         builds = {key: partial(moe_side, *one, batch, made) for key, one in sides.items()}
         rows = batch * model.seq_length * moe.top_k
-        flops = 3 * 3 * 2 * rows * model.hidden * (moe.ffn_hidden or 4 * model.hidden)
+        flops = 3 * counts.forward_flops(model, samples=batch, moe=moe).experts
         case = f"G5: MoE layer, {name}: h{model.hidden} s{model.seq_length} b{batch}, {rows} rows, forward and backward"
-        yield from beside(case, builds, device=device, tolerance=TOLERANCE, repetitions=repetitions, flops=flops)
+        told: Made = {"tolerance": TOLERANCE, "repetitions": repetitions, "flops": flops, "share": "share_of_peak"}
+        yield from beside(case, builds, device=device, **told)
         our_layer.cache_clear()
 
 
@@ -222,45 +226,51 @@ class OnStreams(nn.Module):
         return _OnStreams.apply(x_NI, self.weight, segments.counts, self.streams)  # type: ignore[no-any-return]
 
 
-def loads(rows: int, experts: int) -> dict[str, Tensor]:
-    """Rows of each expert: uneven by a tenth; and half of all rows for the first expert, none for the last."""
-    nearly = torch.full((experts,), rows // experts)
-    nearly[::2] += rows // experts // 10
-    nearly[1::2] -= rows // experts // 10
-    skewed = torch.full((experts,), rows // 2 // (experts - 2))
-    skewed[0], skewed[-1] = rows // 2, 0
-    found = {"nearly even": nearly, "skewed": skewed}
-    for counts in found.values():
-        counts[1] += rows - counts.sum()
-    return found
-
-
-def experts_side(given: GroupedExperts, counts: Tensor, made: Made, linear: Any, *, forward: bool) -> Side:
+def experts_side(given: GroupedExperts, load: Tensor, made: Made, linear: Any, *, forward: bool) -> Side:
     """All experts on sorted rows: two projections and what is between; `linear(weight)` in the place of ours. The
     weights are those of `given`, and shared."""
     experts = copy(given)
     experts._modules = dict(given._modules)
     if linear is not None:
         experts.fc1, experts.fc2 = linear(given.fc1.weight), linear(given.fc2.weight)
-    device, shape = made["device"], (int(counts.sum()), given.input_shape[1])
+    device, shape = made["device"], (int(load.sum()), given.input_shape[1])
     generator = torch.Generator(device).manual_seed(0)
     x, grad = (torch.randn(shape, device=device, generator=generator).to(made["dtype"]) for _ in range(2))
     probs = torch.rand(shape[0], device=device, generator=generator)
     if not forward:
-        return stack_side(lambda x: experts(x, counts, probs), experts, x, grad, [experts], batch_first=False)
+        return stack_side(lambda x: experts(x, load, probs), experts, x, grad, [experts])
     output: list[Tensor] = []
 
     def step() -> None:
         with torch.no_grad():
-            output[:] = [experts(x, counts, probs)]
+            output[:] = [experts(x, load, probs)]
 
     return Side(step, lambda: {"output": output[0]})
 
 
+def before_activation(kernels: Sequence[Op], activation: str = "silu") -> dict[str, float]:
+    """Kernels up to the first whose name contains `activation`, how long the GPU idled between them, and how long it
+    idled right before that one, in microseconds.
+
+    Raises:
+        ValueError: no such kernel.
+    """
+    in_order = sorted(kernels, key=lambda kernel: kernel.start)
+    chosen = next((index for index, kernel in enumerate(in_order) if activation in kernel.path[-1]), None)
+    if chosen is None:
+        raise ValueError(f"no kernel is named like {activation}: {sorted({kernel.path[-1] for kernel in kernels})}")
+    before, busy_until, idle = in_order[:chosen], in_order[0].start, 0.0
+    for kernel in before:
+        idle += max(0.0, kernel.start - busy_until)
+        busy_until = max(busy_until, kernel.end)
+    gap = max(0.0, in_order[chosen].start - busy_until) if before else 0.0
+    return {"launches": len(before), "idle_us_between": idle, "idle_us_before_activation": gap}
+
+
 def launches(side: Side, device: torch.device) -> Row:
     """Kernels, and idle time between them, up to the activation of a forward."""
-    found = [Kernel(op.path[-1], op.start, op.end) for op in on_the_gpu(profiled(side.step, device))]
-    return before_activation([kernel for kernel in found if not kernel.name.startswith(("Memcpy", "Memset"))])
+    samples = [before_activation(kernels_in(profiled(side.step, device))) for _ in range(SAMPLES)]
+    return {name: round(value, 1) for name, value in medians(samples).items()}
 
 
 def grouped_product(
@@ -276,16 +286,16 @@ def grouped_product(
     groups = single_process_groups(device=device)
     linears = {"labkit, grouped product": None, f"loop on {STREAMS} streams": OnStreams, "loop over experts": Loop}
     for name, (model, moe) in layers.items():
-        flops = 3 * 2 * rows * model.hidden * (moe.ffn_hidden or 4 * model.hidden)
+        flops = 2 * rows * counts.expert_parameters(model, moe)
         experts = GroupedExperts("experts", model, moe, groups, seed=1, **made)
-        for load, counts in loads(rows, moe.num_experts).items():
-            given = (experts, counts, made)
+        for load in ("nearly even", "skewed"):
+            given = (experts, LOADS[load](moe.num_experts, rows), made)
             for forward in (True, False):
                 builds = {key: partial(experts_side, *given, one, forward=forward) for key, one in linears.items()}
                 words = "forward" if forward else "forward and backward"
                 shown = forward and device.type == "cuda"
                 yield from beside(
                     f"G5: experts, {name}: {rows} rows, {load}, {words}", builds, device=device, tolerance=TOLERANCE,
-                    repetitions=repetitions, flops=flops if forward else 3 * flops,
+                    repetitions=repetitions, flops=flops if forward else 3 * flops, share="share_of_peak",
                     describe=(lambda side, _: launches(side, device)) if shown else None,
                 )  # fmt: skip

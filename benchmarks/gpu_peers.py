@@ -10,10 +10,11 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, gemm_rate, peak_rate, rates, timed
+from gpu_steps import DEVICE, rates, timed
 from harness import Comparison
 from torch import Tensor, nn
 
@@ -109,13 +110,16 @@ def beside(
     repetitions: int = 15,
     flops: float | None = None,
     describe: Callable[[Side, float | None], Row] | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+    **shares: Any,
 ) -> Iterator[Comparison | Row]:
     """Rows of the peers that drop out, then one Comparison of the rest.
 
     builds: by name, ours first. Each is built, warmed up and measured in memory while the others stand still.
     tolerance: largest relative difference of a peer's results from ours; a peer beyond it is not timed.
-    flops: of a step, for everyone's TFLOP/s and the utilisation of ours.
+    flops: of a step, for everyone's `rates`, which takes `shares`.
     describe: what else is told of a side, given its median seconds, or None where the times are rejected.
+    facts: what else is told of the case.
     """
     forget_compiled()
     open_workspaces(device)
@@ -145,18 +149,20 @@ def beside(
         ready[name], weights[name] = side, weight
         del side, results
     steps = {name: side.step for name, side in ready.items()}
-    found = timed(case, steps, repetitions=repetitions, warmup=1, device=device)
-    facts: Row = {"difference_from_ours": differences} if any(differences.values()) else {}
+    for step in steps.values():
+        step()
+    before = compiled_graphs()
+    found = timed(case, steps, repetitions=repetitions, warmup=0, device=device)
+    facts = dict(facts) | ({"difference_from_ours": differences} if any(differences.values()) else {})
+    facts |= {"compiled_while_timed": late} if (late := compiled_graphs() - before) else {}
     for key in ("peak_gib", "graph_pools_gib"):
         by_name = {name: weight[key] for name, weight in weights.items() if key in weight}
         facts |= {key: by_name} if any(by_name.values()) else {}
-    if flops and not found.rejected:
-        facts["tflop_per_s"] = {name: round(flops / found.median(name) / 1e12, 1) for name in ready}
     if describe is not None:
         medians = {name: None if found.rejected else found.median(name) for name in ready}
         facts["by_name"] = {name: told(describe, side, medians[name]) for name, side in ready.items()}
     found = replace(found, facts=found.facts | facts)
-    yield rates(found, flops, gemm_rate(device), peak_rate(device)) if flops else found
+    yield rates(found, flops, device, **shares) if flops else found
 
 
 def told(describe: Callable[[Side, float | None], Row], side: Side, seconds: float | None) -> Row:
@@ -165,6 +171,12 @@ def told(describe: Callable[[Side, float | None], Row], side: Side, seconds: flo
         return describe(side, seconds)
     except Exception as error:
         return {"not_described": reason(error)}
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def forget_compiled() -> None:

@@ -1,20 +1,21 @@
-"""Parts of the GPU benchmark: a layer (row G1) and the GPT-2 step (row G2) beside plain torch, eager and compiled.
+"""Parts of the GPU benchmark: a layer (row G1) and whole steps (row G2) beside plain torch, eager and compiled.
 
 The plain model is `plain_gpt.py`, with the weights of ours. In the step it is trained as one writes it for one GPU:
-float32 weights, autocast to bf16, torch's clipping and fused AdamW.
+float32 weights, autocast to bf16, torch's clipping and fused AdamW. Both sides check that the gradient is finite before
+they update, and report the loss. So in every step the host reads two numbers of the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from gpu_peers import DEVICE, Row, Side, beside
-from gpu_steps import GPT2, batches, layer_flops, our_run
+from gpu_steps import GPT2, PLAIN, attention_backend, batches, layer_flops, our_run
 from harness import Comparison
 from plain_gpt import Block, PlainGPT
 from torch import Tensor, nn
@@ -23,10 +24,13 @@ from labkit.config import ModelConfig, TrainConfig, presets
 from labkit.models import counts
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
+from labkit.models.chunks import DTYPES
 from labkit.parallel import single_process_groups
+from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter
 from labkit.train.stepping import train_step
 
-LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048, use_cpu_initialization=False)
+LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048, **PLAIN)
+STACK = replace(presets.table1("1.2B").model, **PLAIN)
 LAYER_TOLERANCE = 0.03
 """Of outputs and gradients in bf16 whose sums run in another order."""
 LOSS_TOLERANCE = 0.01
@@ -83,10 +87,10 @@ def plain_model(model: ModelConfig, device: torch.device) -> PlainGPT:
 # ---- one layer ----
 
 
-def our_layers(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[TransformerLayer]:
-    """`config.layers` layers of ours, always with the same weights."""
+def our_layers(config: ModelConfig, device: torch.device, dtype: torch.dtype, **parts: Any) -> list[TransformerLayer]:
+    """`config.layers` layers of ours, always with the same weights. parts: other arguments of their `Build`."""
     groups = single_process_groups(device=device)
-    build = Build(config=config, group=groups.tp, seed=1, dtype=dtype, device=device)
+    build = Build(config=config, group=groups.tp, seed=1, dtype=dtype, device=device, **parts)
     return [TransformerLayer(index, build) for index in range(config.layers)]
 
 
@@ -105,12 +109,20 @@ def random_pair(config: ModelConfig, batch: int, device: torch.device, dtype: to
 
 
 def stack_side(
-    run: Callable[[Tensor], Tensor], last: Any, x: Tensor, grad: Tensor, weights: list[nn.Module], *, batch_first: bool
+    run: Callable[[Tensor], Tensor],
+    last: Any,
+    x: Tensor,
+    grad: Tensor,
+    weights: Sequence[nn.Module],
+    *,
+    batch_first: bool = False,
+    after: Callable[[], None] = lambda: None,
 ) -> Side:
     """Forward and backward of `run`; results are output, input gradient and weight gradients of the MLP in `last`.
 
     weights: the modules whose gradients are dropped before each step.
     batch_first: x and grad are [B, S, H] instead of [S, B, H]; results are [S, B, H] either way.
+    after: called after each backward.
     """
     x = x.detach().requires_grad_()
     output: list[Tensor] = []
@@ -127,6 +139,7 @@ def stack_side(
     def backward() -> None:
         output[0].backward(grad)
         output[0] = output[0].detach()
+        after()
 
     def step() -> None:
         drop()
@@ -145,7 +158,7 @@ def stack_side(
 def our_layer_side(config: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype) -> Side:
     """One layer of ours."""
     [layer] = our_layers(config, device, dtype)
-    return stack_side(layer, layer.mlp, *random_pair(config, batch, device, dtype), [layer], batch_first=False)
+    return stack_side(layer, layer.mlp, *random_pair(config, batch, device, dtype), [layer])
 
 
 def plain_layer_side(config: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype, wrap: Any) -> Side:
@@ -171,8 +184,10 @@ def layer(
         "plain, compiled": lambda: plain_layer_side(*sizes, lambda block: torch.compile(block, fullgraph=True)),
     }
     case = f"G1: layer h{config.hidden} s{config.seq_length} b{batch} beside plain torch, forward and backward"
-    flops = layer_flops(config, batch)
-    yield from beside(case, builds, device=device, tolerance=LAYER_TOLERANCE, repetitions=repetitions, flops=flops)
+    yield from beside(
+        case, builds, device=device, tolerance=LAYER_TOLERANCE, repetitions=repetitions,
+        flops=layer_flops(config, batch), facts={"attention_backend": attention_backend(*sizes)},
+    )  # fmt: skip
 
 
 # ---- the whole step ----
@@ -228,9 +243,8 @@ def plain_training(
     """The plain model, called through `wrap(model)`."""
     plain = plain_model(model, device)
     run, optim = wrap(plain), presets.gpt2_124m().optim
-    betas, fused = (optim.beta1, optim.beta2), device.type == "cuda"
-    decay = optim.weight_decay
-    adam = torch.optim.AdamW(plain.parameters(), lr=LR, betas=betas, eps=optim.eps, weight_decay=decay, fused=fused)
+    made: dict[str, Any] = {"eps": optim.eps, "weight_decay": optim.weight_decay, "fused": True}
+    adam = torch.optim.AdamW(plain.parameters(), lr=LR, betas=(optim.beta1, optim.beta2), **made)
     data = batches(model, micro_batch, device)
 
     def step(ranges: Ranges) -> float:
@@ -240,13 +254,39 @@ def plain_training(
                 loss = run(batch["tokens_BS"], batch["labels_BS"])
             loss.backward()
         with ranges("finalize-grads"):
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, error_if_nonfinite=True)
         with ranges("update"):
             adam.step()
             adam.zero_grad(set_to_none=True)
         return loss.item()
 
     return Training(step)
+
+
+def whole_step(
+    case: str,
+    model: ModelConfig,
+    micro_batch: int,
+    peers: dict[str, Any],
+    *,
+    device: torch.device,
+    precision: str,
+    repetitions: int,
+    **facts: Any,
+) -> Iterator[Comparison | Row]:
+    """A whole training step of ours beside the plain model, called through each of `peers`."""
+    made: dict[str, Any] = {"device": device, "precision": precision}
+    builds = {"labkit": lambda: our_training(model, micro_batch, **made).side()}
+    builds |= {
+        name: lambda wrap=wrap: plain_training(model, micro_batch, **made, wrap=wrap).side()
+        for name, wrap in peers.items()
+    }
+    sizes = f"{model.layers} layers h{model.hidden} s{model.seq_length} b{micro_batch}"
+    facts["attention_backend"] = attention_backend(model, micro_batch, device, DTYPES[precision])
+    yield from beside(
+        f"G2: {case}, {sizes}, whole step", builds, device=device, tolerance=LOSS_TOLERANCE, repetitions=repetitions,
+        flops=counts.step_flops(model, samples=micro_batch).total, facts=facts,
+    )  # fmt: skip
 
 
 def gpt2(
@@ -258,15 +298,22 @@ def gpt2(
     repetitions: int = 15,
 ) -> Iterator[Comparison | Row]:
     """G2 beside its peers: a whole training step of GPT-2 124M."""
-    made: dict[str, Any] = {"device": device, "precision": precision}
-    builds = {
-        "labkit": lambda: our_training(model, micro_batch, **made).side(),
-        "plain, eager": lambda: plain_training(model, micro_batch, **made).side(),
-        "plain, compiled": lambda: plain_training(
-            model, micro_batch, **made, wrap=lambda plain: torch.compile(plain, fullgraph=True)
-        ).side(),
-    }
-    sizes = f"{model.layers} layers h{model.hidden} s{model.seq_length} b{micro_batch}"
-    case = f"G2: GPT, {sizes}, whole step beside plain torch"
-    flops = counts.step_flops(model, samples=micro_batch, causal=True).total
-    yield from beside(case, builds, device=device, tolerance=LOSS_TOLERANCE, repetitions=repetitions, flops=flops)
+    peers = {"plain, eager": lambda plain: plain, "plain, compiled": lambda plain: torch.compile(plain, fullgraph=True)}
+    made: dict[str, Any] = {"device": device, "precision": precision, "repetitions": repetitions}
+    yield from whole_step("GPT beside plain torch", model, micro_batch, peers, **made)
+
+
+def stack(
+    model: ModelConfig = STACK,
+    micro_batch: int = 8,
+    *,
+    device: torch.device = DEVICE,
+    precision: str = "bf16",
+    repetitions: int = 15,
+) -> Iterator[Comparison | Row]:
+    """G2: the paper's 1.2B model (40 layers, hidden 1536), the whole step at its batch of 8."""
+    parameters = counts.stage_parameters(model, layers=model.layers)
+    state = parameters * float(bytes_per_parameter(param_dtype=precision, stage=0).total)
+    facts: Row = {"parameters": parameters, "state_gib": round(state / 2**30, 2)}
+    made: dict[str, Any] = {"device": device, "precision": precision, "repetitions": repetitions}
+    yield from whole_step("1.2B", model, micro_batch, {}, **made, **facts)

@@ -1,19 +1,22 @@
-"""Part of the GPU benchmark: where the time of a GPT-2 step goes, ours and the plain model's.
+"""What a profile of a step shows; and a part of the GPU benchmark: where the time of a GPT-2 step goes.
 
-A profile says which kernels each operation launched, and inside which others the operation ran. So every kernel belongs
-to a phase of the step, also in the backward, whose operations bear the names of autograd's nodes. The rest of the
-unprofiled step is time in which the GPU computed nothing.
+Kernels, launches and idle time are read from a profile of the GPU alone. A profiler of the host's operations would slow
+the launches, and the GPU would idle where it otherwise does not. Each number is the median over several profiled steps.
+
+The phases need the host's operations. A profile says which kernels each operation launched, and inside which others the
+operation ran. So every kernel belongs to a phase of the step, also in the backward, whose operations bear the names of
+autograd's nodes. No idle time is read from such a profile: the rest of a step is what its unprofiled time leaves.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_graphs import Work, work_of
 from gpu_peers import DEVICE, Row, open_workspaces
 from gpu_plain import GPT2, Training, no_ranges, our_training, plain_training
 from gpu_steps import synchronize, timed
@@ -25,6 +28,10 @@ from labkit.config import ModelConfig
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 """Calls in which the host stands still until the GPU has come so far."""
 STEP = "the profiled step"
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+SAMPLES = 5
+"""Steps that are profiled for one number."""
+REST = "rest of the step"
 
 # ---- a profile as data ----
 
@@ -54,9 +61,13 @@ def path_of(event: Any) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-def profiled(step: Callable[[], Any], device: torch.device) -> list[Op]:
-    """One step, which the caller has warmed up."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+def profiled(step: Callable[[], Any], device: torch.device, *, operations: bool = False) -> list[Op]:
+    """One step, which the caller has warmed up: kernels, and the host's calls of CUDA.
+
+    operations: also torch's operations, with which the host takes longer. A CPU has nothing else.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] * on_gpu + [ProfilerActivity.CPU] * (operations or not on_gpu)
     synchronize(device)
     with profile(activities=activities) as seen:
         with record_function(STEP):
@@ -73,6 +84,12 @@ def profiled(step: Callable[[], Any], device: torch.device) -> list[Op]:
     ]  # fmt: skip
 
 
+def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each number; one that a sample lacks is 0 there."""
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in names}
+
+
 def ranges_in(ops: Sequence[Op]) -> set[str]:
     """Names of annotated ranges: on the GPU they cover kernels and are none."""
     return {op.path[-1] for op in ops if op.annotated}
@@ -84,10 +101,36 @@ def on_the_gpu(ops: Sequence[Op]) -> list[Op]:
     return [op for op in ops if op.on_gpu and op.path[-1] not in ranges]
 
 
-def work(ops: Sequence[Op]) -> Work:
-    """Kernels, their time, and launches."""
-    shown = [*on_the_gpu(ops), *(op for op in ops if not op.on_gpu)]
-    return work_of([(op.path[-1], op.on_gpu, op.end - op.start) for op in shown])
+def kernels_in(ops: Sequence[Op]) -> list[Op]:
+    """Kernels alone; of a CPU its operations."""
+    if not any(op.on_gpu for op in ops):
+        return [op for op in ops if not op.annotated]
+    return [op for op in on_the_gpu(ops) if not op.path[-1].startswith(("Memcpy", "Memset"))]
+
+
+def work_of(ops: Sequence[Op]) -> dict[str, float]:
+    """Kernels on the GPU, the sum of their times, and the host's calls that start kernels; a graph is one call."""
+    found = kernels_in(ops) if any(op.on_gpu for op in ops) else []
+    launches = sum(not op.on_gpu and op.path[-1] in LAUNCHES for op in ops)
+    return {"kernels": len(found), "launches": launches, "kernel_us": sum(op.end - op.start for op in found)}
+
+
+def work_facts(step: Callable[[], Any], seconds: float | None, device: torch.device) -> Row:
+    """What the GPU does in a step: its kernels, and with `seconds`, the step's time without a profiler, that time over
+    the sum of theirs and the share of it that they leave."""
+    if device.type != "cuda":
+        return {}
+    work = medians([work_of(profiled(step, device)) for _ in range(SAMPLES)])
+    row: Row = {"kernels": int(work["kernels"]), "launches": int(work["launches"])}
+    row["kernel_ms"] = round(work["kernel_us"] / 1e3, 3)
+    return row if seconds is None else row | over_kernels(work["kernel_us"] / 1e6, seconds)
+
+
+def over_kernels(kernel_seconds: float, seconds: float) -> Row:
+    """How a step of `seconds` compares with the sum of its kernels' times."""
+    if not kernel_seconds:
+        return {}
+    return {"over_kernels": round(seconds / kernel_seconds, 3), "idle": round(1 - kernel_seconds / seconds, 3)}
 
 
 def waits(ops: Sequence[Op]) -> tuple[int, float]:
@@ -132,11 +175,11 @@ def by_phase(ops: Sequence[Op], *, on_gpu: bool) -> dict[str, float]:
 
 
 def shares(phases: dict[str, float], step_ms: float) -> Row:
-    """Rows of a table: milliseconds and shares of the step, whose rest the GPU idles. Where more than the step was
-    measured (phases overlapped, or the profiler slowed them), shares are of that sum and nothing idles."""
+    """Rows of a table: milliseconds and shares of the step. Where the phases take longer than the step (they
+    overlapped, or the profiler slowed them), shares are of their sum and there is no rest."""
     busy = sum(phases.values())
     total = max(step_ms, busy)
-    parts = phases | {"GPU idle": total - busy}
+    parts = phases | {REST: total - busy}
     return {
         "step_ms": round(step_ms, 3),
         "ms": {name: round(ms, 3) for name, ms in parts.items()},
@@ -146,10 +189,16 @@ def shares(phases: dict[str, float], step_ms: float) -> Row:
 
 def table_row(case: str, training: Training, step_ms: float, device: torch.device) -> Row:
     """Phases of one side's step."""
-    ops = profiled(lambda: training.step(lambda name, log_level=1: record_function(name)), device)
-    count, us = waits(ops)
-    row: Row = {"case": case} | shares(by_phase(ops, on_gpu=device.type == "cuda"), step_ms)
-    return row | {"host_waits": count, "host_waits_ms": round(us / 1e3, 3)}
+
+    def step() -> None:
+        training.step(lambda name, log_level=1: record_function(name))
+
+    samples = [profiled(step, device, operations=True) for _ in range(SAMPLES)]
+    phases = medians([by_phase(ops, on_gpu=device.type == "cuda") for ops in samples])
+    counts, us = zip(*(waits(ops) for ops in samples), strict=True)
+    row: Row = {"case": case} | shares(phases, step_ms)
+    row |= {"host_waits": statistics.median(counts), "host_waits_ms": round(statistics.median(us) / 1e3, 3)}
+    return row | {"idle": "not measured: the profiler of the operations slows the launches"}
 
 
 def where(
@@ -160,7 +209,7 @@ def where(
     precision: str = "bf16",
     repetitions: int = 15,
 ) -> Iterator[Comparison | Row]:
-    """G2 in parts: forward, backward, loss, norm, clip, optimizer, idle time and waits of a whole step, eager."""
+    """G2 in parts: forward, backward, loss, norm, clip, optimizer, rest, and waits of the host in a step, eager."""
     open_workspaces(device)
     made: dict[str, Any] = {"device": device, "precision": precision}
     sides = {

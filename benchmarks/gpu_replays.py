@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from gpu_peers import DEVICE, Row, Side, beside
 from gpu_plain import LAYER_TOLERANCE, our_layers, plain_blocks, random_pair, stack_side
-from gpu_profile import profiled, work
+from gpu_profile import work_facts
 from gpu_steps import PLAIN, synchronize
 from harness import Comparison
 from torch import Tensor, nn
@@ -61,9 +61,7 @@ class Sides:
         graphed: Sequence[Any] = callables
         if make is not None:
             graphed = make(callables, tuple((self.x.detach().clone().requires_grad_(),) for _ in callables))
-        made = stack_side(
-            lambda x: chain(graphed, x), layers[-1].mlp, self.x, self.grad, list(layers), batch_first=False
-        )
+        made = stack_side(lambda x: chain(graphed, x), layers[-1].mlp, self.x, self.grad, layers)
         side = Replays(made.step, made.results, made.passes)
         side.count = 0 if make is None else len(callables)
         if all(hasattr(one, "graphs") for one in graphed):
@@ -139,11 +137,7 @@ def describe(side: Side, seconds: float | None, device: torch.device) -> Row:
     assert isinstance(side, Replays) and side.passes is not None
     called = host_us(side.passes, device)[1:]
     bare = None if side.bare is None else host_us(side.bare, device)
-    row = host_facts(called, bare, side.count)
-    if device.type == "cuda":
-        seen = work(profiled(side.step, device))
-        row |= {"kernels": seen.kernels, "launches": seen.launches} if seconds is None else seen.facts(seconds)
-    return row
+    return host_facts(called, bare, side.count) | work_facts(side.step, seconds, device)
 
 
 def replays(

@@ -1,62 +1,79 @@
 """Parts of the GPU benchmark: ranks that share one GPU, over gloo through host memory.
 
-The numbers say what sharing costs; nothing here tells how fast several GPUs would be.
+Each part starts its ranks once. They build all alternatives, and time their steps in turn; the slowest rank counts. The
+numbers say what sharing costs; nothing here tells how fast several GPUs would be.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pipeline
 import torch
-from gpu_steps import synchronize
+from gpu_steps import batches, built, synchronize, timed
+from harness import Comparison
 from torch import Tensor
 
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.events import recording
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel
-from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.schedules import Schedule
+from labkit.parallel import initialize_model_parallel, single_process_groups, token_ids_checked_late
+from labkit.parallel.groups import ParallelGroups
+from labkit.train.reporting.metrics import Timers
+from labkit.train.stepping import train_step
 
 SHARED = ModelConfig(layers=4, hidden=256, heads=8, vocab_size=1024, seq_length=256)
 WIDER = ModelConfig(layers=4, hidden=512, heads=8, vocab_size=1024, seq_length=256)
 
+
+def on_ranks(measure: Callable[..., list[Comparison]], ranks: int, device: str, *given: Any) -> list[Comparison]:
+    """What rank 0 found; all ranks run `measure`."""
+    return run(measure, ranks, *given, backend="gloo", device=device, timeout=180)[0]
+
+
 # ---- tensor parallelism ----
 
 
-def tensor_parallel_loss(config: ModelConfig, tp: int, steps: int) -> tuple[float, str, float]:
-    """(loss, backend and device, seconds of the last forward and backward) on a rank of a tensor-parallel group."""
-    groups = initialize_model_parallel(ParallelConfig(tp=tp))
+def tensor_parallel_step(config: ModelConfig, groups: ParallelGroups) -> Callable[[], Tensor]:
+    """Forward and backward of a whole model cut over `groups`; returns the loss, on its device."""
     model = GPTModel(config, groups, layers=range(config.layers), seed=1)
     shape = (4, config.seq_length + 1)
     tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(groups.device)
-    for _ in range(steps):
-        synchronize(groups.device)
-        start = time.perf_counter()
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
         loss = model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
         loss.backward()
-        synchronize(groups.device)
-    return loss.item(), f"{groups.backend} on {groups.device}", time.perf_counter() - start
+        return loss.detach()
+
+    return partial(ids_checked_late, step, groups.device)
+
+
+def tensor_parallel_sides(config: ModelConfig) -> list[Comparison]:
+    """All ranks as one group, and rank 0 alone while the others wait."""
+    groups = initialize_model_parallel(ParallelConfig(tp=rank_info().world_size))
+    together = tensor_parallel_step(config, groups)
+    alone = tensor_parallel_step(config, single_process_groups(device=groups.device)) if groups.rank == 0 else None
+    name = f"{groups.tp.size} tensor-parallel ranks"
+    steps = {name: together, "one rank": alone or (lambda: None)}
+    found = timed(f"{name} on one GPU, forward and backward", steps, across_ranks=True, device=groups.device)
+    loss = together()
+    difference = 0.0 if alone is None else abs(float(loss) - float(alone()))
+    facts = {"transport": f"{groups.backend} on {groups.device.type}", "loss_difference": difference}
+    return [replace(found, facts=facts)]
 
 
 def tensor_parallel(
     config: ModelConfig = SHARED, sizes: tuple[int, ...] = (2, 4), *, device: str = "cuda"
-) -> Iterator[dict[str, Any]]:
-    """One group on the same GPU: the loss of one rank, and what the host's memory costs."""
-    alone = run(tensor_parallel_loss, 1, config, 1, 5, device=device, timeout=120)[0]
+) -> Iterator[Comparison]:
+    """One group on the same GPU beside one rank: the loss of both, and what the host's memory costs."""
     for tp in sizes:
-        found = run(tensor_parallel_loss, tp, config, tp, 5, backend="gloo", device=device, timeout=120)
-        yield {
-            "case": f"{tp} tensor-parallel ranks on one GPU",
-            "transport": found[0][1],
-            "loss_difference": max(abs(loss - alone[0]) for loss, _, _ in found),
-            "ms": round(1e3 * max(seconds for _, _, seconds in found), 2),
-            "ms_one_rank": round(1e3 * alone[2], 2),
-        }
+        yield from on_ranks(tensor_parallel_sides, tp, device, config)
 
 
 # ---- a pipeline ----
@@ -79,80 +96,77 @@ def loss_of_one_rank(config: ModelConfig, count: int, device: torch.device) -> f
     return float(torch.stack(losses).mean())
 
 
-def pipeline_step(
-    config: ModelConfig, schedule: Schedule, steps: int, kind: str
-) -> tuple[list[float], float, float, float]:
-    """(losses, where this rank has them; seconds of a step, plain and recording Events; share of the recorded step that
-    this rank's actions took on the GPU)."""
-    count, device = schedule.num_microbatches, torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    side = pipeline.our_side(pipeline.run_config(count, config), on_device(config, count, device), schedule)
-    found, losses, actions = [], [], []
-    for records in (False, True):
-        for _ in range(steps):
-            torch.distributed.barrier()
-            synchronize(device)
-            start = time.perf_counter()
-            with recording(rank_info().rank) if records else nullcontext() as recorder:
-                losses = side.step()
-                synchronize(device)
-            seconds = time.perf_counter() - start
-            actions = [event for event in recorder.events if event.chunk is not None] if recorder else []
-        found.append(seconds)
-    return losses, found[0], found[1], sum(event.duration for event in actions) / found[1]
-
-
-def pipeline_parallel(
-    config: ModelConfig = SHARED, count: int = 8, *, device: str = "cuda"
-) -> Iterator[dict[str, Any]]:
-    """Two stages on the same GPU: the loss of one rank, and what recording by CUDA events costs."""
-    alone = loss_of_one_rank(config, count, torch.device(device))
+def pipeline_sides(config: ModelConfig, count: int) -> list[Comparison]:
+    """Each schedule, recording Events and not."""
+    device = rank_info().device
+    given = pipeline.run_config(count, config), on_device(config, count, device)
+    expected, found = loss_of_one_rank(config, count, device), []
     for name, build in pipeline.OURS.items():
-        found = run(pipeline_step, 2, config, build(count), 5, device, backend="gloo", device=device, timeout=120)
-        [losses] = [losses for losses, *_ in found if losses]
-        yield {
-            "case": f"2 pipeline ranks on one GPU, {name}, {count} microbatches",
-            "loss_difference": abs(sum(losses) / count - alone),
-            "ms": round(1e3 * max(plain for _, plain, _, _ in found), 2),
-            "ms_recording_events": round(1e3 * max(recorded for _, _, recorded, _ in found), 2),
-            "busy_share_by_rank": [round(busy, 3) for *_, busy in found],
-        }
+        side = pipeline.our_side(*given, build(count))
+        step, busy = partial(ids_checked_late, side.step, device), list[float]()
+        steps = {"labkit": step, "labkit, recording Events": partial(recorded, step, busy, device)}
+        case = f"2 pipeline ranks on one GPU, {name}, {count} microbatches"
+        one = timed(case, steps, across_ranks=True, device=device)
+        mine: list[Any] = [step(), statistics.median(busy)]
+        ranks: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(ranks, mine)
+        [losses] = [losses for losses, _ in ranks if losses]
+        facts = {"loss_difference": abs(sum(losses) / count - expected)}
+        found.append(replace(one, facts=facts | {"busy_share_by_rank": [round(share, 3) for _, share in ranks]}))
+    return found
+
+
+def ids_checked_late(step: Callable[[], Any], device: torch.device) -> Any:
+    """A step that waits for no token ids, as in training."""
+    with token_ids_checked_late(device):
+        return step()
+
+
+def recorded(step: Callable[[], Any], busy: list[float], device: torch.device) -> None:
+    """A step that records Events; adds the share of its time, from first start to last end, that the actions took."""
+    with recording(rank_info().rank) as recorder:
+        step()
+        synchronize(device)
+    actions = [event for event in recorder.events if event.chunk is not None]
+    span = max(event.end for event in actions) - min(event.start for event in actions)
+    busy.append(sum(event.duration for event in actions) / span)
+
+
+def pipeline_parallel(config: ModelConfig = SHARED, count: int = 8, *, device: str = "cuda") -> Iterator[Comparison]:
+    """Two stages on the same GPU: the loss of one rank, and what recording by CUDA events costs."""
+    yield from on_ranks(pipeline_sides, 2, device, config, count)
 
 
 # ---- data parallelism ----
 
 
-def data_parallel_seconds(model: ModelConfig, overlap: bool, steps: int, precision: str) -> tuple[list[float], float]:
-    """(losses, seconds of the later steps) of one of two ranks that train together on one GPU."""
-    from labkit.train import pretrain
+def reduction_sides(model: ModelConfig, precision: str) -> list[Comparison]:
+    """Two trainings of the same weights on the same batches."""
+    groups, losses, steps = initialize_model_parallel(ParallelConfig()), {}, {}
+    for name, overlap in {"reduction during the backward": True, "reduction after the backward": False}.items():
+        size = 1_000_000 if overlap else None
+        config = RunConfig(
+            model=model,
+            optim=OptimConfig(precision=precision, overlap_grad_reduce=overlap, bucket_size=size),
+            train=TrainConfig(micro_batch_size=4, global_batch_size=16, record_events=False),
+        )
+        losses[name] = list[float]()
+        steps[name] = partial(trained, *built(config, groups), batches(model, 4, groups.device), losses[name])
+    case = "2 data-parallel ranks on one GPU, a training step"
+    found = timed(case, steps, across_ranks=True, device=groups.device)
+    during, after = losses.values()
+    facts = {"loss_difference": max(abs(a - b) for a, b in zip(during, after, strict=True))}
+    return [replace(found, facts=facts)]
 
-    config = RunConfig(
-        model=model,
-        optim=OptimConfig(precision=precision, overlap_grad_reduce=overlap, bucket_size=1_000_000 if overlap else None),
-        train=TrainConfig(steps=steps, micro_batch_size=4, global_batch_size=16, record_events=False),
-    )
-    pretrain(config)  # connections, kernels and the learned order of arrivals
-    synchronize(rank_info().device)
-    start = time.perf_counter()
-    losses = pretrain(config).losses
-    synchronize(rank_info().device)
-    return losses, time.perf_counter() - start
+
+def trained(run_: Any, optimizer: Any, data: Iterator[dict[str, Tensor]], losses: list[float]) -> None:
+    """A training step; adds its loss."""
+    done = train_step(run_, optimizer, Timers(0), data, step=len(losses), lr=1e-4, clip_grad=1.0)
+    losses.append(done.loss)
 
 
 def overlapped_reduction(
-    model: ModelConfig = WIDER, steps: int = 10, *, precision: str = "bf16", device: str = "cuda"
-) -> Iterator[dict[str, Any]]:
-    """Gradients reduced behind the backward, and after it."""
-    found = {
-        overlap: run(
-            data_parallel_seconds, 2, model, overlap, steps, precision, backend="gloo", device=device, timeout=180
-        )
-        for overlap in (True, False)
-    }
-    seconds = {overlap: max(spent for _, spent in results) / steps for overlap, results in found.items()}
-    differences = [abs(a - b) for a, b in zip(found[True][0][0], found[False][0][0], strict=True)]
-    yield {
-        "case": "2 data-parallel ranks on one GPU, gradient reduction behind the backward",
-        "ms": round(1e3 * seconds[True], 2),
-        "ms_without_overlap": round(1e3 * seconds[False], 2),
-        "loss_difference": max(differences),
-    }
+    model: ModelConfig = WIDER, *, precision: str = "bf16", device: str = "cuda"
+) -> Iterator[Comparison]:
+    """Gradients reduced during the backward, and after it."""
+    yield from on_ranks(reduction_sides, 2, device, model, precision)

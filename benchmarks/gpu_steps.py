@@ -1,4 +1,4 @@
-"""Steps that the GPU benchmark times: one layer, a whole training step; and how they are timed."""
+"""How the GPU benchmark times steps and counts their rates; and the training step that several parts time."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from harness import LEAST, Comparison, interleave
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from labkit.config import ModelConfig, RunConfig, TrainConfig, presets
-from labkit.fp8 import Float8Recipe
+from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig, presets
 from labkit.models import counts
-from labkit.models.blocks import TransformerLayer
-from labkit.models.build import Build
-from labkit.parallel import single_process_groups
+from labkit.parallel import ParallelGroups, single_process_groups
 from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
-from labkit.train.pretraining import Run, layer_spec_with, setup_model_and_optimizer
-from labkit.train.reporting.device_peaks import known_peak
+from labkit.train.pretraining import Run, setup_model_and_optimizer
+from labkit.train.reporting.device_peaks import peak_of
 from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
@@ -34,6 +33,7 @@ LOAD = float(os.cpu_count() or 1)
 PLAIN: dict[str, Any] = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PLAIN["use_cpu_initialization"] = False
 """Of models that are timed: no dropout, as peers have none, and weights drawn on the device, which takes no minutes."""
+BF16 = OptimConfig(precision="bf16")
 GPT2 = replace(presets.gpt2_124m().model, **PLAIN)
 Step = Callable[[], Any]
 
@@ -45,103 +45,105 @@ def synchronize(device: torch.device = DEVICE) -> None:
 
 
 def timed(
-    case: str, steps: Mapping[str, Step], *, repetitions: int = LEAST, warmup: int = 3, device: torch.device = DEVICE
+    case: str,
+    steps: Mapping[str, Step],
+    *,
+    repetitions: int = LEAST,
+    warmup: int = 3,
+    across_ranks: bool = False,
+    device: torch.device = DEVICE,
 ) -> Comparison:
     """Interleaved, with the GPU idle at both ends of every repetition."""
     wait = partial(synchronize, device)
-    return interleave(case, steps, repetitions=repetitions, warmup=warmup, synchronize=wait, max_load=LOAD)
+    ranks: dict[str, Any] = {"across_ranks": across_ranks}
+    return interleave(case, steps, repetitions=repetitions, warmup=warmup, synchronize=wait, max_load=LOAD, **ranks)
 
 
-def gemm(size: int = 8192, at_once: int = 10, device: torch.device = DEVICE) -> Comparison:
-    """A square bf16 GEMM on random data, several at once, with its rate as a fact."""
+# ---- rates ----
+
+
+def gemm(size: int = 8192, at_once: int = 10, *, device: torch.device = DEVICE) -> Iterator[Comparison]:
+    """A square bf16 GEMM on random data, the product that the hardware is best at; nothing else here can be faster."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     case = f"bf16 GEMM {size} x {size} x {size}, {at_once} at once"
     found = timed(case, {"torch.mm": lambda: [torch.mm(a, b, out=out) for _ in range(at_once)]}, device=device)
     rate = at_once * 2 * size**3 / found.median("torch.mm")
-    return replace(found, facts={"tflop_per_s": round(rate / 1e12, 1)})
+    yield replace(found, facts={"tflop_per_s": round(rate / 1e12, 1)})
 
 
 @cache
 def gemm_rate(device: torch.device = DEVICE) -> float:
-    """Operations per second of a bf16 GEMM, measured once in this process; of a small one on a CPU."""
+    """Operations per second of a bf16 GEMM, measured once in this process, of a small one on a CPU; NaN where the
+    machine was too busy to measure."""
     size = 8192 if device.type == "cuda" else 128
-    return 10 * 2 * size**3 / gemm(size, 10, device).median("torch.mm")
+    [found] = gemm(size, 10, device=device)
+    return float("nan") if found.rejected else 10 * 2 * size**3 / found.median("torch.mm")
 
 
-def peak_rate(device: torch.device = DEVICE) -> float:
-    """Operations per second in dense bf16 by the GPU's data sheet; NaN where labkit does not know it."""
-    peak = known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return float("nan") if peak is None else 1e12 * peak.half
+def peak_rate(device: torch.device = DEVICE, optim: OptimConfig = BF16) -> float:
+    """Operations per second by the GPU's data sheet in the precision of a run with `optim`, the peak that training's
+    MFU has; NaN where labkit does not know it."""
+    peak = peak_of(torch.cuda.get_device_name(device), optim) if device.type == "cuda" else None
+    return float("nan") if peak is None else 1e12 * peak
 
 
-def rates(found: Comparison, flops: float, gemm_rate: float, peak: float) -> Comparison:
-    """The comparison with TFLOP/s and both utilisations of ours; without them where it was rejected, and without the
-    one against the peak where that is NaN."""
+def rates(
+    found: Comparison,
+    flops: float,
+    device: torch.device,
+    *,
+    share: str = "mfu",
+    optims: Mapping[str, OptimConfig] = MappingProxyType({}),
+) -> Comparison:
+    """The comparison with everyone's TFLOP/s, share of the data sheet's peak, and share of the rate of a GEMM; as it is
+    where it was rejected. A share of what is unknown is left out.
+
+    flops: of a step, the same for all. MFU needs the operations of a model by `labkit.models.counts`: all S^2 pairs of
+        attention, nothing recomputed. Training reports the same, and so do Megatron (arXiv 2104.04473) and PaLM
+        (arXiv 2204.02311), so the numbers compare.
+    share: name of the share of the peak; `mfu`, or `share_of_peak` where the operations are those of kernels.
+    optims: whose precision chooses the peak, by name of the alternative; bf16 for others.
+    """
     if found.rejected:
         return found
-    rate = flops / found.median(found.ours)
-    facts = {"tflop": round(flops / 1e12, 2), "tflop_per_s": round(rate / 1e12, 1)}
-    facts |= {} if math.isnan(peak) else {"mfu": round(rate / peak, 3)}
-    return replace(found, facts=facts | {"share_of_gemm_rate": round(rate / gemm_rate, 3)} | found.facts)
-
-
-def forget_peak_memory(device: torch.device = DEVICE) -> None:
-    """Begin to look for the largest memory anew."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_gib(device: torch.device = DEVICE) -> float | None:
-    """Largest memory that tensors took since the last reset; None on a CPU, which does not count it."""
-    return round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None
+    by_name = {name: flops / found.median(name) for name in found.seconds}
+    facts: dict[str, Any] = {"tflop": round(flops / 1e12, 2)}
+    facts["tflop_per_s"] = {name: round(rate / 1e12, 1) for name, rate in by_name.items()}
+    best = {share: {name: peak_rate(device, optims.get(name, BF16)) for name in by_name}}
+    best["share_of_gemm_rate"] = dict.fromkeys(by_name, gemm_rate(device))
+    for key, most in best.items():
+        shares = {name: round(rate / most[name], 3) for name, rate in by_name.items() if not math.isnan(most[name])}
+        facts |= {key: shares} if shares else {}
+    return replace(found, facts=facts | found.facts)
 
 
 def layer_flops(config: ModelConfig, batch: int) -> float:
-    """Operations of `layer_step`."""
-    return 3 * counts.forward_flops(config, samples=batch, causal=True, logits=False).total
+    """Operations of forward and backward of `config.layers` layers."""
+    return 3 * counts.forward_flops(config, samples=batch, logits=False).total
 
 
-def layer_step(
-    config: ModelConfig, batch: int, float8: Float8Recipe | None = None, device: torch.device = DEVICE
-) -> Callable[[], None]:
-    """Forward and backward of one transformer layer in bf16, with gradients of weights and input; in fp8 a whole step,
-    so that the weights are cast every time."""
-    groups = single_process_groups(device=device)
-    spec = layer_spec_with(config, float8)
-    precision = spec.precision(groups, device)
-    made: dict[str, Any] = {"spec": spec, "precision": precision, "dtype": torch.bfloat16, "device": device}
-    layer = TransformerLayer(0, Build(config=config, group=groups.tp, seed=1, **made))
-    shape = (config.seq_length, batch, config.hidden)
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-    def step() -> None:
-        layer.zero_grad(set_to_none=True)
-        x.grad = None
-        with precision.region():
-            y = layer(x)
-        y.backward(grad)
-        precision.end_step()
-
-    return step
+# ---- attention ----
 
 
-def stack_step(config: ModelConfig, batch: int, device: torch.device = DEVICE) -> Callable[[], None]:
-    """Forward and backward of `config.layers` layers in bf16, recomputed as `config` says."""
-    groups = single_process_groups(device=device)
-    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=device)
-    layers = nn.ModuleList([TransformerLayer(index, build) for index in range(config.layers)])
-    shape = (config.seq_length, batch, config.hidden)
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
+def sdpa_choice(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> str:
+    """Name of the backend that scaled_dot_product_attention takes for these tensors, in `SDPBackend`'s words."""
+    choice = torch.ops.aten._fused_sdp_choice(q, k, v, is_causal=causal)
+    backends: dict[str, Any] = dict(SDPBackend.__members__)
+    return next((name for name, one in backends.items() if int(one) == choice), str(choice))
 
-    def step() -> None:
-        layers.zero_grad(set_to_none=True)
-        x.grad = None
-        build.recompute.run_layers(layers, x, None).backward(grad)
 
-    return step
+def attention_backend(model: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype) -> str:
+    """What a layer of labkit computes attention with: torch's choice for its q, k and v, views of one projection."""
+    if model.attention_backend != "fused":
+        return model.attention_backend
+    shape = (model.seq_length, batch * model.heads, 3, model.hidden // model.heads)
+    mixed = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+    q, k, v = (mixed[:, :, i].transpose(0, 1)[None] for i in range(3))
+    return sdpa_choice(q, k, v)
+
+
+# ---- a whole training step ----
 
 
 def batches(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE) -> Iterator[dict[str, Tensor]]:
@@ -155,17 +157,31 @@ def batches(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE)
     return itertools.cycle(made)
 
 
+def built(config: RunConfig, groups: ParallelGroups) -> tuple[Pipeline, Any]:
+    """(pipeline, optimizer) of a training without pipeline parallelism."""
+    schedule = one_f_one_b(1, config.num_microbatches(groups.world_size))
+    chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
+    return Pipeline(config, groups, chunks, gpt_forward_step, schedule), optimizer
+
+
 def our_run(
-    model: ModelConfig, micro_batch: int, device: torch.device = DEVICE, **optim: Any
+    model: ModelConfig,
+    micro_batch: int,
+    device: torch.device = DEVICE,
+    *,
+    moe: MoEConfig | None = None,
+    graph: GraphConfig | None = None,
+    **optim: Any,
 ) -> tuple[Pipeline, Any, Iterator[dict[str, Tensor]]]:
     """(pipeline, optimizer, batches) of a training with float32 masters, in bf16 unless `optim` says else."""
-    chosen = replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0, **optim)
-    train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
-    config = RunConfig(model=model, optim=chosen, train=train)
-    groups = single_process_groups(device=device)
-    schedule = one_f_one_b(1, 1)
-    chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
-    return Pipeline(config, groups, chunks, gpt_forward_step, schedule), optimizer, batches(model, micro_batch, device)
+    config = RunConfig(
+        model=model,
+        moe=moe or MoEConfig(),
+        optim=replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0, **optim),
+        train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False),
+        graph=graph or GraphConfig(),
+    )
+    return *built(config, single_process_groups(device=device)), batches(model, micro_batch, device)
 
 
 def our_step(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE, **optim: Any) -> Callable[[], Any]:

@@ -14,12 +14,14 @@ TINY = replace(gpu_shared.SHARED, hidden=32, heads=4, vocab_size=128, seq_length
 
 
 def test_every_way_to_share_a_gpu_gives_the_loss_of_one_rank() -> None:
-    rows = [
+    found = [
         *gpu_shared.tensor_parallel(TINY, (2,), device="cpu"),
         *gpu_shared.pipeline_parallel(TINY, 4, device="cpu"),
-        *gpu_shared.overlapped_reduction(replace(TINY, vocab_size=1024), 2, precision="fp32", device="cpu"),
+        *gpu_shared.overlapped_reduction(replace(TINY, vocab_size=1024), precision="fp32", device="cpu"),
     ]
-    assert len(rows) == len({row["case"] for row in rows}) == 2 + len(gpu_shared.pipeline.OURS)
-    json.dumps(rows, allow_nan=False)
-    for row in rows:
-        assert row["loss_difference"] < 1e-4 and row["ms"] > 0, row
+    assert len({one.case for one in found}) == len(found) == 2 + len(gpu_shared.pipeline.OURS)
+    json.dumps([one.row() for one in found], allow_nan=False)
+    for one in found:
+        assert one.facts["loss_difference"] < 1e-4, one.case
+        assert [len(seconds) for seconds in one.seconds.values()] == [15, 15], "of every alternative, side by side"
+    assert all(0 < share <= 1 for one in found for share in one.facts.get("busy_share_by_rank", []))

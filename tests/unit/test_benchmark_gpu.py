@@ -20,13 +20,16 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
 import gpu_graphs
 import gpu_moe
+import gpu_plain
 import gpu_precision
 import gpu_steps
-import gpu_training
 import harness
 import table
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig
+from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
+from labkit.models.memory.saved_tensors import SavedTensors
+from labkit.train.reporting.device_peaks import peak_of
+from labkit.train.reporting.report import Throughput
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HOST = torch.device("cpu")
@@ -34,13 +37,12 @@ TINY = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=64, seq_length=16, *
 EMULATED = GraphConfig(cuda_graph_impl="emulated", cuda_graph_warmup_steps=1)
 SHAPES = {8: (32, 64)}
 ON_CPU: dict[str, tuple[Callable[[], Any], int]] = {
-    "gemm": (lambda: gpu_training.gemm(64, device=HOST), 1),
-    "stack": (lambda: gpu_training.stack(TINY, 2, device=HOST), 1),
-    "fp8_layer": (lambda: gpu_precision.fp8_layer(((32, 2),), 16, 16, device=HOST), 1),
+    "gemm": (lambda: gpu_steps.gemm(64, device=HOST), 1),
+    "stack": (lambda: gpu_plain.stack(TINY, 2, device=HOST), 1),
+    "fp8_layer": (lambda: gpu_precision.fp8_layer(((32, 2),), 16, 16, device=HOST), 2),
     "precisions": (lambda: gpu_precision.precisions(TINY, 2, ("labkit, bf16", "labkit, fp32"), device=HOST), 1),
-    "recomputation": (lambda: gpu_precision.recomputation(TINY, 2, device=HOST), 4),
+    "recomputation": (lambda: gpu_precision.recomputation(TINY, 2, device=HOST), 1),
     "grouped_gemm": (lambda: gpu_moe.grouped_gemm(SHAPES, 256, device=HOST), 3),
-    "launches": (lambda: gpu_moe.launches(SHAPES, 256, ("one grouped product",), device=HOST), 1),
     "graphs": (lambda: gpu_graphs.dense({"tiny": (TINY, 1)}, EMULATED, precision="fp32", device=HOST), 1),
     "partial_graphs": (
         lambda: gpu_graphs.experts_in_part(
@@ -73,15 +75,57 @@ def test_every_part_is_there_and_starts_without_arguments(name: str) -> None:
     assert (made.__kwdefaults__ or {}).get("repetitions", harness.LEAST) >= harness.LEAST
 
 
+H200 = "NVIDIA H200"
+
+
+def on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(gpu_steps, "gemm_rate", lambda device: 4e12)
+
+
 def test_the_peak_is_that_of_the_data_sheet_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     found = harness.Comparison("x", {"ours": [0.5] * 15}, load=0.0)
     assert math.isnan(gpu_steps.peak_rate(HOST))
-    assert "mfu" not in gpu_steps.rates(found, 1e12, 4e12, math.nan).facts
+    assert "mfu" not in gpu_steps.rates(found, 1e12, HOST).facts
     for name, peak in {"NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H100 PCIe": 756.5e12, "Tesla T4": math.nan}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        on_a_gpu(name, monkeypatch)
         assert gpu_steps.peak_rate() == pytest.approx(peak, nan_ok=True)
-    facts = gpu_steps.rates(found, 1e12, 4e12, 8e12).facts
-    assert facts["mfu"] == 0.25 and facts["share_of_gemm_rate"] == 0.5
+    assert gpu_steps.rates(found, 1e12, gpu_steps.DEVICE).facts["share_of_gemm_rate"] == {"ours": 0.5}
+    monkeypatch.setattr(gpu_steps, "gemm_rate", lambda device: math.nan)
+    assert "share_of_gemm_rate" not in gpu_steps.rates(found, 1e12, HOST).facts
+
+
+@pytest.mark.parametrize("optim", [{}, {"fp8": "hybrid"}, {"fp8": "hybrid", "fp8_recipe": "blockwise"}])
+def test_mfu_is_that_of_training(optim: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same model and time; the same name of another share says that it is none."""
+    on_a_gpu(H200, monkeypatch)
+    chosen = OptimConfig(precision="bf16", **optim)
+    train = TrainConfig(micro_batch_size=16, global_batch_size=16)
+    config = RunConfig(model=gpu_steps.GPT2, optim=chosen, train=train)
+    trained = Throughput(config, 1, peak_of(H200, chosen)).rates(0.1)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(gpu_plain, "beside", lambda *_, **named: given.update(named) or iter(()))
+    assert list(gpu_plain.gpt2(device=HOST)) == []
+    found = harness.Comparison("x", {"ours": [0.1] * 15}, load=0.0)
+    facts = gpu_steps.rates(found, given["flops"], gpu_steps.DEVICE, optims={"ours": chosen}).facts
+    assert facts.get("mfu") == ({"ours": pytest.approx(trained["mfu"], abs=1e-3)} if "mfu" in trained else None)
+    assert facts["tflop_per_s"]["ours"] == pytest.approx(trained["tflops_per_rank"], abs=0.1)
+    assert "mfu" not in gpu_steps.rates(found, 1e12, gpu_steps.DEVICE, share="share_of_peak").facts
+
+
+@pytest.mark.parametrize("name", gpu_precision.RECOMPUTATIONS)
+def test_activations_are_predicted_as_a_forward_keeps_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved tensors on a CPU, and the input of the first layer, which nobody else holds."""
+    config = replace(TINY, **gpu_precision.RECOMPUTATIONS[name])
+    layers: list[torch.nn.Module] = []
+    build = gpu_precision.our_layers
+    monkeypatch.setattr(gpu_precision, "our_layers", lambda *given: layers.extend(build(*given)) or layers)
+    side = gpu_precision.recomputed_side(config, 2, HOST)
+    assert side.passes is not None
+    side.passes[0]()
+    with SavedTensors(*layers) as saved:
+        side.passes[1]()
+        assert saved.bytes == pytest.approx(gpu_precision.predicted_bytes(config, 2, HOST), rel=0.01)
 
 
 # ---- one part as a process ----

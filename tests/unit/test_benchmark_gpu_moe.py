@@ -10,17 +10,22 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_moe
-from gpu_moe import Kernel, before_activation
+from gpu_moe_layers import before_activation
+from gpu_profile import Op
+
+
+def kernel(name: str, start: float, end: float) -> Op:
+    return Op((name,), start, end, on_gpu=True)
 
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
-    overlapping = [Kernel("gemm", 0, 10), Kernel("gemm", 5, 12), Kernel("gemm", 20, 21), Kernel("silu_kernel", 24, 30)]
-    found = before_activation([overlapping[3], *overlapping[:3], Kernel("mul", 40, 41)])
+    overlapping = [kernel("gemm", 0, 10), kernel("gemm", 5, 12), kernel("gemm", 20, 21), kernel("silu_kernel", 24, 30)]
+    found = before_activation([overlapping[3], *overlapping[:3], kernel("mul", 40, 41)])
     assert found == {"launches": 3, "idle_us_between": 8, "idle_us_before_activation": 3}
-    alone = before_activation([Kernel("silu", 3, 4)])
+    alone = before_activation([kernel("silu", 3, 4)])
     assert alone == {"launches": 0, "idle_us_between": 0, "idle_us_before_activation": 0}
     with pytest.raises(ValueError, match=r"no kernel is named like silu: \['gemm'\]"):
-        before_activation([Kernel("gemm", 0, 1)])
+        before_activation([kernel("gemm", 0, 1)])
 
 
 @pytest.mark.parametrize("experts", gpu_moe.SHAPES)

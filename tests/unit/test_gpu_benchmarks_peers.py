@@ -13,23 +13,30 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_attention
 import gpu_graph_memory
+import gpu_graphs
+import gpu_loss
 import gpu_moe_layers
 import gpu_peers
 import gpu_plain
+import gpu_precision
 import gpu_profile
 import gpu_replays
 from gpu_peers import Side, beside
-from gpu_profile import STEP, Op, by_phase, shares, waits, work
+from gpu_profile import REST, STEP, Op, by_phase, shares, waits, work_of
 from harness import Comparison
 
-from labkit.config import ModelConfig, MoEConfig
+from labkit.config import GraphConfig, ModelConfig, MoEConfig
 from labkit.graphs import LAYER_ORDER, layer_memory, play_back
 from labkit.graphs.backend import get_backend
+from labkit.moe.dispatch import permutation
+from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.grouped_gemm import Segments
+from labkit.parallel.vocab import token_ids
 
 HOST = torch.device("cpu")
 TINY = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=128, seq_length=16)
@@ -177,6 +184,95 @@ def test_without_a_compiler_ours_is_still_measured(monkeypatch: pytest.MonkeyPat
     assert row["case"].endswith(": plain, compiled") and row["could_not_run"] == "RuntimeError: no C++ compiler set CXX"
 
 
+# ---- equal work ----
+
+
+ASKING = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero"}
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host asks for numbers of a tensor, for each of which a GPU lets it wait; but for
+    `host_numbers`, which a dispatcher's copy has brought to the host before: that copy is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ASKING
+        return func(*args, **(kwargs or {}))
+
+    def of(self, step: Any, patch: pytest.MonkeyPatch) -> int:
+        """Reads of a step; a list of all numbers is one, which torch dispatches nothing for."""
+        to_list, wait, self.count = torch.Tensor.tolist, HostCopy.wait, 0
+
+        def counted(tensor: torch.Tensor) -> Any:
+            self.count += sys._getframe(1).f_code.co_name != "host_numbers"
+            return to_list(tensor)
+
+        def waited(copy: HostCopy) -> torch.Tensor:
+            self.count += 1
+            return wait(copy)
+
+        with patch.context() as inner, self:
+            inner.setattr(torch.Tensor, "tolist", counted)
+            inner.setattr(HostCopy, "wait", waited)
+            inner.setattr(permutation, "host_would_wait", lambda _: True)
+            step()
+        return self.count
+
+
+def graph_parts(form: str) -> Iterator[Any]:
+    emulated = GraphConfig(cuda_graph_impl="emulated", cuda_graph_warmup_steps=1)
+    small: dict[str, Any] = {"precision": "fp32", "device": HOST}
+    if form == "dense":
+        return gpu_graphs.dense({"tiny": (TINY, 1)}, emulated, **small)
+    swiglu = replace(TINY, activation="swiglu")
+    return gpu_graphs.experts_in_part((swiglu, MoEConfig(num_experts=4, top_k=2)), emulated, **small)
+
+
+EQUAL_WORK: dict[str, tuple[Any, int]] = {
+    "layer": (lambda: gpu_plain.layer(replace(TINY, layers=1), 2, dtype=torch.float32, **FEW), 0),
+    "gpt2": (lambda: gpu_plain.gpt2(TINY, 2, precision="fp32", **FEW), 2),
+    "step_phases": (lambda: gpu_profile.where(TINY, 2, precision="fp32", **FEW), 2),
+    "recomputation": (lambda: gpu_precision.recomputation(TINY, 2, device=HOST), 0),
+    "fp8_layer": (lambda: gpu_precision.fp8_layer(((32, 2),), 16, 16, device=HOST), 0),
+    "precisions": (lambda: gpu_precision.precisions(TINY, 2, ("labkit, bf16", "labkit, fp32"), device=HOST), 2),
+    "loss_chunks": (
+        lambda: gpu_loss.loss_chunks(
+            tokens=64, vocab=128, hidden_sizes=(8,), exponents=(10,), dtype=torch.float32, **FEW
+        ),
+        0,
+    ),
+    "graphs": (lambda: graph_parts("dense"), 0),
+    "partial_graphs": (lambda: graph_parts("experts"), 2),
+    "graph_peers": (lambda: gpu_replays.replays(TINY, 2, dtype=torch.float32, impl="emulated", **FEW), 0),
+}
+"""Part -> its rows, and how many numbers each alternative reads in a step: of experts one of each layer. MoE layers
+beside plain ones and loops over experts read what their form demands, and are no entry."""
+
+
+@pytest.mark.parametrize("name", EQUAL_WORK)
+def test_all_alternatives_of_a_row_read_as_many_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With token ids checked as on a GPU. A wait that one alternative has and another has not is unequal work."""
+    part, expected = EQUAL_WORK[name]
+    reads: list[dict[str, int]] = []
+
+    def timed(case: str, steps: Any, **_: Any) -> Comparison:
+        for step in steps.values():
+            step()
+        reads.append({key: Reads().of(step, monkeypatch) for key, step in steps.items()})
+        return Comparison(case, {key: [0.5, 0.5] for key in steps}, load=0.0)
+
+    monkeypatch.setattr(token_ids, "LATE_DEVICES", {"cpu"})
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    for module in (gpu_peers, gpu_profile, gpu_precision):
+        monkeypatch.setattr(module, "timed", timed)
+    list(part())
+    assert len(reads) == 1 and len(reads[0]) > 1
+    assert reads[0] == dict.fromkeys(reads[0], expected)
+
+
 # ---- attention ----
 
 
@@ -312,23 +408,23 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
             "other": 0.003,  # the memset, and the copy that no operation claims
         }
     )
-    seen = work(PROFILE)
-    assert (seen.kernels, seen.kernel_seconds) == (8, pytest.approx(89e-6)), "no range, copy or fill"
+    seen = work_of(PROFILE)
+    assert (seen["kernels"], seen["kernel_us"]) == (8, pytest.approx(89)), "no range, copy or fill"
     assert waits(PROFILE) == (1, 5.0)
 
 
 def test_shares_of_a_step_sum_to_one() -> None:
     row = shares({"forward": 2.0, "backward": 5.0}, 10.0)
-    assert row["share"] == {"forward": 0.2, "backward": 0.5, "GPU idle": 0.3}
-    assert row["ms"]["GPU idle"] == 3.0
+    assert row["share"] == {"forward": 0.2, "backward": 0.5, REST: 0.3}
+    assert row["ms"][REST] == 3.0
     overlapping = shares({"forward": 6.0, "backward": 6.0}, 10.0)
-    assert overlapping["share"] == {"forward": 0.5, "backward": 0.5, "GPU idle": 0.0}
+    assert overlapping["share"] == {"forward": 0.5, "backward": 0.5, REST: 0.0}
 
 
 def test_phases_of_both_steps() -> None:
     [found], rows = sorted_out(gpu_profile.where(TINY, 2, precision="fp32", **FEW))
     assert list(found.seconds) == ["labkit", "plain, eager"]
-    both = {"forward", "backward", "gradients: norm, check", "optimizer", "GPU idle"}
+    both = {"forward", "backward", "gradients: norm, check", "optimizer", REST}
     assert both | {"output layer and loss", "gradients: clip"} <= rows[0]["ms"].keys()
     assert both | {"loss"} <= rows[1]["ms"].keys()
     for row in rows:
@@ -400,11 +496,3 @@ def test_streams_wait_for_what_is_under_way_and_are_waited_for(monkeypatch: pyte
         "a after main", "b after main", "on a", "job 0", "on b", "job 1", "on a", "job 2",
         "main after a", "main after b",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("experts", [8, 64])
-def test_loads_have_all_rows(experts: int) -> None:
-    found = gpu_moe_layers.loads(16384, experts)
-    assert all(int(counts.sum()) == 16384 and int(counts.min()) >= 0 for counts in found.values())
-    assert int(found["skewed"].max()) == 8192 and int(found["skewed"][-1]) == 0
-    assert int(found["nearly even"].max()) <= 1.1 * 16384 / experts
