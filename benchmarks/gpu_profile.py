@@ -64,10 +64,9 @@ def path_of(event: Any) -> tuple[str, ...]:
 def profiled(step: Callable[[], Any], device: torch.device, *, operations: bool = False) -> list[Op]:
     """One step, which the caller has warmed up: kernels, and the host's calls of CUDA.
 
-    operations: also torch's operations, with which the host takes longer. A CPU has nothing else.
+    operations: also torch's operations, with which the host takes longer; the only ones to be seen on a CPU.
     """
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CUDA] * on_gpu + [ProfilerActivity.CPU] * (operations or not on_gpu)
+    activities = [ProfilerActivity.CUDA] * (device.type == "cuda") + [ProfilerActivity.CPU] * operations
     synchronize(device)
     with profile(activities=activities) as seen:
         with record_function(STEP):
@@ -102,15 +101,13 @@ def on_the_gpu(ops: Sequence[Op]) -> list[Op]:
 
 
 def kernels_in(ops: Sequence[Op]) -> list[Op]:
-    """Kernels alone; of a CPU its operations."""
-    if not any(op.on_gpu for op in ops):
-        return [op for op in ops if not op.annotated]
+    """Kernels alone."""
     return [op for op in on_the_gpu(ops) if not op.path[-1].startswith(("Memcpy", "Memset"))]
 
 
 def work_of(ops: Sequence[Op]) -> dict[str, float]:
     """Kernels on the GPU, the sum of their times, and the host's calls that start kernels; a graph is one call."""
-    found = kernels_in(ops) if any(op.on_gpu for op in ops) else []
+    found = kernels_in(ops)
     launches = sum(not op.on_gpu and op.path[-1] in LAUNCHES for op in ops)
     return {"kernels": len(found), "launches": launches, "kernel_us": sum(op.end - op.start for op in found)}
 
@@ -123,14 +120,10 @@ def work_facts(step: Callable[[], Any], seconds: float | None, device: torch.dev
     work = medians([work_of(profiled(step, device)) for _ in range(SAMPLES)])
     row: Row = {"kernels": int(work["kernels"]), "launches": int(work["launches"])}
     row["kernel_ms"] = round(work["kernel_us"] / 1e3, 3)
-    return row if seconds is None else row | over_kernels(work["kernel_us"] / 1e6, seconds)
-
-
-def over_kernels(kernel_seconds: float, seconds: float) -> Row:
-    """How a step of `seconds` compares with the sum of its kernels' times."""
-    if not kernel_seconds:
-        return {}
-    return {"over_kernels": round(seconds / kernel_seconds, 3), "idle": round(1 - kernel_seconds / seconds, 3)}
+    if seconds is None:
+        return row
+    busy = work["kernel_us"] / 1e6
+    return row | {"over_kernels": round(seconds / busy, 3), "idle": round(1 - busy / seconds, 3)}
 
 
 def waits(ops: Sequence[Op]) -> tuple[int, float]:

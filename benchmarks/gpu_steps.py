@@ -54,9 +54,10 @@ def timed(
     device: torch.device = DEVICE,
 ) -> Comparison:
     """Interleaved, with the GPU idle at both ends of every repetition."""
-    wait = partial(synchronize, device)
-    ranks: dict[str, Any] = {"across_ranks": across_ranks}
-    return interleave(case, steps, repetitions=repetitions, warmup=warmup, synchronize=wait, max_load=LOAD, **ranks)
+    return interleave(
+        case, steps, repetitions=repetitions, warmup=warmup, across_ranks=across_ranks,
+        synchronize=partial(synchronize, device), max_load=LOAD,
+    )  # fmt: skip
 
 
 # ---- rates ----

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -116,6 +117,13 @@ def test_what_is_told_of_a_side_gets_its_time_unless_rejected(monkeypatch: pytes
         assert found.facts["by_name"]["peer"] == {"told": repetitions == 15}
     assert given == [None, None, 0.5, 1.0]
     assert found.facts["tflop_per_s"] == {"ours": 4.0, "peer": 2.0}
+
+
+def test_a_compilation_during_the_timing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = iter([4, 6])
+    monkeypatch.setattr(gpu_peers, "compiled_graphs", lambda: next(counted))
+    [found], _ = sorted_out(beside("case", {"ours": lambda: side(1.0)}, device=HOST, repetitions=2))
+    assert found.facts["compiled_while_timed"] == 2
 
 
 def test_what_cannot_be_told_does_not_take_the_times_along() -> None:
@@ -411,6 +419,42 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
     seen = work_of(PROFILE)
     assert (seen["kernels"], seen["kernel_us"]) == (8, pytest.approx(89)), "no range, copy or fill"
     assert waits(PROFILE) == (1, 5.0)
+
+
+def test_idle_time_comes_from_profiles_of_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler of the host's operations makes the GPU wait for slower launches."""
+    asked: list[list[ProfilerActivity]] = []
+
+    class Profile:
+        def __init__(self, *, activities: list[ProfilerActivity]) -> None:
+            asked.append(activities)
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def events(self) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(gpu_profile, "profile", Profile)
+    monkeypatch.setattr(gpu_profile, "synchronize", lambda _: None)
+    for operations in (False, True):
+        gpu_profile.profiled(lambda: None, torch.device("cuda"), operations=operations)
+    assert asked == [[ProfilerActivity.CUDA], [ProfilerActivity.CUDA, ProfilerActivity.CPU]]
+
+
+def test_work_is_the_median_over_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ops(kernel_us: float) -> list[Op]:
+        seen = [Op(("gemm",), 0, kernel_us, on_gpu=True), Op(("Memcpy DtoD",), 0, 5, on_gpu=True)]
+        return [*seen, *(Op((name,), 0, 4) for name in ("cudaGraphLaunch", "cudaLaunchKernel", "cudaMemcpyAsync"))]
+
+    samples = iter([ops(us) for us in (900.0, 40.0, 30.0, 50.0, 40.0)])
+    monkeypatch.setattr(gpu_profile, "profiled", lambda *_: next(samples))
+    found = gpu_profile.work_facts(lambda: None, 80e-6, torch.device("cuda"))
+    assert found == {"kernels": 1, "launches": 2, "kernel_ms": 0.04, "over_kernels": 2.0, "idle": 0.5}
+    assert gpu_profile.work_facts(lambda: None, 80e-6, HOST) == {}
 
 
 def test_shares_of_a_step_sum_to_one() -> None:
