@@ -79,30 +79,18 @@ def projections(experts: int, inputs: int, outputs: int, device: torch.device) -
     return found
 
 
-def projection_step(projection: nn.Module, counts: Tensor, inputs: int, outputs: int, device: torch.device) -> Step:
-    """Forward and backward: three products for each expert."""
-    rows = int(counts.sum())
+def product_step(
+    module: nn.Module, rows: int, inputs: int, outputs: int, device: torch.device, counts: Tensor | None = None
+) -> Step:
+    """Forward and backward: three products for each expert, or with one weight for all rows without `counts`."""
     x_NI = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad_NO = torch.randn(rows, outputs, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
         x_NI.grad = None
-        projection.zero_grad(set_to_none=True)
-        projection(x_NI, Segments(counts)).backward(grad_NO)
-
-    return step
-
-
-def dense_step(rows: int, inputs: int, outputs: int, device: torch.device) -> Step:
-    """The same operations as one dense layer of all rows: what the hardware gives at best."""
-    dense = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
-    x_NI = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
-    grad_NO = torch.randn(rows, outputs, device=device, dtype=torch.bfloat16)
-
-    def step() -> None:
-        x_NI.grad = None
-        dense.zero_grad(set_to_none=True)
-        dense(x_NI).backward(grad_NO)
+        module.zero_grad(set_to_none=True)
+        given = () if counts is None else (Segments(counts),)
+        module(x_NI, *given).backward(grad_NO)
 
     return step
 
@@ -112,13 +100,15 @@ def grouped_gemm(
 ) -> Iterator[Comparison]:
     """G5: aim at 1.4 of a loop's rate with 64 experts and at no less than a loop's with 8."""
     for experts, (inputs, outputs) in shapes.items():
-        modules, dense = projections(experts, inputs, outputs, device), dense_step(rows, inputs, outputs, device)
+        modules, sizes = projections(experts, inputs, outputs, device), (rows, inputs, outputs, device)
+        dense = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
         operations = 3 * 2 * rows * inputs * outputs
         for load, spread in LOADS.items():
             counts = spread(experts, rows)
-            steps = {name: projection_step(one, counts, inputs, outputs, device) for name, one in modules.items()}
+            steps = {name: product_step(one, *sizes, counts) for name, one in modules.items()}
+            steps["one dense GEMM"] = product_step(dense, *sizes)
             case = f"G5: {experts} experts, {inputs} to {outputs}, {rows} rows, {load}: products forward and backward"
-            found = timed(case, steps | {"one dense GEMM": dense}, device=device)
+            found = timed(case, steps, device=device)
             yield rates(found, operations, device, share="share_of_peak")
             del steps
         del modules, dense
