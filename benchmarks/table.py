@@ -31,8 +31,8 @@ commit and the machine. Each file keeps the raw seconds of every repetition.
 MISSING_GPU = """
 ## One GPU
 
-Unmeasured: no result of `benchmarks/gpu.py` is here yet. `scripts/gpu_suite.sh 2` and `3` measure on a GPU, and
-`python benchmarks/gpu.py --store build/gpu/rows.jsonl` writes what they measured here.
+Never run on a GPU. `scripts/gpu_suite.sh` measures on one, and `python benchmarks/gpu.py --store build/gpu/rows.jsonl`
+writes what it measured here: [gpu.md](gpu.md).
 """
 
 
