@@ -1,0 +1,187 @@
+"""Watches every operation of torch on the fake device: races, reads, copies through pageable memory, GEMM operands.
+
+The device computes nothing, so a number that the host reads is an answer of the audit: 1, or False of a bool. A tensor
+of the host is real where only the host made it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # FakeTensorMode imports it, and it must see torch.cuda as it is
+from clocks import HOST, Access, Accesses
+from operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of
+from streams import Capturing, Machine
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = tuple(f"{ROOT / folder}/" for folder in ("labkit", "benchmarks"))
+FLASH, EFFICIENT = 1, 2
+"""Answers of `_fused_sdp_choice`; flash attention takes no mask."""
+
+
+def where() -> str:
+    """The two innermost lines of labkit or of a benchmark on the stack; `autograd` where there is none."""
+    frame, found = sys._getframe(1), []
+    while frame is not None and len(found) < 2:
+        file = frame.f_code.co_filename
+        if file.startswith(OURS):
+            found.append(f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found) or "autograd"
+
+
+class Audit(TorchDispatchMode):
+    """What has been found, each with the place in the source."""
+
+    def __init__(self, machine: Machine, *, races: bool = True) -> None:
+        """races: follow every access; half of the time, and memory for each storage."""
+        super().__init__()
+        self.machine, self.follows = machine, races
+        self.accesses = Accesses(machine.clocks)
+        self._kept: dict[int, Any] = {}
+        """Storages by their address, which no later one may take."""
+        self._pinned: dict[int, Any] = {}
+        self.reads: Counter[str] = Counter()
+        """Places where the host waited for numbers of the device."""
+        self.copies: Counter[str] = Counter()
+        """Copies to the device from pageable memory: CUDA stages them, and the host waits."""
+        self.gemms: Counter[str] = Counter()
+        """GEMMs with an operand that is not aligned."""
+
+    @property
+    def races(self) -> list[str]:
+        """Pairs of accesses in no order."""
+        return list(self.accesses.races.values())
+
+    def begin(self) -> None:
+        """Forget reads, copies and GEMMs; races stay, and so do the accesses with which later ones can race."""
+        for found in (self.reads, self.copies, self.gemms):
+            found.clear()
+
+    # ---- what the parts of the fixture report ----
+
+    def touch(self, x: Tensor, *, writes: bool, place: int, time: int, what: str) -> None:
+        """Operation `time` of the place uses x."""
+        low, high = span(x)
+        if low < high:
+            storage = x.untyped_storage()
+            self._kept.setdefault(storage._cdata, storage)
+            self.accesses.add(storage._cdata, Access(low, high, writes, place, time, what))
+
+    def read(self, what: str) -> None:
+        """The host waits for the current stream and reads."""
+        self.reads[f"{what} at {where()}"] += 1
+        self.machine.host_waits(self.machine.clocks.now(self.machine.stream), f"{what} at {where()}")
+
+    def pin(self, x: Tensor) -> Tensor:
+        """x, in pinned memory from now on."""
+        storage = x.untyped_storage()
+        self._pinned[storage._cdata] = storage
+        return x
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether its memory is pinned."""
+        return x.untyped_storage()._cdata in self._pinned
+
+    # ---- every operation ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if args[0].is_cuda:
+                self.read("read of a number")
+            return _number(args[0].dtype)
+        if func is torch.ops.aten.equal.default and args[0].is_cuda:
+            self.read("comparison")
+            return True
+        if func is torch.ops.aten._fused_sdp_choice.default:
+            return FLASH if len(args) < 4 or args[3] is None else EFFICIENT
+        pins = kwargs.pop("pin_memory", False)
+        given = tensors_of(args, kwargs)
+        if any(isinstance(x, FakeTensor) for x in given) or torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            out = func(*args, **kwargs)
+        else:
+            with unset_fake_temporarily():  # of the host alone
+                out = func(*args, **kwargs)
+        if pins:
+            self.pin(out)
+        self._look(func, args, kwargs, given, out)
+        return out
+
+    def _look(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
+        """Check one operation that has run."""
+        kind, results = kind_of(func), [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if kind.copies:
+            source = args[1] if kind.name == "copy_" else args[0]
+            self._check_copy(source, results[0], non_blocking=_non_blocking(kind.name, args, kwargs))
+        if kind.name in GEMMS:
+            for x in (*given, *results):
+                if misaligned(x):
+                    word = f"{kind.name} with {tuple(x.shape)}, strides {x.stride()}, {str(x.dtype)[6:]}"
+                    self.gemms[f"{word} at {where()}"] += 1
+        if self.follows and kind.touches:
+            on_device = any(x.is_cuda for x in (*given, *results))
+            place = self.machine.stream if on_device else HOST
+            time, what = self.machine.clocks.tick(place), ""
+            for x, writes in accesses(func, args, kwargs, out):
+                if x.is_cuda or self.is_pinned(x):
+                    what = what or f"{kind.name} at {where()}"
+                    self.touch(x, writes=writes, place=place, time=time, what=what)
+
+    def _check_copy(self, source: Tensor, target: Tensor, *, non_blocking: bool) -> None:
+        """A copy between host and device waits, unless it is asked not to and the host's memory is pinned."""
+        if source.is_cuda == target.is_cuda:
+            return
+        host = target if source.is_cuda else source
+        if self.is_pinned(host) and non_blocking:
+            return
+        if source.is_cuda:
+            self.read("copy to the host")
+            return
+        self.copies[f"copy of {tuple(source.shape)} to the device at {where()}"] += 1
+        if self.machine.capturing:
+            raise Capturing(f"torch copies from the host in a capture only if its memory is pinned: {where()}")
+
+
+def _number(dtype: torch.dtype) -> Any:
+    """The audit's answer to a read."""
+    return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def _non_blocking(name: str, args: Any, kwargs: Any) -> bool:
+    return bool(kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False))
+
+
+@contextmanager
+def audited(machine: Machine, *, races: bool = True) -> Iterator[Audit]:
+    """Inside the block tensors are fake, and every operation is audited."""
+    audit = Audit(machine, races=races)
+
+    def listed(x: Any) -> Any:  # torch would read number by number
+        if x.is_cuda:
+            audit.read("read of a list")
+        return torch.full(x.shape, _number(x.dtype), dtype=x.dtype).tolist()
+
+    def outside(x: Any) -> Any:
+        with unset_fake_temporarily():
+            return listed(x)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(FakeTensor, "tolist", outside))
+        stack.enter_context(patch.object(Tensor, "pin_memory", lambda x, *_: audit.pin(x)))
+        stack.enter_context(patch.object(Tensor, "is_pinned", lambda x, *_: audit.is_pinned(x)))
+        stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", property(lambda _: True)))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(audit)
+        yield audit
