@@ -1,4 +1,4 @@
-"""Watches every operation of torch on the fake device: races, reads, copies through pageable memory, GEMM operands.
+"""Watches every operation of torch on the fake device: races, waits, copies through pageable memory, GEMM operands.
 
 The device computes nothing, so a number that the host reads is an answer of the audit: 1, or False of a bool. A tensor
 of the host is real where only the host made it.
@@ -6,11 +6,9 @@ of the host is real where only the host made it.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,27 +16,15 @@ import torch
 import torch._dynamo  # FakeTensorMode imports it, and it must see torch.cuda as it is
 from clocks import HOST, Access, Accesses
 from operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of
+from places import where
 from streams import Capturing, Machine
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ROOT = Path(__file__).resolve().parents[2]
-OURS = tuple(f"{ROOT / folder}/" for folder in ("labkit", "benchmarks"))
 FLASH, EFFICIENT = 1, 2
 """Answers of `_fused_sdp_choice`; flash attention takes no mask."""
-
-
-def where() -> str:
-    """The two innermost lines of labkit or of a benchmark on the stack; `autograd` where there is none."""
-    frame, found = sys._getframe(1), []
-    while frame is not None and len(found) < 2:
-        file = frame.f_code.co_filename
-        if file.startswith(OURS):
-            found.append(f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(found) or "autograd"
 
 
 class Audit(TorchDispatchMode):
@@ -52,8 +38,6 @@ class Audit(TorchDispatchMode):
         self._kept: dict[int, Any] = {}
         """Storages by their address, which no later one may take."""
         self._pinned: dict[int, Any] = {}
-        self.reads: Counter[str] = Counter()
-        """Places where the host waited for numbers of the device."""
         self.copies: Counter[str] = Counter()
         """Copies to the device from pageable memory: CUDA stages them, and the host waits."""
         self.gemms: Counter[str] = Counter()
@@ -64,9 +48,14 @@ class Audit(TorchDispatchMode):
         """Pairs of accesses in no order."""
         return list(self.accesses.races.values())
 
+    @property
+    def waits(self) -> Counter[str]:
+        """Places where the host waited for the device: to read from it, for an event, a stream or all of them."""
+        return self.machine.waits
+
     def begin(self) -> None:
-        """Forget reads, copies and GEMMs; races stay, and so do the accesses with which later ones can race."""
-        for found in (self.reads, self.copies, self.gemms):
+        """Forget waits, copies and GEMMs; races stay, and so do the accesses with which later ones can race."""
+        for found in (self.waits, self.copies, self.gemms):
             found.clear()
 
     # ---- what the parts of the fixture report ----
@@ -81,8 +70,11 @@ class Audit(TorchDispatchMode):
 
     def read(self, what: str) -> None:
         """The host waits for the current stream and reads."""
-        self.reads[f"{what} at {where()}"] += 1
-        self.machine.host_waits(self.machine.clocks.now(self.machine.stream), f"{what} at {where()}")
+        self.machine.host_waits(self.machine.clocks.now(self.machine.stream), what)
+
+    def host_uses(self, x: Tensor, what: str, *, writes: bool = False) -> None:
+        """The host reads or writes pinned memory where torch does not see it, such as by numpy."""
+        self.touch(x, writes=writes, place=HOST, time=self.machine.clocks.tick(HOST), what=what)
 
     def pin(self, x: Tensor) -> Tensor:
         """x, in pinned memory from now on."""
@@ -123,8 +115,8 @@ class Audit(TorchDispatchMode):
         """Check one operation that has run."""
         kind, results = kind_of(func), [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if kind.copies:
-            source = args[1] if kind.name == "copy_" else args[0]
-            self._check_copy(source, results[0], non_blocking=_non_blocking(kind.name, args, kwargs))
+            source, target = (args[1], args[0]) if kind.name == "copy_" else (args[0], results[0])
+            self._check_copy(source, target, non_blocking=_non_blocking(kind.name, args, kwargs))
         if kind.name in GEMMS:
             for x in (*given, *results):
                 if misaligned(x):

@@ -28,9 +28,9 @@ class Clocks:
         self.events: dict[int, Clock] = {}
         """Of autograd's events, by their number."""
 
-    def places(self) -> list[int]:
-        """All that have done something."""
-        return list(self._of)
+    def everything(self) -> Clock:
+        """All that any place has begun."""
+        return {place: clock[place] for place, clock in self._of.items() if place in clock}
 
     def tick(self, place: int) -> int:
         """Begin an operation; returns its number. A stream learns what the host knows, which has launched it."""

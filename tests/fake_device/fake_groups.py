@@ -15,12 +15,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from audit import Audit, where
+from audit import Audit
+from places import where
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from labkit.config import ParallelConfig
 from labkit.parallel.groups import Group, ParallelGroups, initialize_model_parallel
+from labkit.schedules import runtime
 
 
 class Work:
@@ -107,6 +109,7 @@ def fake_groups(audit: Audit, config: ParallelConfig, world_size: int, rank: int
             changed[field.name] = replace(group, lease=handle)
     world = distributed_c10d._world
     with (
+        patch.object(runtime, "handshake", lambda *_: None),  # by torch's store, with ranks that do not exist
         patch.dict(world.pg_map, {handle: ("nccl", None) for handle in made.values()}),
         patch.dict(world.pg_group_ranks, {h: {r: i for i, r in enumerate(ranks)} for (_, ranks), h in made.items()}),
     ):

@@ -42,7 +42,8 @@ def kind_of(func: Any) -> Kind:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return Kind(name, not is_view and name not in WITHOUT_ACCESS, name in ("_to_copy", "copy_"), written)
+    touches = not is_view and name not in WITHOUT_ACCESS and func.namespace != "prim"  # prim::device asks for no element
+    return Kind(name, touches, name in ("_to_copy", "copy_"), written)
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
@@ -79,9 +80,10 @@ def span(x: Tensor) -> tuple[int, int]:
 def misaligned(x: Tensor) -> bool:
     """Whether a matrix, or a stack of them, does not begin each row (or column) at a multiple of 16 bytes.
 
-    A stride counts where something lies a stride further on; the innermost, of 1 element, does not."""
+    A stride counts where something lies a stride further on; the innermost, of 1 element, does not. Nor does a matrix
+    with less than 16 bytes a row, such as the scores of two classes: padding would cost more than it saves."""
     unit = ALIGNED.get(x.dtype)
-    if unit is None or x.dim() < 2:
+    if unit is None or x.dim() < 2 or all(n < unit for n, stride in zip(x.shape, x.stride()) if stride == 1):
         return False
     steps = [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1 and stride != 1]
     return x.storage_offset() % unit != 0 or any(step % unit for step in steps)

@@ -1,7 +1,7 @@
 """Training steps of labkit on the fake device: two optimizer steps of each case, by `train_step` itself.
 
 A small model of every family, in every precision, through every dispatcher and under every kind of parallelism. The
-second step is looked at for reads and copies: what is made once, such as a table of angles, was made in the first.
+second step is looked at for waits and copies: what is made once, such as a table of angles, was made in the first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
 MICROBATCHES, SAMPLES = 2, 2
-READS = 2
-"""Of each step: the loss; and the norm, with what comes in the same exchange (finite, stop)."""
+WAITS = 2
+"""Of each step: for the loss; and for the norm, with what comes in the same exchange (finite, stop)."""
+COUNTS = 2 * MICROBATCHES
+"""More of them where tokens travel: each layer waits in each microbatch for the rows of each expert. Shapes tell them
+under drop-and-pad."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,10 @@ class Case:
     """A configuration by dotted names, and what its step may do."""
 
     changes: dict[str, Any]
-    reads: int = READS
-    """Times that the host waits for numbers in a step."""
+    waits: int = WAITS
+    """Times that the host waits for the device in a step."""
+    copies: int = 0
+    """At most so many copies from pageable memory in a step."""
     rank: int = 0
     """The rank that runs."""
 
@@ -55,7 +60,7 @@ LLAMA = {
 }  # fmt: skip
 MAMBA = {
     "model.family": "mamba", "model.position": "none", "model.norm": "rmsnorm", "model.mamba_state_dim": 16,
-    "model.mamba_head_dim": 32, "model.mamba_num_groups": 4,
+    "model.mamba_head_dim": 16, "model.mamba_num_groups": 4,
 }  # fmt: skip
 BERT, T5 = {"model.family": "bert"}, {"model.family": "t5"}
 RELATIVE = T5 | {"model.position": "relative"}
@@ -94,8 +99,8 @@ CASES = {
     "gpt distributed optimizer": Case(ZERO),
     "llama bf16": Case(LLAMA),
     **{f"llama fp8 {recipe}": Case(LLAMA | fp8(recipe)) for recipe in ("delayed", "current", "blockwise")},
-    "bert fp32": Case(BERT | FP32),
-    "bert bf16": Case(BERT),
+    "bert fp32": Case(BERT | FP32, copies=4),  # flags in `Pipeline.means`, of 2 losses and microbatches
+    "bert bf16": Case(BERT, copies=4),
     "t5 fp32": Case(T5 | FP32),
     "t5 bf16": Case(T5),
     "t5 relative bf16": Case(RELATIVE),
@@ -105,16 +110,15 @@ CASES = {
     **{f"moe {name}": Case(MOE | {"moe.dispatcher": name}) for name in ("alltoall", "allgather", "local")},
     "moe padded": Case(MOE | PADDED),
     "moe local padded": Case(MOE | PADDED | {"moe.dispatcher": "local"}),
-    "moe sequential experts": Case(MOE | {"moe.grouped_gemm": False}),
-    "moe fp16 losses": Case(MOE | FP16 | {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.1}),
-    "moe fp8 delayed": Case(MOE | fp8("delayed")),
-    "moe shared": Case(MOE | SHARED),
-    "moe shared overlap": Case(MOE | SHARED | AHEAD),
-    "moe expert bias": Case(MOE | {"moe.score_function": "sigmoid", "moe.expert_bias": True}),
+    "moe sequential experts": Case(MOE | {"moe.grouped_gemm": False}, WAITS + COUNTS),
+    "moe fp16 losses": Case(MOE | FP16 | {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.1}, WAITS + COUNTS),
+    "moe shared": Case(MOE | SHARED, WAITS + COUNTS),
+    "moe shared overlap": Case(MOE | SHARED | AHEAD, WAITS + COUNTS),
+    "moe expert bias": Case(MOE | {"moe.score_function": "sigmoid", "moe.expert_bias": True}, WAITS + COUNTS),
     "dp2": Case(BUCKETS | ranks(dp=2)),
     "dp2 zero": Case(ZERO_AHEAD | ranks(dp=2)),
-    "dp2 shared overlap fp32": Case(MOE | SHARED | AHEAD | BUCKETS | FP32 | ranks(dp=2)),
-    "dp2 shared overlap": Case(MOE | SHARED | AHEAD | BUCKETS | ranks(dp=2)),
+    "dp2 shared overlap fp32": Case(MOE | SHARED | AHEAD | BUCKETS | FP32 | ranks(dp=2), WAITS + COUNTS),
+    "dp2 shared overlap": Case(MOE | SHARED | AHEAD | BUCKETS | ranks(dp=2), WAITS + COUNTS),
     "dp2 zero mamba": Case(MAMBA | ZERO_AHEAD | ranks(dp=2)),
     "tp2": Case(ranks(tp=2) | DROPOUT),
     "tp2 llama": Case(LLAMA | ranks(tp=2)),
@@ -125,11 +129,11 @@ CASES = {
     "cp2 ring first rank": Case(LLAMA | ranks(cp=2, cp_comm_type="p2p")),
     "cp2 ring last rank": Case(LLAMA | ranks(cp=2, cp_comm_type="p2p"), rank=1),
     "cp2 all_gather": Case(LLAMA | ranks(cp=2, cp_comm_type="all_gather")),
-    "ep2 alltoall": Case(MOE | BUCKETS | ranks(ep=2, dp=2)),
-    "ep2 allgather": Case(MOE | BUCKETS | {"moe.dispatcher": "allgather"} | ranks(ep=2, dp=2)),
+    "ep2 alltoall": Case(MOE | BUCKETS | ranks(ep=2, dp=2), WAITS + COUNTS),
+    "ep2 allgather": Case(MOE | BUCKETS | {"moe.dispatcher": "allgather"} | ranks(ep=2, dp=2), WAITS + COUNTS),
     "ep2 padded": Case(MOE | PADDED | BUCKETS | ranks(ep=2, dp=2)),
-    "ep2 shared overlap": Case(MOE | SHARED | AHEAD | BUCKETS | ranks(ep=2, dp=2)),
-    "tp2 ep2 zero": Case(MOE | ZERO_AHEAD | ranks(tp=2, sequence_parallel=True, ep=2, dp=2)),
+    "ep2 shared overlap": Case(MOE | SHARED | AHEAD | BUCKETS | ranks(ep=2, dp=2), WAITS + COUNTS),
+    "tp2 ep2 zero": Case(MOE | ZERO_AHEAD | ranks(tp=2, sequence_parallel=True, ep=2, dp=2), WAITS + COUNTS),
     "pp2 first stage": Case(LLAMA | ranks(pp=2)),
     "pp2 last stage": Case(LLAMA | ranks(pp=2), rank=1),
     "pp2 tp2": Case(ranks(pp=2, tp=2)),
@@ -172,7 +176,7 @@ def batches(config: RunConfig) -> Iterator[dict[str, Tensor]]:
 
 
 @contextmanager
-def without_numbers(rows: int = 0) -> Iterator[None]:
+def without_numbers(audit: Audit, rows: int) -> Iterator[None]:
     """Inside the block weights are not drawn, and the counts of a router share `rows` equally."""
     arrived = host_copy.HostCopy.wait
 
@@ -182,6 +186,7 @@ def without_numbers(rows: int = 0) -> Iterator[None]:
 
     def equal(copy: host_copy.HostCopy) -> Tensor:
         counts = arrived(copy)
+        audit.host_uses(counts, "counts of a router")
         with unset_fake_temporarily():
             return torch.full(counts.shape, rows // counts.shape[-1], dtype=counts.dtype)
 
@@ -189,14 +194,17 @@ def without_numbers(rows: int = 0) -> Iterator[None]:
         yield
 
 
-def two_steps(case: Case, audit: Audit) -> None:
-    """Build the model of the case and train it for two steps; the audit then knows the second."""
+def two_steps(case: Case, audit: Audit) -> dict[str, Any]:
+    """Build the model of the case and train it for two steps; the audit then knows the second.
+
+    Returns what the case allows."""
     config, world = config_of(case)
     config.validate(world)
     schedule = schedule_of(config, world)
-    rows = SAMPLES * config.model.seq_length // config.parallel.cp * config.moe.top_k
+    tokens = SAMPLES * config.model.seq_length // config.parallel.cp
+    rows = tokens // (config.parallel.tp if config.parallel.sequence_parallel else 1) * config.moe.top_k
     with ExitStack() as stack:
-        stack.enter_context(without_numbers(rows))
+        stack.enter_context(without_numbers(audit, rows))
         groups = stack.enter_context(fake_groups(audit, config.parallel, world, case.rank))
         chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
         pipeline = Pipeline(config, groups, chunks, forward_step_of(config.model.family), schedule)
@@ -204,3 +212,4 @@ def two_steps(case: Case, audit: Audit) -> None:
         for step in range(2):
             audit.begin()
             train_step(pipeline, optimizer, Timers(0), given, step=step, lr=1e-3, clip_grad=0.5)
+    return {"allowed": {"waits": case.waits, "copies": case.copies}}

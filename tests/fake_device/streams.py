@@ -8,6 +8,7 @@ raises.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from clocks import HOST, Clock, Clocks
+from places import where
 
 Told = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_long)
 GIB = 2**30
@@ -40,6 +42,8 @@ class Machine:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.clocks = Clocks()
         self.capturing = False
+        self.waits: Counter[str] = Counter()
+        """Places where the host waited for the device."""
         self.library = library
         self._told = Told(self.clocks.record), Told(self.clocks.block)  # kept: the library holds no reference
         library.tell(*self._told)
@@ -55,14 +59,15 @@ class Machine:
 
     def host_waits(self, clock: Clock, what: str) -> None:
         """The host waits for what the clock noted."""
+        what = f"{what} at {where()}"
         if self.capturing:
             raise Capturing(f"CUDA error: operation not permitted when stream is capturing: {what}")
+        self.waits[what] += 1
         self.clocks.join(HOST, clock)
 
     def synchronize(self, *_: Any) -> None:
         """`torch.cuda.synchronize`: the host waits for every stream."""
-        for place in self.clocks.places():
-            self.host_waits(self.clocks.now(place), "torch.cuda.synchronize")
+        self.host_waits(self.clocks.everything(), "torch.cuda.synchronize")
 
 
 class Event:

@@ -1,0 +1,242 @@
+"""Mistakes that the audit must find, each beside the same without the mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from audit import Audit
+from fake_groups import fake_groups
+from steps import CASES, two_steps
+from torch import Tensor
+
+from labkit.config import ParallelConfig
+from labkit.moe.dispatch.host_copy import HostCopy
+from labkit.parallel import collectives
+from labkit.parallel.context.ring_attention import _Ring
+from labkit.parallel.data_parallel.grad_buffers import GradBucket
+
+Plant = Callable[[Audit], Any]
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device="cuda")
+
+
+# ---- races ----
+
+
+def two_streams(*, waits: bool, audit: Audit) -> None:
+    x, side = on_device(8), torch.cuda.Stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+
+
+def other_bytes(audit: Audit) -> None:
+    """Two streams on halves of one storage, and on the same half to read: no race."""
+    x, side = on_device(8), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x[:4].add_(1)
+    x[4:].add_(1)
+    with torch.cuda.stream(side):
+        x[:4] + 1
+    torch.cuda.current_stream().wait_stream(side)
+    x + 1
+
+
+def event(*, recorded_after: bool, audit: Audit) -> None:
+    """An event orders only what its stream was given before."""
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    x = on_device(8)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        if not recorded_after:
+            done.record()
+        x.add_(1)
+        if recorded_after:
+            done.record()
+    done.wait()
+    x + 1
+
+
+def backward_on_a_side_stream(*, waits: bool, audit: Audit) -> None:
+    """Autograd runs a node's backward on the stream of its forward, and joins the streams when all is done."""
+    x, side = on_device(8).requires_grad_(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x * x
+    torch.cuda.current_stream().wait_stream(side)
+    seen = []
+    x.register_hook(lambda grad: seen.append(grad))
+    y.sum().backward()
+    if waits:
+        seen[0].add_(1)
+    else:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            seen[0].add_(1)
+
+
+def all_reduce(*, waits: bool, audit: Audit) -> None:
+    with fake_groups(audit, ParallelConfig(tp=2), 2) as groups:
+        x = on_device(8)
+        pending = collectives.all_reduce_async(x, groups.tp)
+        if waits:
+            pending.wait()
+        x + 1
+
+
+def pinned_read(*, waits: bool, audit: Audit) -> None:
+    """The host reads a pinned buffer to which the device still copies."""
+    host = torch.empty(8, dtype=torch.bfloat16, pin_memory=True)
+    host.copy_(on_device(8), non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().synchronize()
+    audit.host_uses(host, "a read by numpy")
+
+
+def case_with(name: str, target: Any, attribute: str, value: Any) -> Plant:
+    """A case of the steps with an attribute of labkit replaced."""
+
+    def run(audit: Audit) -> None:
+        with patch.object(target, attribute, value):
+            two_steps(CASES[name], audit)
+
+    return run
+
+
+def moves_on_early(ring: _Ring) -> None:
+    """`_Ring.finish` without its wait."""
+    if ring._underway:
+        ring.held, ring._spare = ring._spare, ring.held
+    ring._underway = []
+
+
+def read_at_once(copy: HostCopy) -> Tensor:
+    """`HostCopy.wait` without its wait."""
+    return copy._host
+
+
+RACES: dict[str, Plant] = {
+    "two streams": lambda audit: two_streams(waits=False, audit=audit),
+    "event recorded too early": lambda audit: event(recorded_after=False, audit=audit),
+    "gradient on another stream": lambda audit: backward_on_a_side_stream(waits=False, audit=audit),
+    "all_reduce without wait": lambda audit: all_reduce(waits=False, audit=audit),
+    "host reads too early": lambda audit: pinned_read(waits=False, audit=audit),
+    "bucket reduced too early": case_with("dp2 shared overlap", GradBucket, "_wait_for_gradients", lambda _: None),
+    "ring moves on too early": case_with("cp2 ring first rank", _Ring, "finish", moves_on_early),
+    "counts read too early": case_with("moe alltoall", HostCopy, "wait", read_at_once),
+}
+ORDERED: dict[str, Plant] = {
+    "two streams in order": lambda audit: two_streams(waits=True, audit=audit),
+    "other bytes of one storage": other_bytes,
+    "event recorded in time": lambda audit: event(recorded_after=True, audit=audit),
+    "gradient after its backward": lambda audit: backward_on_a_side_stream(waits=True, audit=audit),
+    "all_reduce with wait": lambda audit: all_reduce(waits=True, audit=audit),
+    "host reads in time": lambda audit: pinned_read(waits=True, audit=audit),
+}
+
+# ---- waits of the host ----
+
+
+WAITS: dict[str, Plant] = {
+    "item": lambda audit: on_device(1).item(),
+    "float": lambda audit: float(on_device(1)),
+    "bool": lambda audit: bool(on_device(1) > 0),
+    "tolist": lambda audit: on_device(2, 3).tolist(),
+    "cpu": lambda audit: on_device(2).cpu(),
+    "equal": lambda audit: torch.equal(on_device(2), on_device(2)),
+    "copy_ to the host": lambda audit: torch.empty(2).copy_(on_device(2, dtype=torch.float32)),
+    "to pageable memory, non_blocking": lambda audit: on_device(2).to("cpu", non_blocking=True),
+    "synchronize": lambda audit: torch.cuda.synchronize(),
+    "stream": lambda audit: torch.cuda.current_stream().synchronize(),
+}
+"""One each."""
+NO_WAITS: dict[str, Plant] = {
+    "to pinned memory": lambda audit: torch.empty(2, pin_memory=True).copy_(
+        on_device(2, dtype=torch.float32), non_blocking=True
+    ),
+    "of the host": lambda audit: torch.ones(3).tolist(),
+}
+COPIES: dict[str, Plant] = {
+    "from pageable memory": lambda audit: torch.ones(2).to("cuda"),
+    "from pageable memory, non_blocking": lambda audit: torch.ones(2).to("cuda", non_blocking=True),
+    "a list": lambda audit: torch.tensor([1, 2], device="cuda"),
+    "copy_ to the device": lambda audit: on_device(2).copy_(torch.ones(2)),
+    "from pinned memory, blocking": lambda audit: torch.ones(2).pin_memory().to("cuda"),
+}
+"""One each."""
+NO_COPIES: dict[str, Plant] = {
+    "from pinned memory": lambda audit: torch.ones(2).pin_memory().to("cuda", non_blocking=True),
+}
+
+# ---- GEMMs ----
+
+
+def product(rows: int, inner: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Plant:
+    return lambda audit: on_device(rows, inner, dtype=dtype) @ on_device(inner, columns, dtype=dtype)
+
+
+def offset(audit: Audit) -> None:
+    """Rows of a good length that begin at the fourth element."""
+    on_device(8 * 16 + 4)[4:].view(8, 16) @ on_device(16, 8)
+
+
+def rows_of_128(audit: Audit) -> None:
+    """Columns of a wide matrix: the stride counts, not the number of columns."""
+    on_device(16, 128)[:, :20] @ on_device(128, 8)[:20]
+
+
+def float8(inner: int) -> Plant:
+    def run(audit: Audit) -> None:
+        a = on_device(32, inner).to(torch.float8_e4m3fn)
+        b, one = on_device(32, inner).to(torch.float8_e4m3fn).t(), on_device(dtype=torch.float32)
+        torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+
+    return run
+
+
+MISALIGNED: dict[str, Plant] = {
+    "50257 columns": product(16, 64, 50257),
+    "50257 inner": product(16, 50257, 64),
+    "fp16": product(16, 64, 100, torch.float16),
+    "offset of 4 elements": offset,
+    "stack": lambda audit: torch.bmm(on_device(2, 8, 12), on_device(2, 12, 8)),
+}
+ALIGNED: dict[str, Plant] = {
+    "50304 columns": product(16, 64, 50304),
+    "fp32": product(16, 50257, 64, torch.float32),
+    "rows of 128": rows_of_128,
+    "two classes": product(16, 64, 2),
+    "fp8": float8(64),
+}
+
+# ---- captures ----
+
+
+def captured(body: Callable[[], Any]) -> Plant:
+    def run(audit: Audit) -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            body()
+
+    return run
+
+
+REFUSED: dict[str, Plant] = {
+    "read": captured(lambda: on_device(1).item()),
+    "pageable copy": captured(lambda: torch.ones(2).to("cuda")),
+    "synchronize": captured(torch.cuda.synchronize),
+    "event": captured(lambda: torch.cuda.current_stream().record_event().synchronize()),
+}
+"""cudaErrorStreamCaptureUnsupported."""
+CAPTURED: dict[str, Plant] = {"operations of the device": captured(lambda: on_device(4) + 1)}
+
+KINDS = {
+    "races": RACES, "ordered": ORDERED, "waits": WAITS, "no waits": NO_WAITS, "copies": COPIES,
+    "no copies": NO_COPIES, "misaligned": MISALIGNED, "aligned": ALIGNED, "refused": REFUSED, "captured": CAPTURED,
+}  # fmt: skip
+PLANTS = {f"{kind}: {name}": plant for kind, plants in KINDS.items() for name, plant in plants.items()}
