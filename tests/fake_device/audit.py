@@ -14,14 +14,15 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo  # FakeTensorMode imports it, and it must see torch.cuda as it is
-from clocks import HOST, Access, Accesses
-from operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of
-from places import where
-from streams import Capturing, Machine
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fake_device.clocks import HOST, Access, Accesses
+from fake_device.operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of
+from fake_device.places import where
+from fake_device.streams import Capturing, Machine
 
 FLASH, EFFICIENT = 1, 2
 """Answers of `_fused_sdp_choice`; flash attention takes no mask."""
@@ -87,6 +88,10 @@ class Audit(TorchDispatchMode):
         return x.untyped_storage()._cdata in self._pinned
 
     # ---- every operation ----
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no wrapper of torch's compiler around each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

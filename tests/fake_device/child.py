@@ -1,7 +1,7 @@
-"""The process of its own in which the fake device lives: `python child.py GROUP [WORD ...]` prints a line of JSON a case.
+"""The process of its own in which the fake device lives: `python tests/fake_device/child.py GROUP [NAME ...]`.
 
-GROUP is `steps`, `plants` or `parts`; with words only cases whose names contain one of them run. A run by hand shows
-the same as the tests see.
+GROUP is `steps`, `plants` or `parts`. Names choose cases; where one is no case, those that contain a name. Each case is
+a line of JSON.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
-from library import load
+sys.path[:1] = [str(Path(__file__).resolve().parents[up]) for up in (1, 2)]
+from fake_device.library import load
 
 LIBRARY = load()  # before torch
 
 
 def verdict_of(run: Any, *, races: bool = True) -> dict[str, Any]:
     """Run something on a new device, `run(audit)`: what the audit found, and what went wrong."""
-    from audit import audited
-    from streams import torch_cuda
+    from fake_device.audit import audited
+    from fake_device.streams import torch_cuda
 
     began, error, found = time.process_time(), None, {}
     with torch_cuda(LIBRARY) as machine, audited(machine, races=races) as audit:
@@ -44,11 +44,12 @@ def void(_: Any) -> None:
 def runs_of(group: str) -> dict[str, Any]:
     """The cases of a group: functions of an audit."""
     if group == "steps":
-        from steps import CASES, two_steps
+        from fake_device.cases import CASES
+        from fake_device.steps import two_steps
 
         return {name: lambda audit, case=case: two_steps(case, audit) for name, case in CASES.items()}
     if group == "plants":
-        from plants import PLANTS
+        from fake_device.plants import PLANTS
 
         return {name: lambda audit, plant=plant: void(plant(audit)) for name, plant in PLANTS.items()}
     raise SystemExit(f"no group {group!r}; groups: steps, plants, parts")
@@ -57,8 +58,10 @@ def runs_of(group: str) -> dict[str, Any]:
 def main(group: str, *words: str) -> None:
     """Run the chosen cases, one after the other."""
     warnings.simplefilter("ignore")
-    for name, run in runs_of(group).items():
-        if not words or any(word in name for word in words):
+    runs = runs_of(group)
+    exact = all(word in runs for word in words)
+    for name, run in runs.items():
+        if not words or name in words or (not exact and any(word in name for word in words)):
             print(json.dumps({"name": name} | verdict_of(run)), flush=True)
 
 

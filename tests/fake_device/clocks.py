@@ -106,8 +106,6 @@ class Accesses:
         earlier[:] = [
             old
             for old in earlier
-            if not (
-                old.place == new.place and old.writes <= new.writes and new.low <= old.low and old.high <= new.high
-            )
+            if not (old.place == new.place and old.writes <= new.writes and new.low <= old.low and old.high <= new.high)
         ]
         earlier.append(new)

@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from audit import Audit
-from places import where
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from fake_device.audit import Audit
+from fake_device.places import where
 from labkit.config import ParallelConfig
 from labkit.parallel.groups import Group, ParallelGroups, initialize_model_parallel
 from labkit.schedules import runtime
@@ -110,7 +110,7 @@ def fake_groups(audit: Audit, config: ParallelConfig, world_size: int, rank: int
     world = distributed_c10d._world
     with (
         patch.object(runtime, "handshake", lambda *_: None),  # by torch's store, with ranks that do not exist
-        patch.dict(world.pg_map, {handle: ("nccl", None) for handle in made.values()}),
+        patch.dict(world.pg_map, dict.fromkeys(made.values(), ("nccl", None))),
         patch.dict(world.pg_group_ranks, {h: {r: i for i, r in enumerate(ranks)} for (_, ranks), h in made.items()}),
     ):
         yield replace(groups, backend="nccl" if made else "none", **changed)

@@ -42,7 +42,9 @@ def kind_of(func: Any) -> Kind:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    touches = not is_view and name not in WITHOUT_ACCESS and func.namespace != "prim"  # prim::device asks for no element
+    touches = (
+        not is_view and name not in WITHOUT_ACCESS and func.namespace != "prim"
+    )  # prim::device asks for no element
     return Kind(name, touches, name in ("_to_copy", "copy_"), written)
 
 

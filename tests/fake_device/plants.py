@@ -7,11 +7,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from audit import Audit
-from fake_groups import fake_groups
-from steps import CASES, two_steps
 from torch import Tensor
 
+from fake_device.audit import Audit
+from fake_device.cases import CASES
+from fake_device.fake_groups import fake_groups
+from fake_device.steps import two_steps
 from labkit.config import ParallelConfig
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.parallel import collectives
@@ -191,11 +192,15 @@ def rows_of_128(audit: Audit) -> None:
     on_device(16, 128)[:, :20] @ on_device(128, 8)[:20]
 
 
-def float8(inner: int) -> Plant:
+def float8(*, offset: int) -> Plant:
+    """An operand in fp8 that begins at an element of its storage; what else is not aligned, torch itself refuses."""
+
     def run(audit: Audit) -> None:
-        a = on_device(32, inner).to(torch.float8_e4m3fn)
-        b, one = on_device(32, inner).to(torch.float8_e4m3fn).t(), on_device(dtype=torch.float32)
-        torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+        a, one = (
+            on_device(32 * 64 + offset).to(torch.float8_e4m3fn)[offset:].view(32, 64),
+            on_device(dtype=torch.float32),
+        )
+        torch._scaled_mm(a, on_device(32, 64).to(torch.float8_e4m3fn).t(), one, one, out_dtype=torch.bfloat16)
 
     return run
 
@@ -205,6 +210,7 @@ MISALIGNED: dict[str, Plant] = {
     "50257 inner": product(16, 50257, 64),
     "fp16": product(16, 64, 100, torch.float16),
     "offset of 4 elements": offset,
+    "fp8 at an offset of 8 elements": float8(offset=8),
     "stack": lambda audit: torch.bmm(on_device(2, 8, 12), on_device(2, 12, 8)),
 }
 ALIGNED: dict[str, Plant] = {
@@ -212,7 +218,7 @@ ALIGNED: dict[str, Plant] = {
     "fp32": product(16, 50257, 64, torch.float32),
     "rows of 128": rows_of_128,
     "two classes": product(16, 64, 2),
-    "fp8": float8(64),
+    "fp8": float8(offset=16),
 }
 
 # ---- captures ----
@@ -229,7 +235,7 @@ def captured(body: Callable[[], Any]) -> Plant:
 REFUSED: dict[str, Plant] = {
     "read": captured(lambda: on_device(1).item()),
     "pageable copy": captured(lambda: torch.ones(2).to("cuda")),
-    "synchronize": captured(torch.cuda.synchronize),
+    "synchronize": captured(lambda: torch.cuda.synchronize()),
     "event": captured(lambda: torch.cuda.current_stream().record_event().synchronize()),
 }
 """cudaErrorStreamCaptureUnsupported."""

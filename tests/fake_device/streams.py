@@ -17,8 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from clocks import HOST, Clock, Clocks
-from places import where
+
+from fake_device.clocks import HOST, Clock, Clocks
+from fake_device.places import where
 
 Told = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_long)
 GIB = 2**30

@@ -1,0 +1,88 @@
+"""labkit on a CUDA device that computes nothing (tests/fake_device): what a GPU would do in order, or wait for.
+
+The device lives in processes of its own, one for each group of cases. A case alone, with all that was found:
+`python tests/fake_device/child.py steps "dp2 shared overlap"`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_device.cases import CASES
+from fake_device.library import Unavailable, built
+
+CHILD = Path(__file__).parents[1] / "fake_device" / "child.py"
+Verdicts = dict[str, dict[str, Any]]
+PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "races": lambda found: len(found["races"]) > 0,
+    "ordered": lambda found: found["races"] == [],
+    "waits": lambda found: sum(found["waits"].values()) == 1,
+    "no waits": lambda found: found["waits"] == {},
+    "copies": lambda found: sum(found["copies"].values()) == 1,
+    "no copies": lambda found: found["copies"] == {},
+    "misaligned": lambda found: found["gemms"] != {},
+    "aligned": lambda found: found["gemms"] == {},
+    "refused": lambda found: "Capturing: " in (found["error"] or ""),
+    "captured": lambda found: found["error"] is None,
+}
+"""Kind -> what must hold for each plant of the kind."""
+
+
+def verdicts_of(*words: str) -> Verdicts:
+    """What a child found, by case; a skip where there can be no fake device."""
+    try:
+        built()
+    except Unavailable as reason:
+        pytest.skip(f"no fake device: {reason}")
+    child = subprocess.run(
+        [sys.executable, str(HOME / "child.py"), *words], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    assert child.returncode == 0, f"after {len(lines)} cases:\n{child.stderr[-3000:]}"
+    return {found["name"]: found for found in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def steps(request: pytest.FixtureRequest) -> Verdicts:
+    """Of the steps that this pytest has collected."""
+    wanted = {item.callspec.params["name"] for item in request.session.items if "steps" in item.fixturenames}
+    return verdicts_of("steps", *(name for name in CASES if name in wanted))
+
+
+@pytest.fixture(scope="module")
+def plants() -> Verdicts:
+    """Of all planted mistakes."""
+    return verdicts_of("plants")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_has_no_race_and_waits_as_often_as_it_must(steps: Verdicts, name: str) -> None:
+    found = steps[name]
+    assert found["error"] is None, found["error"]
+    assert found["races"] == []
+    assert sum(found["waits"].values()) == CASES[name].waits, found["waits"]
+    assert sum(found["copies"].values()) <= CASES[name].copies, found["copies"]
+    assert found["gemms"] == {}
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_planted_mistakes_are_found_and_their_twins_are_clean(plants: Verdicts, kind: str) -> None:
+    of_kind = {name: found for name, found in plants.items() if name.startswith(f"{kind}: ")}
+    assert of_kind
+    assert {name: found for name, found in of_kind.items() if not PLANTS[kind](found)} == {}
+    if kind != "refused":
+        assert {name: found["error"] for name, found in of_kind.items() if found["error"]} == {}
+
+
+def test_without_a_compiler_there_is_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
+        built()
