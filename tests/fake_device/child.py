@@ -14,7 +14,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[up]) for up in (1, 2)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fake_device.library import load
 
 LIBRARY = load()  # before torch

@@ -30,7 +30,7 @@ def _torch() -> Path:
     return Path(spec.origin).parent
 
 
-def _compiler() -> str:
+def compiler() -> str:
     """The C++ compiler. Raises Unavailable without one, and where torch already has CUDA."""
     if (_torch() / "lib" / "libtorch_cuda.so").exists():
         raise Unavailable("this torch has CUDA of its own, and a second one cannot be registered")
@@ -42,7 +42,7 @@ def _compiler() -> str:
 
 def built() -> Path:
     """The library for this torch, compiled if need be (2 s). Raises Unavailable with the reason if there is none."""
-    compiler, torch = _compiler(), _torch()
+    command, torch = [compiler()], _torch()
     key = hashlib.sha256(f"{version('torch')} {torch} {SOURCE.read_text()}".encode()).hexdigest()[:16]
     library = ROOT / "build" / "fake_device" / f"guard-{key}.so"
     if library.exists():
@@ -50,7 +50,7 @@ def built() -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     partial = library.with_suffix(f".{os.getpid()}")  # two processes may compile at once
     include, lib = torch / "include", torch / "lib"
-    command = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(partial)]
+    command += ["-O1", "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(partial)]
     command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
     command += [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch_cpu", "-lc10"]  # rpath: torch is not loaded yet
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -17,9 +17,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_device.cases import CASES
-from fake_device.library import Unavailable, built
+from fake_device.library import Unavailable, built, compiler
 
 CHILD = Path(__file__).parents[1] / "fake_device" / "child.py"
+try:
+    compiler()
+except Unavailable as reason:
+    pytest.skip(f"no fake device: {reason}", allow_module_level=True)
+
 Verdicts = dict[str, dict[str, Any]]
 PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "races": lambda found: len(found["races"]) > 0,
@@ -42,9 +47,7 @@ def verdicts_of(*words: str) -> Verdicts:
         built()
     except Unavailable as reason:
         pytest.skip(f"no fake device: {reason}")
-    child = subprocess.run(
-        [sys.executable, str(HOME / "child.py"), *words], capture_output=True, text=True, check=False
-    )
+    child = subprocess.run([sys.executable, str(CHILD), *words], capture_output=True, text=True, check=False)
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
     assert child.returncode == 0, f"after {len(lines)} cases:\n{child.stderr[-3000:]}"
     return {found["name"]: found for found in map(json.loads, lines)}
