@@ -24,6 +24,8 @@ from fake_device.operations import GEMMS, accesses, kind_of, misaligned, span, t
 from fake_device.places import where
 from fake_device.streams import Capturing, Machine
 
+PAGE = 512
+"""Bytes to which the allocator of CUDA rounds up."""
 FLASH, EFFICIENT = 1, 2
 """Answers of `_fused_sdp_choice`; flash attention takes no mask."""
 
@@ -38,6 +40,8 @@ class Audit(TorchDispatchMode):
         self.accesses = Accesses(machine.clocks)
         self._kept: dict[int, Any] = {}
         """Storages by their address, which no later one may take."""
+        self._addresses: dict[int, int] = {}
+        self._next = PAGE
         self._pinned: dict[int, Any] = {}
         self.copies: Counter[str] = Counter()
         """Copies to the device from pageable memory: CUDA stages them, and the host waits."""
@@ -68,6 +72,15 @@ class Audit(TorchDispatchMode):
             storage = x.untyped_storage()
             self._kept.setdefault(storage._cdata, storage)
             self.accesses.add(storage._cdata, Access(low, high, writes, place, time, what))
+
+    def address(self, storage: torch.UntypedStorage) -> int:
+        """Where a storage of the device would lie; no two overlap."""
+        key = storage._cdata
+        if key not in self._addresses:
+            self._kept.setdefault(key, storage)
+            self._addresses[key] = self._next
+            self._next += -(-max(storage.nbytes(), 1) // PAGE) * PAGE
+        return self._addresses[key]
 
     def read(self, what: str) -> None:
         """The host waits for the current stream and reads."""
@@ -174,8 +187,18 @@ def audited(machine: Machine, *, races: bool = True) -> Iterator[Audit]:
         with unset_fake_temporarily():
             return listed(x)
 
+    real = torch.UntypedStorage.data_ptr
+
+    def storage_address(storage: torch.UntypedStorage) -> int:
+        return real(storage) if storage.device.type == "cpu" else audit.address(storage)
+
+    def tensor_address(x: Tensor) -> int:
+        return storage_address(x.untyped_storage()) + x.storage_offset() * x.element_size()
+
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "tolist", outside))
+        stack.enter_context(patch.object(FakeTensor, "data_ptr", tensor_address))
+        stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", storage_address))
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda x, *_: audit.pin(x)))
         stack.enter_context(patch.object(Tensor, "is_pinned", lambda x, *_: audit.is_pinned(x)))
         stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", property(lambda _: True)))

@@ -14,6 +14,8 @@ WAITS = 2
 COUNTS = 2 * MICROBATCHES
 """More of them where tokens travel: each layer waits in each microbatch for the rows of each expert. Shapes tell them
 under drop-and-pad."""
+VOTE = 1
+"""More of them before a step with graphs of layers, where `layer_graphs` asks for other shapes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Case:
     """At most so many copies from pageable memory in a step."""
     rank: int = 0
     """The rank that runs."""
+    steps: int = 2
+    """The last is looked at for waits and copies."""
 
 
 SMALL = {
@@ -51,6 +55,8 @@ AHEAD = {"moe.shared_expert_overlap": True}
 BUCKETS = {"optim.overlap_grad_reduce": True, "optim.bucket_size": 20_000}
 ZERO = {"optim.distributed_optimizer": True}
 ZERO_AHEAD = ZERO | BUCKETS | {"optim.overlap_param_gather": True}
+IN_PART = {"graph.cuda_graph_scope": ("attn", "moe_router", "moe_preprocess")}
+GRAPHS = {"graph.cuda_graph_impl": "local", "graph.cuda_graph_warmup_steps": 1}
 FP32, FP16 = {"optim.precision": "fp32"}, {"optim.precision": "fp16"}
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1, "model.embedding_dropout": 0.1}
 
@@ -64,6 +70,9 @@ def ranks(**sizes: Any) -> dict[str, Any]:
     """A layout; `dp` is what the other sizes leave of the ranks."""
     return {f"parallel.{name}": size for name, size in sizes.items()}
 
+
+REPLAYS: dict[str, Any] = {"waits": WAITS + VOTE, "copies": VOTE, "steps": 3}
+"""Of a process alone with graphs of layers: a step that warms up, one that captures, one that replays."""
 
 CASES = {
     "gpt fp32": Case(FP32),
@@ -95,6 +104,14 @@ CASES = {
     "moe shared": Case(MOE | SHARED, WAITS + COUNTS),
     "moe shared overlap": Case(MOE | SHARED | AHEAD, WAITS + COUNTS),
     "moe expert bias": Case(MOE | {"moe.score_function": "sigmoid", "moe.expert_bias": True}, WAITS + COUNTS),
+    "graphs gpt": Case(GRAPHS, **REPLAYS),
+    "graphs gpt full iteration": Case(GRAPHS | {"graph.cuda_graph_scope": ("full_iteration",)}, steps=3),
+    "graphs mamba": Case(MAMBA | GRAPHS, **REPLAYS),
+    "graphs llama fp8": Case(LLAMA | fp8("delayed") | GRAPHS, **REPLAYS),
+    "graphs moe shared overlap": Case(MOE | PADDED | SHARED | AHEAD | GRAPHS, **REPLAYS),
+    "graphs moe in part": Case(MOE | GRAPHS | IN_PART, **REPLAYS | {"waits": WAITS + VOTE + COUNTS}),
+    "graphs dp2": Case(BUCKETS | GRAPHS | ranks(dp=2), steps=3),
+    "graphs tp2": Case(LLAMA | GRAPHS | ranks(tp=2, sequence_parallel=True), steps=3),
     "dp2": Case(BUCKETS | ranks(dp=2)),
     "dp2 zero": Case(ZERO_AHEAD | ranks(dp=2)),
     "dp2 shared overlap fp32": Case(MOE | SHARED | AHEAD | BUCKETS | FP32 | ranks(dp=2), WAITS + COUNTS),

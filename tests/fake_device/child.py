@@ -46,9 +46,9 @@ def runs_of(group: str) -> dict[str, Any]:
     """The cases of a group: functions of an audit."""
     if group == "steps":
         from fake_device.cases import CASES
-        from fake_device.steps import two_steps
+        from fake_device.steps import train
 
-        return {name: lambda audit, case=case: two_steps(case, audit) for name, case in CASES.items()}
+        return {name: lambda audit, case=case: train(case, audit) for name, case in CASES.items()}
     if group == "plants":
         from fake_device.plants import PLANTS
 

@@ -24,13 +24,20 @@ class Clocks:
     """The clock of every place."""
 
     def __init__(self) -> None:
-        self._of: defaultdict[int, Clock] = defaultdict(dict)
+        self._met: Clock = {}
+        self._of: defaultdict[int, Clock] = defaultdict(lambda: dict(self._met))
         self.events: dict[int, Clock] = {}
         """Of autograd's events, by their number."""
 
     def everything(self) -> Clock:
         """All that any place has begun."""
         return {place: clock[place] for place, clock in self._of.items() if place in clock}
+
+    def meet(self) -> None:
+        """Every place waits for all that was begun anywhere; so do those that come later."""
+        self._met = self.everything()
+        for place in list(self._of):
+            self.join(place, self._met)
 
     def tick(self, place: int) -> int:
         """Begin an operation; returns its number. A stream learns what the host knows, which has launched it."""

@@ -31,7 +31,9 @@ def _torch() -> Path:
 
 
 def compiler() -> str:
-    """The C++ compiler. Raises Unavailable without one, and where torch already has CUDA."""
+    """The C++ compiler. Raises Unavailable without one, off Linux, and where torch has CUDA already."""
+    if sys.platform != "linux":
+        raise Unavailable(f"it is built for Linux alone, and this is {sys.platform}")
     if (_torch() / "lib" / "libtorch_cuda.so").exists():
         raise Unavailable("this torch has CUDA of its own, and a second one cannot be registered")
     found = shutil.which(os.environ.get("CXX", "g++"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fake_device.audit import Audit
 from fake_device.cases import CASES
 from fake_device.fake_groups import fake_groups
-from fake_device.steps import two_steps
+from fake_device.steps import train
 from labkit.config import ParallelConfig
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.parallel import collectives
@@ -105,7 +105,7 @@ def case_with(name: str, target: Any, attribute: str, value: Any) -> Plant:
 
     def run(audit: Audit) -> None:
         with patch.object(target, attribute, value):
-            two_steps(CASES[name], audit)
+            train(CASES[name], audit)
 
     return run
 

@@ -164,9 +164,11 @@ class Graph:
         if self.machine.capturing:
             raise Capturing("CUDA error: a capture is under way on this device")
         self._pool, self.machine.capturing = pool or (0, 1), True
+        self.machine.clocks.meet()
 
     def capture_end(self) -> None:
         self.machine.capturing = False
+        self.machine.clocks.meet()  # nothing has run, so nothing outside can be too early; inside, streams need order
 
     def pool(self) -> Any:
         return self._pool
