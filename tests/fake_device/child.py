@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ def verdict_of(run: Any, *, races: bool = True) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def void(_: Any) -> None:
-    """A plant returns nothing to report."""
+def void(plant: Any, audit: Any) -> None:
+    """Run a plant, whose result says nothing."""
+    plant(audit)
 
 
 def runs_of(group: str) -> dict[str, Any]:
@@ -48,11 +50,17 @@ def runs_of(group: str) -> dict[str, Any]:
         from fake_device.cases import CASES
         from fake_device.steps import train
 
-        return {name: lambda audit, case=case: train(case, audit) for name, case in CASES.items()}
+        return {name: partial(train, case) for name, case in CASES.items()}
+    if group == "parts":
+        from gpu import PARTS
+
+        from fake_device.parts import LEFT_OUT, run_part
+
+        return {name: partial(run_part, name) for name in PARTS if name not in LEFT_OUT}
     if group == "plants":
         from fake_device.plants import PLANTS
 
-        return {name: lambda audit, plant=plant: void(plant(audit)) for name, plant in PLANTS.items()}
+        return {name: partial(void, plant) for name, plant in PLANTS.items()}
     raise SystemExit(f"no group {group!r}; groups: steps, plants, parts")
 
 
@@ -63,7 +71,7 @@ def main(group: str, *words: str) -> None:
     exact = all(word in runs for word in words)
     for name, run in runs.items():
         if not words or name in words or (not exact and any(word in name for word in words)):
-            print(json.dumps({"name": name} | verdict_of(run)), flush=True)
+            print(json.dumps({"name": name} | verdict_of(run, races=group != "parts")), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fake_device.audit import Audit
 from labkit.graphs.cuda import local_backend
+from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.parallel.parameters import weights
 
@@ -26,10 +27,15 @@ def zeros(
 
 
 @contextmanager
-def without_numbers(audit: Audit, rows: int) -> Iterator[None]:
-    """Inside the block weights are not drawn, each expert gets an equal share of `rows`, the routed tokens of a rank,
-    and a weak reference of a graph to its memory is a view."""
-    arrived = HostCopy.wait
+def without_numbers(audit: Audit) -> Iterator[None]:
+    """Inside the block weights are not drawn, each expert gets an equal share of the tokens that were routed last, and
+    a weak reference of a graph to its memory is a view."""
+    arrived, flatten, rows = HostCopy.wait, MoETokenDispatcher._flatten, 0
+
+    def noting(dispatcher: MoETokenDispatcher, hidden: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Tensor:
+        nonlocal rows
+        rows = map_TE.shape[0] * dispatcher.moe.top_k
+        return flatten(dispatcher, hidden, probs_TE, map_TE)
 
     def equal(copy: HostCopy) -> Tensor:
         counts = arrived(copy)
@@ -40,6 +46,7 @@ def without_numbers(audit: Audit, rows: int) -> Iterator[None]:
     with (
         patch.object(weights, "draw", zeros),
         patch.object(HostCopy, "wait", equal),
+        patch.object(MoETokenDispatcher, "_flatten", noting),
         patch.object(local_backend, "weak_cuda_tensor", Tensor.detach),
     ):
         yield

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_cuda import Machine, fake_cuda
+from fake_captures import Machine, fake_captures
 
 from labkit.graphs.cuda import capture_streams
 from labkit.graphs.cuda.local_backend import LocalBackend, LocalGraph, LocalPool
@@ -19,13 +19,13 @@ from labkit.graphs.cuda.local_backend import LocalBackend, LocalGraph, LocalPool
 
 @pytest.fixture
 def old() -> Iterator[Machine]:
-    with fake_cuda("2.11.0") as found:
+    with fake_captures("2.11.0") as found:
         yield found
 
 
 @pytest.fixture
 def new() -> Iterator[Machine]:
-    with fake_cuda("2.13.0") as found:
+    with fake_captures("2.13.0") as found:
         yield found
 
 
@@ -39,7 +39,7 @@ def captured(pool: LocalPool, name: str = "a") -> LocalGraph:
     ("version", "frees"), [("2.11.0+cu130", False), ("2.12.0", True), ("2.13.0+cu130", True), ("2.11.1", False)]
 )
 def test_which_torch_frees_workspaces_at_a_reset(version: str, frees: bool) -> None:
-    with fake_cuda(version):
+    with fake_captures(version):
         assert capture_streams.resets_free_workspaces() is frees
 
 
@@ -69,7 +69,7 @@ def test_a_stream_for_each_pool_where_resets_free_them(new: Machine) -> None:
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0"])
 def test_a_handle_stands_for_the_pool(version: str) -> None:
-    with fake_cuda(version):
+    with fake_captures(version):
         pool = LocalPool((0, 70))
         assert LocalPool((0, 70)).mates is pool.mates
         assert LocalPool((0, 71)).mates is not pool.mates
@@ -77,7 +77,7 @@ def test_a_handle_stands_for_the_pool(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0"])
 def test_graphs_of_a_pool_are_reset_together(version: str) -> None:
-    with fake_cuda(version) as device:
+    with fake_captures(version) as device:
         backend, pool = LocalBackend(), LocalPool()
         backend.before_captures(pool)
         graphs = [captured(pool, name) for name in "abc"]
@@ -153,7 +153,7 @@ def test_pools_that_must_share_a_stream_are_let_go_together(new: Machine) -> Non
 
 def test_a_hundred_captures_leave_no_pool() -> None:
     for version in ("2.11.0", "2.13.0"):
-        with fake_cuda(version) as device:
+        with fake_captures(version) as device:
             for _ in range(100):
                 captured(LocalBackend().new_pool()).reset()
             device.empty_cache()
@@ -165,7 +165,7 @@ def test_a_hundred_captures_leave_no_pool() -> None:
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0"])
 def test_a_graph_that_cannot_be_instantiated_gives_its_claim_back_once(version: str) -> None:
     """Torch has ended such a capture and told everybody: nothing is to be repaired."""
-    with fake_cuda(version) as device:
+    with fake_captures(version) as device:
         backend, pool = LocalBackend(), LocalPool()
         first = captured(pool, "a")
         device.instantiation_refused = True

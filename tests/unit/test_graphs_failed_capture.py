@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_cuda import Generator, Graph, Machine, fake_cuda
+from fake_captures import Generator, Graph, Machine, fake_captures
 
 from labkit.graphs import BrokenProcessError, FullIterationGraph, make_graphed_callables
 from labkit.graphs.cuda import failed_capture, local_backend
@@ -26,13 +26,13 @@ LEAVE = "restart the kernel of a notebook, or end this rank"
 
 @pytest.fixture(params=["2.11.0", "2.13.0"])
 def device(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    with fake_cuda(request.param) as found:
+    with fake_captures(request.param) as found:
         yield found
 
 
 @pytest.fixture
 def old() -> Iterator[Machine]:
-    with fake_cuda("2.11.0") as found:
+    with fake_captures("2.11.0") as found:
         yield found
 
 
@@ -126,7 +126,7 @@ def test_a_capture_that_torch_never_began_has_no_claim(device: Machine) -> None:
 
 
 def test_torch_that_tells_everybody_needs_its_claim_given_back_and_no_more() -> None:
-    with fake_cuda("2.13.0") as new:
+    with fake_captures("2.13.0") as new:
         pool = LocalPool()
         failed(new, LocalBackend(), pool)
         assert sum(call.startswith("begin") for call in new.calls) == 1, "no further capture"
@@ -137,7 +137,7 @@ def test_torch_that_tells_everybody_needs_its_claim_given_back_and_no_more() -> 
 
 def test_a_later_torch_gives_claims_back_itself() -> None:
     """From pytorch#190308 on a second time would take the claim of another graph."""
-    with fake_cuda("2.14.0") as newer:
+    with fake_captures("2.14.0") as newer:
         pool = LocalPool()
         failed(newer, LocalBackend(), pool)
         assert newer.pools == {pool.handle: 1}, "untouched here: the stand-in is of 2.13"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_cuda import Machine, fake_cuda
+from fake_captures import Machine, fake_captures
 
 from labkit.graphs import FullIterationGraph, full_iteration, make_graphed_callables
 from labkit.graphs.backend import choose_impl
@@ -25,7 +25,7 @@ from labkit.parallel.communication.capturing import GraphCaptureError, is_graph_
 
 @pytest.fixture
 def device() -> Iterator[Machine]:
-    with fake_cuda() as found:
+    with fake_captures() as found:
         yield found
 
 

@@ -1,5 +1,8 @@
 """A stand-in of the few calls to CUDA that captures make, with the state that torch keeps beside them.
 
+It knows the order of calls, allocators and generators of several versions of torch, and computes nothing.
+tests/fake_device runs whole steps instead, and knows streams and waits.
+
 What it repeats, from the C++ of PyTorch (`aten/src/ATen/cuda/CUDAGraph.cpp`, `CUDAGeneratorImpl.cpp`,
 `aten/src/ATen/core/CachingHostAllocator.h`, `c10/cuda/CUDACachingAllocator.cpp`):
 
@@ -237,7 +240,7 @@ class Graph:
 
 
 @contextmanager
-def fake_cuda(version: str = "2.11.0") -> Iterator[Machine]:
+def fake_captures(version: str = "2.11.0") -> Iterator[Machine]:
     """Inside the block the calls of `labkit.graphs` to CUDA reach a new Machine, and nothing of it stays afterwards."""
     machine = Machine(version)
     Graph.machine = machine

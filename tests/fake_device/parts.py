@@ -1,0 +1,64 @@
+"""The parts of the GPU benchmark at their real sizes on the fake device: every line of them runs, every number is 1."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fake_device.audit import Audit
+from fake_device.stand_ins import without_numbers
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import harness
+
+SHARED = "its ranks are processes that exchange numbers through the host, and a fake tensor has none"
+LEFT_OUT = {f"shared_{name}": SHARED for name in ("tensor_parallel", "pipeline", "reduction")}
+"""Parts that cannot run here, with the reason; tests/parallel/test_benchmark_gpu_shared.py runs them on the CPU."""
+_interleave, _profile = harness.interleave, torch.profiler.profile
+
+
+def once(case: str, steps: Mapping[str, Callable[[], Any]], **given: Any) -> harness.Comparison:
+    """`harness.interleave` with one repetition, on a machine that counts as idle."""
+    return replace(_interleave(case, steps, **given | {"repetitions": 1, "warmup": 1}), load=0.0)
+
+
+def profile_of_the_host(*, activities: Any = None, **given: Any) -> Any:
+    """`torch.profiler.profile`, which finds no kernels here."""
+    return _profile(activities=[torch.profiler.ProfilerActivity.CPU], **given)
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Inside the block nothing is repeated or compiled, and modules move to the device by new parameters."""
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a real parameter cannot become a fake one
+    try:
+        with (
+            patch.object(harness, "LEAST", 1),
+            patch.object(harness, "interleave", once),
+            patch.object(harness, "until_quiet", lambda measure, **_: measure()),
+            patch.object(torch.profiler, "profile", profile_of_the_host),
+            patch.object(torch, "compile", lambda function=None, **_: function or (lambda it: it)),
+        ):
+            yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+
+
+def run_part(name: str, audit: Audit) -> dict[str, Any]:
+    """Run a part; its rows, without their times."""
+    with quick(), without_numbers(audit):
+        import gpu  # inside: its modules import names of the harness
+        import gpu_peers
+
+        equal = gpu_peers.difference
+        gpu_peers.difference = lambda found, expected: 0.0 * equal(found, expected)  # of results without numbers
+        told = ("case", *gpu.USELESS)
+        return {"rows": [{key: row[key] for key in told if key in row} for row in gpu.part_rows(name)]}
