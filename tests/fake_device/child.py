@@ -52,11 +52,9 @@ def runs_of(group: str) -> dict[str, Any]:
 
         return {name: partial(train, case) for name, case in CASES.items()}
     if group == "parts":
-        from gpu import PARTS
+        from fake_device.parts import names, run_part
 
-        from fake_device.parts import LEFT_OUT, run_part
-
-        return {name: partial(run_part, name) for name in PARTS if name not in LEFT_OUT}
+        return {name: partial(run_part, name) for name in names()}
     if group == "plants":
         from fake_device.plants import PLANTS
 

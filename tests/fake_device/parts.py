@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from fake_device.audit import Audit
 from fake_device.stand_ins import without_numbers
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import harness
+harness = importlib.import_module("harness")
 
 SHARED = "its ranks are processes that exchange numbers through the host, and a fake tensor has none"
 LEFT_OUT = {f"shared_{name}": SHARED for name in ("tensor_parallel", "pipeline", "reduction")}
@@ -52,13 +53,17 @@ def quick() -> Iterator[None]:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
 
 
+def names() -> list[str]:
+    """The parts that run here."""
+    return [name for name in importlib.import_module("gpu").PARTS if name not in LEFT_OUT]
+
+
 def run_part(name: str, audit: Audit) -> dict[str, Any]:
     """Run a part; its rows, without their times."""
     with quick(), without_numbers(audit):
-        import gpu  # inside: its modules import names of the harness
-        import gpu_peers
-
+        # Inside, since modules of the benchmark import names of the harness.
+        gpu, gpu_peers = map(importlib.import_module, ("gpu", "gpu_peers"))
         equal = gpu_peers.difference
-        gpu_peers.difference = lambda found, expected: 0.0 * equal(found, expected)  # of results without numbers
-        told = ("case", *gpu.USELESS)
-        return {"rows": [{key: row[key] for key in told if key in row} for row in gpu.part_rows(name)]}
+        with patch.object(gpu_peers, "difference", lambda found, expected: 0.0 * equal(found, expected)):
+            told = ("case", *gpu.USELESS)
+            return {"rows": [{key: row[key] for key in told if key in row} for row in gpu.part_rows(name)]}
