@@ -232,14 +232,28 @@ def captured(body: Callable[[], Any]) -> Plant:
     return run
 
 
+def beside(*, joined: bool) -> None:
+    """Work on a second stream of the capture."""
+    outer, side, x = torch.cuda.current_stream(), torch.cuda.Stream(), on_device(4)
+    side.wait_stream(outer)
+    with torch.cuda.stream(side):
+        x + 1
+    if joined:
+        outer.wait_stream(side)
+
+
 REFUSED: dict[str, Plant] = {
     "read": captured(lambda: on_device(1).item()),
     "pageable copy": captured(lambda: torch.ones(2).to("cuda")),
     "synchronize": captured(lambda: torch.cuda.synchronize()),
+    "unjoined stream": captured(lambda: beside(joined=False)),
     "event": captured(lambda: torch.cuda.current_stream().record_event().synchronize()),
 }
 """cudaErrorStreamCaptureUnsupported."""
-CAPTURED: dict[str, Plant] = {"operations of the device": captured(lambda: on_device(4) + 1)}
+CAPTURED: dict[str, Plant] = {
+    "operations of the device": captured(lambda: on_device(4) + 1),
+    "joined stream": captured(lambda: beside(joined=True)),
+}
 
 KINDS = {
     "races": RACES, "ordered": ORDERED, "waits": WAITS, "no waits": NO_WAITS, "copies": COPIES,

@@ -156,6 +156,7 @@ class Graph:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._pool: Any = None
+        self._before: Clock = {}
 
     def register_generator_state(self, _: Any) -> None:
         pass
@@ -165,10 +166,16 @@ class Graph:
             raise Capturing("CUDA error: a capture is under way on this device")
         self._pool, self.machine.capturing = pool or (0, 1), True
         self.machine.clocks.meet()
+        self._before = self.machine.clocks.everything()
 
     def capture_end(self) -> None:
-        self.machine.capturing = False
-        self.machine.clocks.meet()  # nothing has run, so nothing outside can be too early; inside, streams need order
+        machine, clocks = self.machine, self.machine.clocks
+        machine.capturing = False
+        begun = [(place, time) for place, time in clocks.everything().items() if time > self._before.get(place, 0)]
+        apart = [place for place, time in begun if place != HOST and not clocks.knows(machine.stream, place, time)]
+        if apart:
+            raise Capturing(f"CUDA error: capturing stream has unjoined work: of streams {apart}")
+        clocks.meet()  # nothing has run, so nothing outside can be too early; inside, streams need their order
 
     def pool(self) -> Any:
         return self._pool
@@ -240,4 +247,7 @@ def torch_cuda(library: ctypes.CDLL) -> Iterator[Machine]:
         for name in (*private, "_cuda_beginAllocateCurrentThreadToPool"):
             stack.enter_context(patch.object(torch._C, name, nothing, create=True))
         stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))
-        yield machine
+        try:
+            yield machine
+        finally:
+            library.tell(Told(), Told())
