@@ -17,6 +17,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1]))
 import gpu
 import gpu_graphs
 import gpu_moe
@@ -25,6 +26,7 @@ import gpu_precision
 import gpu_steps
 import harness
 import table
+from fake_device.parent import verdicts_of
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
 from labkit.models.memory.saved_tensors import SavedTensors
@@ -243,3 +245,39 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "two").write_text(line("gemm", "GEMM") + line("gemm", "GEMM").replace("H200", "A100"))
     with pytest.raises(ValueError, match="rows of two machines"):
         gpu.store([tmp_path / "two"])
+
+
+# ---- at real sizes, on a device that computes nothing ----
+
+LEFT_OUT = ("shared_tensor_parallel", "shared_pipeline", "shared_reduction")
+"""Their ranks are processes that exchange numbers through the host, and a fake tensor has none. On the CPU
+tests/parallel/test_benchmark_gpu_shared.py runs them."""
+WAITS_OF_LABKIT = {
+    "means": "the loss, once a step",
+    "gradient_statistics": "the norm, once a step",
+    "wait": "the rows of each expert, once a layer with experts",
+    "_all_want_others": "the vote for other shapes, once a step with graphs of layers",
+    "warming_up": "once ahead of captures",
+    "before_captures": "once ahead of captures",
+    "capturing": "once a capture",
+    "_beside_the_allocator": "twice around captures",
+}
+"""Function -> why the host waits for the device there."""
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in gpu.PARTS if name not in LEFT_OUT])
+def test_a_part_of_the_gpu_benchmark_at_its_real_size(name: str) -> None:
+    found = verdicts_of("parts", name)[name]
+    assert found["error"] is None, found["error"]
+    assert found["rows"]
+    assert [row for row in found["rows"] if any(key in row for key in gpu.USELESS)] == []
+    assert {place for place in found["waits"] if of_labkit(place) not in (None, *WAITS_OF_LABKIT)} == set()
+    assert {place for place in found["gemms"] if of_labkit(place) is not None} == set()
+
+
+def of_labkit(place: str) -> str | None:
+    """The function of labkit in which something happened; None where the innermost line is none of labkit."""
+    line = place.partition(" at ")[2].partition(" < ")[0]
+    return line.split()[-1] if line.startswith("labkit/") else None
