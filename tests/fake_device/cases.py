@@ -134,6 +134,11 @@ CASES = {
     "pp2 first stage": Case(LLAMA | ranks(pp=2)),
     "pp2 last stage": Case(LLAMA | ranks(pp=2), rank=1),
     "pp2 tp2": Case(ranks(pp=2, tp=2)),
+    "pp2 interleaved": Case({"model.layers": 4} | ranks(pp=2, vpp=2)),
+    "pp2 zero bubble": Case(LLAMA | {"schedule.name": "zero_bubble_h1"} | ranks(pp=2)),
+    "pp2 dp2 zero": Case(ZERO_AHEAD | ranks(pp=2, dp=2), rank=1),
+    "tp2 ep2 etp1 padded": Case(MOE | PADDED | ranks(tp=2, sequence_parallel=True, ep=2, etp=1)),
+    "cp2 tp2 per token loss": Case({"optim.calculate_per_token_loss": True} | ranks(cp=2, tp=2)),
 }
 
 
