@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -16,18 +17,30 @@ import torch
 import torch._dynamo  # FakeTensorMode imports it, and it must see torch.cuda as it is
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fake_device.clocks import HOST, Access, Accesses
 from fake_device.operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of
 from fake_device.places import where
-from fake_device.streams import Capturing, Machine
+from fake_device.streams import Capturing, Machine, Stream
 
 PAGE = 512
 """Bytes to which the allocator of CUDA rounds up."""
 FLASH, EFFICIENT = 1, 2
 """Answers of `_fused_sdp_choice`; flash attention takes no mask."""
+
+
+@dataclass
+class Block:
+    """Memory of the device."""
+
+    storage: StorageWeakRef
+    address: int
+    """Where it would lie; no two overlap."""
+    home: int
+    """The stream that was current when it was allocated."""
 
 
 class Audit(TorchDispatchMode):
@@ -38,9 +51,10 @@ class Audit(TorchDispatchMode):
         super().__init__()
         self.machine, self.follows = machine, races
         self.accesses = Accesses(machine.clocks)
-        self._kept: dict[int, Any] = {}
-        """Storages by their address, which no later one may take."""
-        self._addresses: dict[int, int] = {}
+        self._blocks: dict[int, Block] = {}
+        """By storage; the weak reference keeps its key from a later one."""
+        self._shared: set[int] = set()
+        """Keys of those that several streams have used."""
         self._next = PAGE
         self._pinned: dict[int, Any] = {}
         self.copies: Counter[str] = Counter()
@@ -70,17 +84,27 @@ class Audit(TorchDispatchMode):
         low, high = span(x)
         if low < high:
             storage = x.untyped_storage()
-            self._kept.setdefault(storage._cdata, storage)
+            if self.block(storage).home != place and x.is_cuda:
+                self._shared.add(storage._cdata)
             self.accesses.add(storage._cdata, Access(low, high, writes, place, time, what))
 
-    def address(self, storage: torch.UntypedStorage) -> int:
-        """Where a storage of the device would lie; no two overlap."""
+    def block(self, storage: torch.UntypedStorage) -> Block:
+        """The memory of a storage, allocated now on the current stream if it is new."""
         key = storage._cdata
-        if key not in self._addresses:
-            self._kept.setdefault(key, storage)
-            self._addresses[key] = self._next
+        if key not in self._blocks:
+            self._blocks[key] = Block(StorageWeakRef(storage), self._next, self.machine.stream)
             self._next += -(-max(storage.nbytes(), 1) // PAGE) * PAGE
-        return self._addresses[key]
+        return self._blocks[key]
+
+    def record_stream(self, x: Tensor, stream: Stream) -> None:
+        """`Tensor.record_stream`: the memory is not taken again before the stream has done its work so far."""
+        self.machine.recorded[x.untyped_storage()._cdata].add(stream.cuda_stream)
+
+    def _bury(self) -> None:
+        """Look at what has been freed since the last operation."""
+        for key in [key for key in self._shared if self._blocks[key].storage.expired()]:
+            self._shared.remove(key)
+            self.accesses.end(key, self._blocks[key].home, self.machine.recorded[key])
 
     def read(self, what: str) -> None:
         """The host waits for the current stream and reads."""
@@ -108,6 +132,7 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        self._bury()
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].is_cuda:
                 self.read("read of a number")
@@ -140,6 +165,9 @@ class Audit(TorchDispatchMode):
                 if misaligned(x):
                     word = f"{kind.name} with {tuple(x.shape)}, strides {x.stride()}, {str(x.dtype)[6:]}"
                     self.gemms[f"{word} at {where()}"] += 1
+        for x in results if self.follows else ():
+            if x.is_cuda:
+                self.block(x.untyped_storage())
         if self.follows and kind.touches:
             on_device = any(x.is_cuda for x in (*given, *results))
             place = self.machine.stream if on_device else HOST
@@ -190,7 +218,7 @@ def audited(machine: Machine, *, races: bool = True) -> Iterator[Audit]:
     real = torch.UntypedStorage.data_ptr
 
     def storage_address(storage: torch.UntypedStorage) -> int:
-        return real(storage) if storage.device.type == "cpu" else audit.address(storage)
+        return real(storage) if storage.device.type == "cpu" else audit.block(storage).address
 
     def tensor_address(x: Tensor) -> int:
         return storage_address(x.untyped_storage()) + x.storage_offset() * x.element_size()
@@ -199,6 +227,7 @@ def audited(machine: Machine, *, races: bool = True) -> Iterator[Audit]:
         stack.enter_context(patch.object(FakeTensor, "tolist", outside))
         stack.enter_context(patch.object(FakeTensor, "data_ptr", tensor_address))
         stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", storage_address))
+        stack.enter_context(patch.object(Tensor, "record_stream", lambda x, stream: audit.record_stream(x, stream)))
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda x, *_: audit.pin(x)))
         stack.enter_context(patch.object(Tensor, "is_pinned", lambda x, *_: audit.is_pinned(x)))
         stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", property(lambda _: True)))

@@ -116,3 +116,12 @@ class Accesses:
             if not (old.place == new.place and old.writes <= new.writes and new.low <= old.low and old.high <= new.high)
         ]
         earlier.append(new)
+
+    def end(self, storage: int, home: int, spared: set[int]) -> None:
+        """A storage is freed. Stream `home`, which allocated it, takes the memory again without asking the others, but
+        for those that were recorded (`record_stream`)."""
+        for old in self._of.pop(storage, ()):
+            orderly = old.place in (home, HOST) or old.place in spared
+            if not orderly and not self._clocks.knows(home, old.place, old.time):
+                what = f"{old}; freed where stream {home}, which allocated it, did not know that"
+                self.races.setdefault((old.what, "freed"), what)

@@ -26,14 +26,15 @@ from labkit.schedules import runtime
 
 
 class Work:
-    """A transfer under way."""
+    """A transfer under way. It keeps its tensors until somebody waits for it, as torch does."""
 
-    def __init__(self, group: ProcessGroup, end: dict[int, int]) -> None:
-        self._group, self._end = group, end
+    def __init__(self, group: ProcessGroup, end: dict[int, int], tensors: Sequence[Tensor]) -> None:
+        self._group, self._end, self._tensors = group, end, tensors
 
     def wait(self, *_: Any) -> bool:
         machine = self._group.audit.machine
         machine.clocks.join(machine.stream, self._end)
+        self._tensors = ()
         return True
 
 
@@ -59,7 +60,7 @@ class ProcessGroup(dist.ProcessGroup):
         for tensors, write in ((reads, False), (writes, True)):
             for x in tensors:
                 self.audit.touch(x, writes=write, place=stream, time=time, what=what)
-        return Work(self, machine.clocks.now(stream))
+        return Work(self, machine.clocks.now(stream), (*reads, *writes))
 
     def _require(self, holds: bool, name: str, *tensors: Tensor) -> None:
         if not holds:

@@ -5,6 +5,7 @@
 // runs their backward on a thread of the device, on the stream of the forward, as it does on a GPU.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/Storage.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
@@ -13,9 +14,10 @@ namespace {
 
 using namespace c10;
 
-using Told = void (*)(long event, long stream);
+using Told = void (*)(long what, long stream);
 Told told_record = nullptr;  // an event notes what its stream has done
 Told told_block = nullptr;   // a stream waits for an event
+Told told_use = nullptr;     // a storage is used on a stream that did not allocate it
 thread_local StreamId current = 0;
 std::atomic<long> events{0};
 
@@ -48,6 +50,13 @@ struct Guard : impl::DeviceGuardImplInterface {
   void block(void* event, const Stream& waits) const override {
     if (told_block) told_block(reinterpret_cast<long>(event), waits.id());
   }
+  // What one stream has allocated and another reads: the allocator must not give it away before. A DataPtr is a member
+  // of its storage, and a fake tensor's is empty; the storage is found by the place of that member.
+  void recordDataPtrOnStream(const DataPtr& member, const Stream& on) const override {
+    static const Storage any(Storage::use_byte_size_t(), 0, DataPtr());
+    static const long offset = reinterpret_cast<long>(&any.data_ptr()) - reinterpret_cast<long>(any.unsafeGetStorageImpl());
+    if (told_use) told_use(reinterpret_cast<long>(&member) - offset, on.id());
+  }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
 
   // Nothing is ever under way.
@@ -55,7 +64,6 @@ struct Guard : impl::DeviceGuardImplInterface {
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream&) const override {}
   void synchronizeEvent(void*) const override {}
-  void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
 };
 
 impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Guard());
@@ -68,9 +76,10 @@ extern "C" long set_stream(long id) {
   return was;
 }
 extern "C" long get_stream() { return current; }
-extern "C" void tell(Told record, Told block) {
+extern "C" void tell(Told record, Told block, Told use) {
   told_record = record;
   told_block = block;
+  told_use = use;
 }
 
 namespace at {

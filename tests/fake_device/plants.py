@@ -127,9 +127,11 @@ RACES: dict[str, Plant] = {
     "event recorded too early": lambda audit: event(recorded_after=False, audit=audit),
     "gradient on another stream": lambda audit: backward_on_a_side_stream(waits=False, audit=audit),
     "all_reduce without wait": lambda audit: all_reduce(waits=False, audit=audit),
+    "freed too early": lambda audit: freed(audit=audit),
     "host reads too early": lambda audit: pinned_read(waits=False, audit=audit),
     "bucket reduced too early": case_with("dp2 shared overlap", GradBucket, "_wait_for_gradients", lambda _: None),
     "ring moves on too early": case_with("cp2 ring first rank", _Ring, "finish", moves_on_early),
+    "memory of shared experts taken again": case_with("moe shared overlap", Tensor, "record_stream", lambda *_: None),
     "counts read too early": case_with("moe alltoall", HostCopy, "wait", read_at_once),
 }
 ORDERED: dict[str, Plant] = {
@@ -138,8 +140,25 @@ ORDERED: dict[str, Plant] = {
     "event recorded in time": lambda audit: event(recorded_after=True, audit=audit),
     "gradient after its backward": lambda audit: backward_on_a_side_stream(waits=True, audit=audit),
     "all_reduce with wait": lambda audit: all_reduce(waits=True, audit=audit),
+    "freed in time": lambda audit: freed(waits=True, audit=audit),
+    "freed and recorded": lambda audit: freed(records=True, audit=audit),
     "host reads in time": lambda audit: pinned_read(waits=True, audit=audit),
 }
+
+
+def freed(*, waits: bool = False, records: bool = False, audit: Audit) -> None:
+    """A tensor is dropped while a second stream still reads it; its own stream may take the memory again."""
+    x, side = on_device(8), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    if records:
+        x.record_stream(side)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    del x
+    on_device(8)
+
 
 # ---- waits of the host ----
 

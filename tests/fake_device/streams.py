@@ -8,7 +8,7 @@ raises.
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -46,7 +46,10 @@ class Machine:
         self.waits: Counter[str] = Counter()
         """Places where the host waited for the device."""
         self.library = library
-        self._told = Told(self.clocks.record), Told(self.clocks.block)  # kept: the library holds no reference
+        self.recorded: defaultdict[int, set[int]] = defaultdict(set)
+        """Streams by storage: the allocator waits for them before it takes the memory again."""
+        told = self.clocks.record, self.clocks.block, lambda storage, stream: self.recorded[storage].add(stream)
+        self._told = tuple(map(Told, told))  # kept: the library holds no reference
         library.tell(*self._told)
 
     @property
@@ -246,8 +249,7 @@ def torch_cuda(library: ctypes.CDLL) -> Iterator[Machine]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         for name in (*private, "_cuda_beginAllocateCurrentThreadToPool"):
             stack.enter_context(patch.object(torch._C, name, nothing, create=True))
-        stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))
         try:
             yield machine
         finally:
-            library.tell(Told(), Told())
+            library.tell(Told(), Told(), Told())
