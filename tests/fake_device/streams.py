@@ -30,7 +30,7 @@ PROPERTIES = SimpleNamespace(
 
 
 _dealt = count(1)
-"""Of the process: labkit keeps some streams for its lifetime, and no other device may deal their numbers again."""
+"""Numbers of streams and pools, of the process: labkit keeps some streams for its lifetime, and no other device may deal their numbers again."""
 
 
 class Capturing(RuntimeError):
@@ -167,7 +167,7 @@ class Graph:
     def capture_begin(self, pool: Any = None, **_: Any) -> None:
         if self.machine.capturing:
             raise Capturing("CUDA error: a capture is under way on this device")
-        self._pool, self.machine.capturing = pool or (0, 1), True
+        self._pool, self.machine.capturing = pool or new_pool(), True
         self.machine.clocks.meet()
         self._before = self.machine.clocks.everything()
 
@@ -212,6 +212,11 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
         yield
 
 
+def new_pool() -> tuple[int, int]:
+    """The handle of a pool of graphs, in the place of `torch.cuda.graph_pool_handle`."""
+    return 0, next(_dealt)
+
+
 def nothing(*_: Any, **__: Any) -> None:
     """A call that changes nothing here."""
 
@@ -232,7 +237,7 @@ def torch_cuda(library: ctypes.CDLL) -> Iterator[Machine]:
         "default_stream": lambda *_: Stream(stream_id=0),
         "set_stream": lambda stream: library.set_stream(stream.cuda_stream),
         "synchronize": machine.synchronize, "is_current_stream_capturing": lambda: machine.capturing,
-        "default_generators": (Generator(),), "graph_pool_handle": always((0, 1)),
+        "default_generators": (Generator(),), "graph_pool_handle": new_pool,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": nothing,
         "manual_seed": nothing, "manual_seed_all": nothing,
         "is_available": always(True), "is_initialized": always(True), "init": nothing, "device_count": always(1),
@@ -247,6 +252,7 @@ def torch_cuda(library: ctypes.CDLL) -> Iterator[Machine]:
     with ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch.cuda.graphs, "graph_pool_handle", new_pool))
         for name in (*private, "_cuda_beginAllocateCurrentThreadToPool"):
             stack.enter_context(patch.object(torch._C, name, nothing, create=True))
         try:
