@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +30,7 @@ def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 # ---- races ----
 
 
-def two_streams(*, waits: bool, audit: Audit) -> None:
+def two_streams(_: Audit, *, waits: bool) -> None:
     x, side = on_device(8), torch.cuda.Stream()
     if waits:
         side.wait_stream(torch.cuda.current_stream())
@@ -37,7 +38,7 @@ def two_streams(*, waits: bool, audit: Audit) -> None:
         x.add_(1)
 
 
-def other_bytes(audit: Audit) -> None:
+def other_bytes(_: Audit) -> None:
     """Two streams on halves of one storage, and on the same half to read: no race."""
     x, side = on_device(8), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -50,7 +51,7 @@ def other_bytes(audit: Audit) -> None:
     x + 1
 
 
-def event(*, recorded_after: bool, audit: Audit) -> None:
+def event(_: Audit, *, recorded_after: bool) -> None:
     """An event orders only what its stream was given before."""
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     x = on_device(8)
@@ -65,7 +66,7 @@ def event(*, recorded_after: bool, audit: Audit) -> None:
     x + 1
 
 
-def backward_on_a_side_stream(*, waits: bool, audit: Audit) -> None:
+def backward_on_a_side_stream(_: Audit, *, waits: bool) -> None:
     """Autograd runs a node's backward on the stream of its forward, and joins the streams when all is done."""
     x, side = on_device(8).requires_grad_(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -82,7 +83,7 @@ def backward_on_a_side_stream(*, waits: bool, audit: Audit) -> None:
             seen[0].add_(1)
 
 
-def all_reduce(*, waits: bool, audit: Audit) -> None:
+def all_reduce(audit: Audit, *, waits: bool) -> None:
     with fake_groups(audit, ParallelConfig(tp=2), 2) as groups:
         x = on_device(8)
         pending = collectives.all_reduce_async(x, groups.tp)
@@ -91,13 +92,27 @@ def all_reduce(*, waits: bool, audit: Audit) -> None:
         x + 1
 
 
-def pinned_read(*, waits: bool, audit: Audit) -> None:
+def pinned_read(audit: Audit, *, waits: bool) -> None:
     """The host reads a pinned buffer to which the device still copies."""
     host = torch.empty(8, dtype=torch.bfloat16, pin_memory=True)
     host.copy_(on_device(8), non_blocking=True)
     if waits:
         torch.cuda.current_stream().synchronize()
     audit.host_uses(host, "a read by numpy")
+
+
+def freed(_: Audit, *, waits: bool = False, records: bool = False) -> None:
+    """A tensor is dropped while a second stream still reads it; its own stream may take the memory again."""
+    x, side = on_device(8), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    if records:
+        x.record_stream(side)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    del x
+    on_device(8)
 
 
 def case_with(name: str, target: Any, attribute: str, value: Any) -> Plant:
@@ -123,90 +138,76 @@ def read_at_once(copy: HostCopy) -> Tensor:
 
 
 RACES: dict[str, Plant] = {
-    "two streams": lambda audit: two_streams(waits=False, audit=audit),
-    "event recorded too early": lambda audit: event(recorded_after=False, audit=audit),
-    "gradient on another stream": lambda audit: backward_on_a_side_stream(waits=False, audit=audit),
-    "all_reduce without wait": lambda audit: all_reduce(waits=False, audit=audit),
-    "freed too early": lambda audit: freed(audit=audit),
-    "host reads too early": lambda audit: pinned_read(waits=False, audit=audit),
+    "two streams": partial(two_streams, waits=False),
+    "event recorded too early": partial(event, recorded_after=False),
+    "gradient on another stream": partial(backward_on_a_side_stream, waits=False),
+    "all_reduce without wait": partial(all_reduce, waits=False),
+    "freed too early": freed,
+    "host reads too early": partial(pinned_read, waits=False),
     "bucket reduced too early": case_with("dp2 shared overlap", GradBucket, "_wait_for_gradients", lambda _: None),
     "ring moves on too early": case_with("cp2 ring first rank", _Ring, "finish", moves_on_early),
     "memory of shared experts taken again": case_with("moe shared overlap", Tensor, "record_stream", lambda *_: None),
     "counts read too early": case_with("moe alltoall", HostCopy, "wait", read_at_once),
 }
 ORDERED: dict[str, Plant] = {
-    "two streams in order": lambda audit: two_streams(waits=True, audit=audit),
+    "two streams in order": partial(two_streams, waits=True),
     "other bytes of one storage": other_bytes,
-    "event recorded in time": lambda audit: event(recorded_after=True, audit=audit),
-    "gradient after its backward": lambda audit: backward_on_a_side_stream(waits=True, audit=audit),
-    "all_reduce with wait": lambda audit: all_reduce(waits=True, audit=audit),
-    "freed in time": lambda audit: freed(waits=True, audit=audit),
-    "freed and recorded": lambda audit: freed(records=True, audit=audit),
-    "host reads in time": lambda audit: pinned_read(waits=True, audit=audit),
+    "event recorded in time": partial(event, recorded_after=True),
+    "gradient after its backward": partial(backward_on_a_side_stream, waits=True),
+    "all_reduce with wait": partial(all_reduce, waits=True),
+    "freed in time": partial(freed, waits=True),
+    "freed and recorded": partial(freed, records=True),
+    "host reads in time": partial(pinned_read, waits=True),
 }
-
-
-def freed(*, waits: bool = False, records: bool = False, audit: Audit) -> None:
-    """A tensor is dropped while a second stream still reads it; its own stream may take the memory again."""
-    x, side = on_device(8), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x + 1
-    if records:
-        x.record_stream(side)
-    if waits:
-        torch.cuda.current_stream().wait_stream(side)
-    del x
-    on_device(8)
 
 
 # ---- waits of the host ----
 
 
 WAITS: dict[str, Plant] = {
-    "item": lambda audit: on_device(1).item(),
-    "float": lambda audit: float(on_device(1)),
-    "bool": lambda audit: bool(on_device(1) > 0),
-    "tolist": lambda audit: on_device(2, 3).tolist(),
-    "cpu": lambda audit: on_device(2).cpu(),
-    "equal": lambda audit: torch.equal(on_device(2), on_device(2)),
-    "copy_ to the host": lambda audit: torch.empty(2).copy_(on_device(2, dtype=torch.float32)),
-    "to pageable memory, non_blocking": lambda audit: on_device(2).to("cpu", non_blocking=True),
-    "synchronize": lambda audit: torch.cuda.synchronize(),
-    "stream": lambda audit: torch.cuda.current_stream().synchronize(),
+    "item": lambda _: on_device(1).item(),
+    "float": lambda _: float(on_device(1)),
+    "bool": lambda _: bool(on_device(1) > 0),
+    "tolist": lambda _: on_device(2, 3).tolist(),
+    "cpu": lambda _: on_device(2).cpu(),
+    "equal": lambda _: torch.equal(on_device(2), on_device(2)),
+    "copy_ to the host": lambda _: torch.empty(2).copy_(on_device(2, dtype=torch.float32)),
+    "to pageable memory, non_blocking": lambda _: on_device(2).to("cpu", non_blocking=True),
+    "synchronize": lambda _: torch.cuda.synchronize(),
+    "stream": lambda _: torch.cuda.current_stream().synchronize(),
 }
 """One each."""
 NO_WAITS: dict[str, Plant] = {
-    "to pinned memory": lambda audit: torch.empty(2, pin_memory=True).copy_(
+    "to pinned memory": lambda _: torch.empty(2, pin_memory=True).copy_(
         on_device(2, dtype=torch.float32), non_blocking=True
     ),
-    "of the host": lambda audit: torch.ones(3).tolist(),
+    "of the host": lambda _: torch.ones(3).tolist(),
 }
 COPIES: dict[str, Plant] = {
-    "from pageable memory": lambda audit: torch.ones(2).to("cuda"),
-    "from pageable memory, non_blocking": lambda audit: torch.ones(2).to("cuda", non_blocking=True),
-    "a list": lambda audit: torch.tensor([1, 2], device="cuda"),
-    "copy_ to the device": lambda audit: on_device(2).copy_(torch.ones(2)),
-    "from pinned memory, blocking": lambda audit: torch.ones(2).pin_memory().to("cuda"),
+    "from pageable memory": lambda _: torch.ones(2).to("cuda"),
+    "from pageable memory, non_blocking": lambda _: torch.ones(2).to("cuda", non_blocking=True),
+    "a list": lambda _: torch.tensor([1, 2], device="cuda"),
+    "copy_ to the device": lambda _: on_device(2).copy_(torch.ones(2)),
+    "from pinned memory, blocking": lambda _: torch.ones(2).pin_memory().to("cuda"),
 }
 """One each."""
 NO_COPIES: dict[str, Plant] = {
-    "from pinned memory": lambda audit: torch.ones(2).pin_memory().to("cuda", non_blocking=True),
+    "from pinned memory": lambda _: torch.ones(2).pin_memory().to("cuda", non_blocking=True),
 }
 
 # ---- GEMMs ----
 
 
 def product(rows: int, inner: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Plant:
-    return lambda audit: on_device(rows, inner, dtype=dtype) @ on_device(inner, columns, dtype=dtype)
+    return lambda _: on_device(rows, inner, dtype=dtype) @ on_device(inner, columns, dtype=dtype)
 
 
-def offset(audit: Audit) -> None:
+def offset(_: Audit) -> None:
     """Rows of a good length that begin at the fourth element."""
     on_device(8 * 16 + 4)[4:].view(8, 16) @ on_device(16, 8)
 
 
-def rows_of_128(audit: Audit) -> None:
+def rows_of_128(_: Audit) -> None:
     """Columns of a wide matrix: the stride counts, not the number of columns."""
     on_device(16, 128)[:, :20] @ on_device(128, 8)[:20]
 
@@ -230,7 +231,7 @@ MISALIGNED: dict[str, Plant] = {
     "fp16": product(16, 64, 100, torch.float16),
     "offset of 4 elements": offset,
     "fp8 at an offset of 8 elements": float8(offset=8),
-    "stack": lambda audit: torch.bmm(on_device(2, 8, 12), on_device(2, 12, 8)),
+    "stack": lambda _: torch.bmm(on_device(2, 8, 12), on_device(2, 12, 8)),
 }
 ALIGNED: dict[str, Plant] = {
     "50304 columns": product(16, 64, 50304),

@@ -30,7 +30,8 @@ PROPERTIES = SimpleNamespace(
 
 
 _dealt = count(1)
-"""Numbers of streams and pools, of the process: labkit keeps some streams for its lifetime, and no other device may deal their numbers again."""
+"""Numbers of streams and pools. They are the process's: labkit keeps some streams for its lifetime, and no later device
+may deal their numbers again."""
 
 
 class Capturing(RuntimeError):
