@@ -1,7 +1,7 @@
 """Watches every operation of torch on the fake device: races, waits, copies through pageable memory, GEMM operands.
 
-The device computes nothing, so a number that the host reads is an answer of the audit: 1, or False of a bool. A tensor
-of the host is real where only the host made it.
+The device computes nothing, so a number that the host reads is an answer of the audit: 1.0, 0 or False by its type. A
+tensor of the host is real where only the host made it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Block:
     """Where it would lie; no two overlap."""
     home: int
     """The stream that was current when it was allocated."""
+    captured: bool
+    """Allocated during a capture: it lies in the pool of the graph, and what follows the capture never takes it."""
 
 
 class Audit(TorchDispatchMode):
@@ -92,7 +94,8 @@ class Audit(TorchDispatchMode):
         """The memory of a storage, allocated now on the current stream if it is new."""
         key = storage._cdata
         if key not in self._blocks:
-            self._blocks[key] = Block(StorageWeakRef(storage), self._next, self.machine.stream)
+            self.accesses.allocated(self.machine.stream)
+            self._blocks[key] = Block(StorageWeakRef(storage), self._next, self.machine.stream, self.machine.capturing)
             self._next += -(-max(storage.nbytes(), 1) // PAGE) * PAGE
         return self._blocks[key]
 
@@ -104,7 +107,8 @@ class Audit(TorchDispatchMode):
         """Look at what has been freed since the last operation."""
         for key in [key for key in self._shared if self._blocks[key].storage.expired()]:
             self._shared.remove(key)
-            self.accesses.end(key, self._blocks[key].home, self.machine.recorded[key])
+            if self._blocks[key].captured <= self.machine.capturing:
+                self.accesses.end(key, self._blocks[key].home, self.machine.recorded[key])
 
     def read(self, what: str) -> None:
         """The host waits for the current stream and reads."""
@@ -194,7 +198,7 @@ class Audit(TorchDispatchMode):
 
 def _number(dtype: torch.dtype) -> Any:
     """The audit's answer to a read."""
-    return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+    return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
 
 
 def _non_blocking(name: str, args: Any, kwargs: Any) -> bool:

@@ -85,7 +85,6 @@ CASES = {
     "gpt recompute selective": Case(
         {"model.recompute_granularity": "selective", "model.recompute_modules": ("core_attn", "mlp")} | DROPOUT
     ),
-    "gpt distributed optimizer": Case(ZERO),
     "llama bf16": Case(LLAMA),
     **{f"llama fp8 {recipe}": Case(LLAMA | fp8(recipe)) for recipe in ("delayed", "current", "blockwise")},
     "bert fp32": Case(BERT | FP32, copies=4),  # flags in `Pipeline.means`, of 2 losses and microbatches
@@ -96,7 +95,10 @@ CASES = {
     "mamba fp32": Case(MAMBA | FP32),
     "mamba bf16": Case(MAMBA),
     "mamba hybrid bf16": Case(MAMBA | {"model.hybrid_override_pattern": "M*"}),
-    **{f"moe {name}": Case(MOE | {"moe.dispatcher": name}) for name in ("alltoall", "allgather", "local")},
+    **{
+        f"moe {name}": Case(MOE | {"moe.dispatcher": name}, WAITS + COUNTS)
+        for name in ("alltoall", "allgather", "local")
+    },
     "moe padded": Case(MOE | PADDED),
     "moe local padded": Case(MOE | PADDED | {"moe.dispatcher": "local"}),
     "moe sequential experts": Case(MOE | {"moe.grouped_gemm": False}, WAITS + COUNTS),
@@ -107,18 +109,15 @@ CASES = {
     "graphs gpt": Case(GRAPHS, **REPLAYS),
     "graphs gpt full iteration": Case(GRAPHS | {"graph.cuda_graph_scope": ("full_iteration",)}, steps=3),
     "graphs mamba": Case(MAMBA | GRAPHS, **REPLAYS),
-    "graphs llama fp8": Case(LLAMA | fp8("delayed") | GRAPHS, **REPLAYS),
+    "graphs gpt fp8": Case(fp8("delayed") | GRAPHS, **REPLAYS),
     "graphs moe shared overlap": Case(MOE | PADDED | SHARED | AHEAD | GRAPHS, **REPLAYS),
     "graphs moe in part": Case(MOE | GRAPHS | IN_PART, **REPLAYS | {"waits": WAITS + VOTE + COUNTS}),
     "graphs dp2": Case(BUCKETS | GRAPHS | ranks(dp=2), steps=3),
     "graphs tp2": Case(LLAMA | GRAPHS | ranks(tp=2, sequence_parallel=True), steps=3),
     "dp2": Case(BUCKETS | ranks(dp=2)),
     "dp2 zero": Case(ZERO_AHEAD | ranks(dp=2)),
-    "dp2 shared overlap fp32": Case(MOE | SHARED | AHEAD | BUCKETS | FP32 | ranks(dp=2), WAITS + COUNTS),
     "dp2 shared overlap": Case(MOE | SHARED | AHEAD | BUCKETS | ranks(dp=2), WAITS + COUNTS),
-    "dp2 zero mamba": Case(MAMBA | ZERO_AHEAD | ranks(dp=2)),
     "tp2": Case(ranks(tp=2) | DROPOUT),
-    "tp2 llama": Case(LLAMA | ranks(tp=2)),
     "tp2 sequence parallel": Case(LLAMA | ranks(tp=2, sequence_parallel=True)),
     "tp2 sequence parallel fp8": Case(LLAMA | fp8("current") | ranks(tp=2, sequence_parallel=True)),
     "tp2 mamba": Case(MAMBA | ranks(tp=2)),

@@ -94,6 +94,8 @@ class Accesses:
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
         self._of: defaultdict[int, list[Access]] = defaultdict(list)
+        self._freed: defaultdict[int, list[Access]] = defaultdict(list)
+        """Of other streams to memory that was freed since, by the stream that allocated it."""
         self.races: dict[tuple[str, str], str] = {}
         """By the two operations, each pair once."""
 
@@ -118,10 +120,14 @@ class Accesses:
         earlier.append(new)
 
     def end(self, storage: int, home: int, spared: set[int]) -> None:
-        """A storage is freed. Stream `home`, which allocated it, takes the memory again without asking the others, but
-        for those that were recorded (`record_stream`)."""
-        for old in self._of.pop(storage, ()):
-            orderly = old.place in (home, HOST) or old.place in spared
-            if not orderly and not self._clocks.knows(home, old.place, old.time):
-                what = f"{old}; freed where stream {home}, which allocated it, did not know that"
+        """A storage is freed, whose memory stream `home` allocated. The allocator keeps it from `home` only for streams
+        that were recorded (`record_stream`)."""
+        ended = (old for old in self._of.pop(storage, ()) if old.place not in (home, HOST) and old.place not in spared)
+        self._freed[home] += ended
+
+    def allocated(self, home: int) -> None:
+        """Stream `home` gets memory: perhaps what was freed last, which others may still use."""
+        for old in self._freed.pop(home, ()):
+            if not any(self._clocks.knows(place, old.place, old.time) for place in (home, HOST)):
+                what = f"{old}; freed, and taken again by stream {home}, which did not wait for it"
                 self.races.setdefault((old.what, "freed"), what)

@@ -146,7 +146,6 @@ RACES: dict[str, Plant] = {
     "host reads too early": partial(pinned_read, waits=False),
     "bucket reduced too early": case_with("dp2 shared overlap", GradBucket, "_wait_for_gradients", lambda _: None),
     "ring moves on too early": case_with("cp2 ring first rank", _Ring, "finish", moves_on_early),
-    "memory of shared experts taken again": case_with("moe shared overlap", Tensor, "record_stream", lambda *_: None),
     "counts read too early": case_with("moe alltoall", HostCopy, "wait", read_at_once),
 }
 ORDERED: dict[str, Plant] = {
