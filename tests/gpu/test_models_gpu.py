@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,7 +115,7 @@ def test_every_family_trains_in_bf16_but_for_rounding() -> None:
     assert found == {name: pytest.approx(losses, rel=1 / 256) for name, losses in exact.items()}
 
 
-def train_in_bf16() -> tuple[str, TrainResult]:
+def train_in_bf16(changes: dict[str, Any]) -> tuple[str, TrainResult]:
     from labkit.train import pretrain
 
     model = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=1024, seq_length=64)
@@ -122,11 +124,20 @@ def train_in_bf16() -> tuple[str, TrainResult]:
         optim=OptimConfig(precision="bf16", lr=2e-3),
         train=TrainConfig(steps=8, micro_batch_size=4, global_batch_size=8),
     )
-    return f"{rank_info().backend} {rank_info().device.type}", pretrain(config)
+    return f"{rank_info().backend} {rank_info().device.type}", pretrain(config.override(changes))
 
 
-def test_bf16_steps_lower_the_loss_on_one_nccl_rank() -> None:
-    [(where, result)] = run(train_in_bf16, 1, device="cuda", timeout=180)
+@pytest.mark.parametrize("kind", ["none", "pytorch", "nsys"])
+def test_bf16_steps_lower_the_loss_on_one_nccl_rank(kind: str, tmp_path: Path) -> None:
+    """With gradients in bf16 as well, and profiled, which changes nothing of it."""
+    steps = {"profile_step_start": 2, "profile_step_end": 3, "output_dir": str(tmp_path)}
+    changes = {} if kind == "none" else {"profile": kind, "grad_reduce_in_bf16": True, **steps}
+    [(where, result)] = run(train_in_bf16, 1, changes, device="cuda", timeout=180)
+    if kind == "pytorch":
+        events = json.loads((tmp_path / "profile-rank0.json").read_text())["traceEvents"]
+        seen = {(event.get("cat"), event["name"]) for event in events}
+        assert {("user_annotation", "0F0"), ("user_annotation", "optimizer")} <= seen
+        assert any(cat == "kernel" for cat, _ in seen)
     assert where == "nccl cuda"
     assert result.losses[-1] < result.losses[0] - 0.3
     known = known_peak(torch.cuda.get_device_name()) is not None
