@@ -165,8 +165,11 @@ class GradBucket:
             self._pending = next(self._collectives)
 
     def _wait_for_gradients(self) -> None:
-        """Have the current stream wait for the others. Autograd runs a backward on the stream of its forward, and joins
-        the streams only after the whole backward: shared experts that overlap have a stream of their own."""
+        """Make the current stream wait for every stream on which a gradient arrived.
+
+        Autograd runs each backward on the stream of its forward, and joins the streams only after the whole backward.
+        Shared experts with overlap have a stream of their own.
+        """
         if self._streams:
             current = torch.cuda.current_stream(self.grad_data.device)
             for stream in self._streams - {current}:
