@@ -106,10 +106,11 @@ class CoreAttention(nn.Module):
         Under context parallelism S is this rank's part of the sequence, cut zigzag.
         """
         if self.cp is not None:
-            if self.demanded and not has_kernel(q):
+            if self.demanded and not (self.backend == "flash" and has_kernel(q)):
                 raise ValueError(
-                    f"{_cannot_run(self.backend, q, k)}. On a GPU it takes bf16 or fp16 and heads whose width is a "
-                    "multiple of 8 up to 256. Set it to fused, which then computes operation by operation"
+                    f"{_cannot_run(self.backend, q, k)}. Only flash computes blocks of a ring, on a GPU in bf16 or "
+                    "fp16 with heads whose width is a multiple of 8 up to 256. Set it to fused, which falls back to "
+                    "separate operations"
                 )
             with comm_scope(layer=self.name):
                 return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.fused)

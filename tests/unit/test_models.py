@@ -82,6 +82,18 @@ def test_attention_is_softmax_of_scaled_scores_times_values(config: ModelConfig,
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("backend", ["fused", "flash", "math"])
+@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
+def test_every_kernel_gives_the_same_loss_and_gradients(config: ModelConfig, backend: str) -> None:
+    found: list[list[torch.Tensor]] = []
+    for each in (backend, "unfused"):
+        gpt = model(replace(config, attention_backend=each))
+        loss = gpt(tokens(), labels_BS=tokens().roll(-1, 1)).mean()
+        found.append([loss, *torch.autograd.grad(loss, list(gpt.parameters()))])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+
+
 KERNEL_OF = {"flash": "ScaledDotProductFlashAttentionForCpuBackward0", "math": "UnsafeViewBackward0"}
 
 
