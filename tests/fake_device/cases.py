@@ -43,10 +43,10 @@ LLAMA = {
     "model.bias": False, "model.untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 MAMBA = {
-    "model.family": "mamba", "model.position": "none", "model.norm": "rmsnorm", "model.mamba_state_dim": 16,
-    "model.mamba_head_dim": 16, "model.mamba_num_groups": 4,
+    "model.layers": 1, "model.family": "mamba", "model.position": "none", "model.norm": "rmsnorm",
+    "model.mamba_state_dim": 16, "model.mamba_head_dim": 16, "model.mamba_num_groups": 4,
 }  # fmt: skip
-BERT, T5 = {"model.family": "bert"}, {"model.family": "t5"}
+BERT, T5 = ({"model.layers": 1, "model.family": family} for family in ("bert", "t5"))
 RELATIVE = T5 | {"model.position": "relative"}
 MOE = LLAMA | {"moe.num_experts": 4, "moe.top_k": 2}
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
@@ -62,8 +62,8 @@ DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1, "model.e
 
 
 def fp8(recipe: str) -> dict[str, Any]:
-    """Products in fp8 with the scales of a recipe."""
-    return {"optim.fp8": "hybrid", "optim.fp8_recipe": recipe}
+    """Products in fp8 with the scales of a recipe, of one layer."""
+    return {"model.layers": 1, "optim.fp8": "hybrid", "optim.fp8_recipe": recipe}
 
 
 def ranks(**sizes: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ CASES = {
     "t5 relative bf16": Case(RELATIVE),
     "mamba fp32": Case(MAMBA | FP32),
     "mamba bf16": Case(MAMBA),
-    "mamba hybrid bf16": Case(MAMBA | {"model.hybrid_override_pattern": "M*"}),
+    "mamba hybrid bf16": Case(MAMBA | {"model.layers": 2, "model.hybrid_override_pattern": "M*"}),
     **{
         f"moe {name}": Case(MOE | {"moe.dispatcher": name}, WAITS + COUNTS)
         for name in ("alltoall", "allgather", "local")
