@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, Step, rates, timed
+from gpu_steps import DEVICE, ON_DEVICE, Step, rates, timed
 from harness import Comparison
 from torch import Tensor, nn
 
@@ -69,7 +69,7 @@ class Loop(nn.Module):
 def projections(experts: int, inputs: int, outputs: int, device: torch.device) -> dict[str, nn.Module]:
     """The first projection of all experts in bf16, by everyone who computes it."""
     groups = single_process_groups(device=device)
-    made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "partition_dim": 1}
+    made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "partition_dim": 1, "seed": ON_DEVICE}
     made |= {"dtype": torch.bfloat16, "device": device}
     shape = (experts, outputs, inputs)
     ours = StackedLinear("experts", "fc1", shape, **made)

@@ -21,6 +21,7 @@ from gpu_moe import LOADS, Loop
 from gpu_peers import DEVICE, Row, Side, beside
 from gpu_plain import random_pair, stack_side
 from gpu_profile import SAMPLES, Op, kernels_in, medians, profiled
+from gpu_steps import ON_DEVICE
 from harness import Comparison
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -109,7 +110,7 @@ def our_layer(model: ModelConfig, moe: MoEConfig, device: torch.device, dtype: t
         model,
         moe,
         single_process_groups(device=device),
-        seed=1,
+        seed=ON_DEVICE,
         expert_linear=layer_spec_with(model, None).expert_linear,
         device=device,
         dtype=dtype,
@@ -287,7 +288,7 @@ def grouped_product(
     linears = {"labkit, grouped product": None, f"loop on {STREAMS} streams": OnStreams, "loop over experts": Loop}
     for name, (model, moe) in layers.items():
         flops = 2 * rows * counts.expert_parameters(model, moe)
-        experts = GroupedExperts("experts", model, moe, groups, seed=1, **made)
+        experts = GroupedExperts("experts", model, moe, groups, seed=ON_DEVICE, **made)
         for load in ("nearly even", "skewed"):
             given = (experts, LOADS[load](moe.num_experts, rows), made)
             for forward in (True, False):

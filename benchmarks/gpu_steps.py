@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig, presets
 from labkit.models import counts
 from labkit.parallel import ParallelGroups, single_process_groups
+from labkit.parallel.parameters.weights import DeviceSeed
 from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
@@ -34,6 +35,8 @@ PLAIN: dict[str, Any] = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hi
 PLAIN["use_cpu_initialization"] = False
 """Of models that are timed: no dropout, as peers have none, and weights drawn on the device, which takes no minutes."""
 BF16 = OptimConfig(precision="bf16")
+ON_DEVICE = DeviceSeed(1)
+"""Draws weights there, too, for parts of a model that are built without a configuration."""
 GPT2 = replace(presets.gpt2_124m().model, **PLAIN)
 Step = Callable[[], Any]
 
