@@ -14,8 +14,8 @@ WAITS = 2
 COUNTS = 2 * MICROBATCHES
 """More of them where tokens travel: each layer waits in each microbatch for the rows of each expert. Shapes tell them
 under drop-and-pad."""
-VOTE = 1
-"""More of them before a step with graphs of layers, where `layer_graphs` asks for other shapes."""
+REPLAYS: dict[str, Any] = {"steps": 3}
+"""With graphs: a step that warms up, one that captures, one that replays."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,6 @@ def ranks(**sizes: Any) -> dict[str, Any]:
     return {f"parallel.{name}": size for name, size in sizes.items()}
 
 
-REPLAYS: dict[str, Any] = {"waits": WAITS + VOTE, "copies": VOTE, "steps": 3}
-"""Of a process alone with graphs of layers: a step that warms up, one that captures, one that replays."""
-
 CASES = {
     "gpt fp32": Case(FP32),
     "gpt bf16": Case({}),
@@ -107,13 +104,13 @@ CASES = {
     "moe shared overlap": Case(MOE | SHARED | AHEAD, WAITS + COUNTS),
     "moe expert bias": Case(MOE | {"moe.score_function": "sigmoid", "moe.expert_bias": True}, WAITS + COUNTS),
     "graphs gpt": Case(GRAPHS, **REPLAYS),
-    "graphs gpt full iteration": Case(GRAPHS | {"graph.cuda_graph_scope": ("full_iteration",)}, steps=3),
+    "graphs gpt full iteration": Case(GRAPHS | {"graph.cuda_graph_scope": ("full_iteration",)}, **REPLAYS),
     "graphs mamba": Case(MAMBA | GRAPHS, **REPLAYS),
     "graphs gpt fp8": Case(fp8("delayed") | GRAPHS, **REPLAYS),
     "graphs moe shared overlap": Case(MOE | PADDED | SHARED | AHEAD | GRAPHS, **REPLAYS),
-    "graphs moe in part": Case(MOE | GRAPHS | IN_PART, **REPLAYS | {"waits": WAITS + VOTE + COUNTS}),
-    "graphs dp2": Case(BUCKETS | GRAPHS | ranks(dp=2), steps=3),
-    "graphs tp2": Case(LLAMA | GRAPHS | ranks(tp=2, sequence_parallel=True), steps=3),
+    "graphs moe in part": Case(MOE | GRAPHS | IN_PART, WAITS + COUNTS, **REPLAYS),
+    "graphs dp2": Case(BUCKETS | GRAPHS | ranks(dp=2), **REPLAYS),
+    "graphs tp2": Case(LLAMA | GRAPHS | ranks(tp=2, sequence_parallel=True), **REPLAYS),
     "dp2": Case(BUCKETS | ranks(dp=2)),
     "dp2 zero": Case(ZERO_AHEAD | ranks(dp=2)),
     "dp2 shared overlap": Case(MOE | SHARED | AHEAD | BUCKETS | ranks(dp=2), WAITS + COUNTS),

@@ -256,7 +256,6 @@ WAITS_OF_LABKIT = {
     "means": "the loss, once a step",
     "gradient_statistics": "the norm, once a step",
     "wait": "the rows of each expert, once a layer with experts",
-    "_all_want_others": "the vote for other shapes, once a step with graphs of layers",
     "warming_up": "once ahead of captures",
     "before_captures": "once ahead of captures",
     "capturing": "once a capture",
