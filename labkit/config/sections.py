@@ -373,7 +373,8 @@ class OptimConfig:
         choices="none e4m3 hybrid", aliases="fp8_format")
     fp8_recipe: str = field("delayed",
         "Scales of fp8 tensors: `delayed` (from a history of amax), `current` (of the tensor itself) or `blockwise` "
-        "(of each block of 128 x 128 or 1 x 128 values).", choices="delayed current blockwise",
+        "(of each block of 128 x 128 or 1 x 128 values; labkit's own layers simulate it by fp32 products).",
+        choices="delayed current blockwise",
         synonyms={"tensorwise": "current"}, needs="optim.fp8=e4m3|hybrid")
     fp8_amax_history_len: int = field(16, "Steps of the history of `delayed`.", ge=1,
         needs=f"{_DELAYED} optim.fp8_amax_compute_algo=max")

@@ -15,12 +15,20 @@ TEXTS = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/checkpoints.md",
+    "docs/gpu.md",
     "docs/log.md",
     "docs/running.md",
     "docs/schedules.md",
     "labkit/data/bundled/PROVENANCE.md",
 ]
 README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.skipif((ROOT / "benchmarks/results/gpu.json").exists(), reason="a GPU has run labkit: rows are stored")
+def test_the_first_screen_and_each_command_for_gpus_say_that_no_gpu_has_run_it():
+    said = "never run on a GPU"
+    assert said in README[: README.index("## Start")].replace("Never", "never")
+    assert all(said in README.split(head)[1].split("```")[0] for head in ("**One GPU**", "**A GPU node**", "**Slurm**"))
 
 
 @pytest.mark.parametrize("file", TEXTS)
