@@ -22,7 +22,7 @@ from fake_device.clocks import HOST, Clock, Clocks
 from fake_device.places import where
 
 Told = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_long)
-GIB = 2**30
+GIB, SEGMENT = 2**30, 2 * 2**20
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * GIB, multi_processor_count=132, L2_cache_size=50 * 2**20,
     major=9, minor=0,
@@ -46,6 +46,8 @@ class Machine:
         self.capturing = False
         self.waits: Counter[str] = Counter()
         """Places where the host waited for the device."""
+        self.pools: set[Any] = set()
+        """Handles of pools that hold a graph."""
         self.library = library
         self.recorded: defaultdict[int, set[int]] = defaultdict(set)
         """Streams by storage: the allocator waits for them before it takes the memory again."""
@@ -69,6 +71,10 @@ class Machine:
             raise Capturing(f"CUDA error: operation not permitted when stream is capturing: {what}")
         self.waits[what] += 1
         self.clocks.join(HOST, clock)
+
+    def segments(self) -> list[dict[str, Any]]:
+        """`torch.cuda.memory_snapshot`: a segment of each pool."""
+        return [{"segment_pool_id": pool, "total_size": SEGMENT, "allocated_size": SEGMENT} for pool in self.pools]
 
     def synchronize(self, *_: Any) -> None:
         """`torch.cuda.synchronize`: the host waits for every stream."""
@@ -169,6 +175,7 @@ class Graph:
         if self.machine.capturing:
             raise Capturing("CUDA error: a capture is under way on this device")
         self._pool, self.machine.capturing = pool or new_pool(), True
+        self.machine.pools.add(self._pool)
         self.machine.clocks.meet()
         self._before = self.machine.clocks.everything()
 
@@ -247,7 +254,7 @@ def torch_cuda(library: ctypes.CDLL) -> Iterator[Machine]:
         "get_device_capability": always((PROPERTIES.major, PROPERTIES.minor)),
         "memory_allocated": always(GIB), "max_memory_allocated": always(2 * GIB), "memory_reserved": always(2 * GIB),
         "max_memory_reserved": always(2 * GIB), "mem_get_info": always((70 * GIB, 80 * GIB)),
-        "reset_peak_memory_stats": nothing, "empty_cache": nothing, "memory_snapshot": lambda *_: [],
+        "reset_peak_memory_stats": nothing, "empty_cache": nothing, "memory_snapshot": machine.segments,
     }  # fmt: skip
     private = ("_host_emptyCache", "_cuda_releasePool", "_cuda_endAllocateToPool", "_cuda_beginAllocateToPool")
     with ExitStack() as stack:

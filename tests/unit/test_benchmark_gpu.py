@@ -252,6 +252,11 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 LEFT_OUT = ("shared_tensor_parallel", "shared_pipeline", "shared_reduction")
 """Their ranks are processes that exchange numbers through the host, and a fake tensor has none. On the CPU
 tests/parallel/test_benchmark_gpu_shared.py runs them."""
+EXCUSES = {
+    "Transformer Engine is not installed": "as on most machines",
+    "DynamicOutputShapeException": "a peer asks how many tokens an expert got, and nobody has counted",
+}
+"""In the error of a peer -> why it cannot run on a fake device; ours run."""
 WAITS_OF_LABKIT = {
     "means": "the loss, once a step",
     "gradient_statistics": "the norm, once a step",
@@ -271,7 +276,8 @@ def test_a_part_of_the_gpu_benchmark_at_its_real_size(name: str) -> None:
     found = verdicts_of("parts", name)[name]
     assert found["error"] is None, found["error"]
     assert found["rows"]
-    assert [row for row in found["rows"] if any(key in row for key in gpu.USELESS)] == []
+    useless = [row for row in found["rows"] if any(key in row for key in gpu.USELESS)]
+    assert [row for row in useless if not any(reason in row.get("could_not_run", "") for reason in EXCUSES)] == []
     assert {place for place in found["waits"] if of_labkit(place) not in (None, *WAITS_OF_LABKIT)} == set()
     assert {place for place in found["gemms"] if of_labkit(place) is not None} == set()
 
