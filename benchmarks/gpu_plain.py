@@ -218,10 +218,10 @@ class Marked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, factor: float = 1.0) -> None:
         """Update."""
         with self.ranges("update"):
-            self.optimizer.step(lr)
+            self.optimizer.step(lr, factor)
 
 
 def our_training(model: ModelConfig, micro_batch: int, *, device: torch.device, precision: str) -> Training:
