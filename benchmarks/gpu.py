@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -120,7 +121,10 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
                 print(f"{path}, line {number} is no row and is left out", file=sys.stderr)
     if not lines:
         raise ValueError("there is no row to store; run scripts/gpu_suite.sh on a GPU first")
-    commits = {name: provenance.commit_of(name) for name in {line["commit"] for line in lines}}
+    try:
+        commits = {name: provenance.commit_of(name) for name in {line["commit"] for line in lines}}
+    except subprocess.SubprocessError as error:
+        raise ValueError("store rows in a checkout with git, which finds the commit that was measured") from error
     for name in sorted(set(commits.values())):
         if name.startswith(provenance.UNKNOWN):
             print(f"no commit of this repository holds the files that were measured: {name}", file=sys.stderr)

@@ -21,7 +21,7 @@ MEASURED = ("labkit", "benchmarks", "constraints.txt", ":!benchmarks/results")
 """Paths that decide a result. A benchmark itself rewrites its results, so they are no change."""
 UNKNOWN = "unknown"
 TREE = f"{UNKNOWN}, files "
-"""Begin of what names the code where there is no git; git's hash of the files follows."""
+"""Prefix of the name of code without git; a hash of its files follows."""
 SEARCHED = 300
 """Commits among which `commit_of` looks for files, the newest."""
 KEYS = ("commit", "changed", "machine", "date")
@@ -40,6 +40,8 @@ def code(root: Path) -> tuple[str, list[str]]:
     Without git or outside a checkout `TREE` and a hash of these files stand for the commit, and the list is empty.
     """
     try:
+        if Path(_git(root, "rev-parse", "--show-toplevel").strip()).resolve() != root.resolve():
+            return TREE + _digest(_blobs(root)), []  # a copy that lies in another repository
         commit = _git(root, "rev-parse", "HEAD").strip()
         status = _git(root, "status", "--porcelain", "--no-renames", "--", *MEASURED)
     except (OSError, subprocess.SubprocessError):
@@ -48,10 +50,14 @@ def code(root: Path) -> tuple[str, list[str]]:
 
 
 def commit_of(name: str, root: Path = ROOT) -> str:
-    """The newest commit with the files that `name` stands for; `name` itself where it is a commit or none is found."""
+    """The newest commit with the files that `name` stands for, if possible in HEAD's history.
+
+    `name` itself where it is a commit or none is found.
+    """
     if not name.startswith(TREE):
         return name
-    for commit in _git(root, "rev-list", f"--max-count={SEARCHED}", "HEAD", "--all").split():
+    history, others = (_git(root, "rev-list", f"--max-count={SEARCHED}", ref).split() for ref in ("HEAD", "--all"))
+    for commit in dict.fromkeys([*history, *others]):
         listed = _git(root, "ls-tree", "-r", "-z", commit, "--", *MEASURED[:-1]).split("\0")
         blobs = (line.split("\t") for line in listed if line)
         if name == TREE + _digest({path: words.split()[2] for words, path in blobs}):

@@ -1,15 +1,16 @@
 """The plan of the GPU suite: its parts in order, what each runs and depends on, and which of them fit into a command.
 
-The plan is `gpu_plan.json`, a list of parts. Each has a `name`, an `estimate` in seconds (its `limit` is three times
-that and half a minute, unless given), and one of
+The plan is `gpu_plan.json`, a list of parts. Each has a `name`, an `estimate` in seconds (its `limit` is twice that and
+30 s, unless given), and one of
 
 - `tests`: files or node ids, all in one process of pytest; `select` is its -k,
 - `benchmark`: a name of `benchmarks/gpu.py --list`,
 - `command`: a list of words; exit code 77 means skipped.
 
 `env` adds environment variables, `wheels` installs the wheels of `--wheels` for the part alone, and `files` names what
-else the part reads. Parts with tests run beside each other; a benchmark or command has the machine to itself. A CUDA
-error ends all tests of its process, so files share a part only where none of them is likely to raise one.
+else the part reads. Parts with tests run beside each other; a benchmark or command has the machine to itself, and so
+has a `gate`: if nothing in it passes, the command ends. A CUDA error ends all tests of its process, so files share a
+part only where none of them is likely to raise one.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("tests", "benchmark", "command")
 LOOK = 15.0
 """Estimated seconds before the first part starts: torch is imported to ask for the GPU."""
+HELPERS = "tests/**/*.py"
+"""What tests import: all files of tests/ but tests themselves."""
 PYTEST = (
     "-m", "pytest", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-p", "gpu_missing_packages",
-    "-p", "gpu_outcomes", "--import-mode=importlib", "-v", "--tb=short",
+    "-p", "gpu_outcomes", "--import-mode=importlib", "-v", "--tb=short", "-o", "timeout=120",
 )  # fmt: skip
 WITH_WHEELS = """
 "$1" -m pip install -q --no-index --no-deps --no-compile --disable-pip-version-check --target "$0" "$2"/*.whl &&
@@ -55,6 +58,7 @@ class Part:
     select: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     wheels: bool = False
+    gate: bool = False
     files: tuple[str, ...] = ()
 
     @property
@@ -65,7 +69,7 @@ class Part:
     @property
     def together(self) -> bool:
         """Whether it may run beside others of this kind."""
-        return bool(self.tests)
+        return bool(self.tests) and not self.gate
 
     def words(self, rows: Path, wheels: Path | None, folder: Path) -> list[str]:
         """Its command line; measured rows are appended to the file `rows`, wheels are installed into `folder`."""
@@ -89,7 +93,7 @@ class Part:
     def key(self, versions: str, wheels: Path | None) -> str:
         """Hash of all that its outcome depends on: labkit, its own files and their helpers, its words, versions."""
         own = [test.split("::")[0] for test in self.tests]
-        beside = ["tests/*.py"] if self.tests else ["benchmarks/*.py"] if self.benchmark else []
+        beside = [HELPERS, "scripts/gpu_[mo]*.py"] if self.tests else ["benchmarks/*.py"] if self.benchmark else []
         names = sorted(path.name for path in wheels.glob("*.whl")) if self.wheels and wheels is not None else []
         told = [versions, self.tests, self.benchmark, self.command, self.select, dict(self.env), names]
         told += [digest(pattern) for pattern in ("labkit/**/*", *beside, *own, *self.files)]
@@ -101,7 +105,8 @@ def digest(pattern: str) -> str:
     """Hash of the files below the root that match."""
     found = hashlib.sha256()
     for name in sorted(glob.glob(str(ROOT / pattern), recursive=True)):
-        if Path(name).is_file() and not name.endswith(".pyc"):
+        is_other_test = pattern == HELPERS and Path(name).name.startswith("test_")
+        if Path(name).is_file() and not name.endswith(".pyc") and not is_other_test:
             told = hashlib.sha256(Path(name).read_bytes()).hexdigest()
             found.update(f"{os.path.relpath(name, ROOT)} {told}\n".encode())
     return found.hexdigest()
@@ -142,7 +147,7 @@ def part_of(entry: Mapping[str, Any]) -> Part:
         raise ValueError(f"give one of {', '.join(KINDS)}")
     if wrong := [key for key in ("tests", "command", "files") if not isinstance(entry.get(key, []), list)]:
         raise ValueError(f"{wrong[0]} must be a list")
-    made: dict[str, Any] = {"limit": 3 * estimate + 30}
+    made: dict[str, Any] = {"limit": 2 * estimate + 30}
     made |= {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     return Part(**made)
 

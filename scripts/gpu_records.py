@@ -144,12 +144,13 @@ def parsed(path: Path, start: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def seconds_used(records: Sequence[Record]) -> float:
-    """Of all commands together, each from its begin to the end of its last part."""
-    ends: dict[float, float] = {}
-    for record in records:
-        ends[record.command] = max(record.ended, ends.get(record.command, 0.0))
-    return sum(end - began for began, end in ends.items())
+def seconds_used(folder: Path, but: float = 0.0) -> float:
+    """Of the commands that a folder remembers, each from its start to the last that is known of it.
+
+    but: when a command began that is left out.
+    """
+    ends = {line["command"]: line["ended"] for line in parsed(folder / "memory.jsonl") if "command" in line}
+    return sum(end - began for began, end in ends.items() if began != but)
 
 
 class Memory:
@@ -179,10 +180,17 @@ class Memory:
 
     def add(self, record: Record) -> None:
         """Remember it, on disk when this returns."""
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._append(asdict(record))
+        self.records.append(record)
+
+    def still_at_work(self, command: float) -> None:
+        """Remember that the command which began then has lasted until now."""
+        self._append({"command": command, "ended": time.time()})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.records.append(record)
 
     def latest(self, part: str) -> Record | None:
         """The last record of the part, whatever code and machine it is of."""
@@ -202,6 +210,8 @@ class Report:
     machine: Mapping[str, Any]
     """Versions and hardware, in words."""
     memory: Memory
+    folders: Sequence[Path]
+    """Where the files are written; the memory's is one of them."""
     command: float
     """When this command began, in seconds since 1970."""
     minutes: float
@@ -236,7 +246,7 @@ class Report:
         if skips:
             lines += ["", "Skipped tests:", *(f"  {count:4}  {reason}" for reason, count in skips.most_common())]
         for record in known:
-            if record.outcome in BAD:
+            if record.outcome in (*BAD, CUT):
                 lines += ["", f"== {record.part}: {record.outcome}, {record.why}; its last lines:"]
                 lines += [f"   {line}" for line in record.last_lines()]
         return "\n".join([*lines, "", *self._verdict(records)]) + "\n"
@@ -255,21 +265,21 @@ class Report:
     def _verdict(self, records: Mapping[str, Record | None]) -> list[str]:
         """How many parts have each outcome, and what to do now."""
         counts = Counter(record.outcome if record else "not started" for record in records.values())
-        earlier = [record for record in self.memory.records if record.command != self.command]
-        used = seconds_used(earlier) + time.time() - self.command
+        used = seconds_used(self.memory.folder, but=self.command) + time.time() - self.command
         of = f" of {self.minutes:g}" if self.minutes < math.inf else ""
         lines = [", ".join(f"{number} {outcome}" for outcome, number in counts.items())]
         lines.append(f"Commands have taken {used / 60:.1f}{of} minutes.")
         unfinished = counts["not started"] + counts[CUT] + counts[RUNNING]
         if unfinished:
             lines.append(f"Next: {self.again}  ({unfinished} parts have not run to their end)")
+            lines.append("On a fresh machine take these results along and add --after FOLDER.")
         elif any(counts[outcome] for outcome in BAD):
             lines.append(f"Failed parts run again by: {self.again}")
         if self.memory.rows.exists():
-            lines.append(f"At home: python benchmarks/gpu.py --store {self.memory.rows}")
-        return [*lines, f"Copy {self.memory.folder} home before the machine goes; nothing else holds these results."]
+            lines.append("At home: python benchmarks/gpu.py --store FOLDER/rows.jsonl")
+        return [*lines, f"Results: {', '.join(map(str, self.folders))}. Copy one home before the machine goes."]
 
-    def write(self, folders: Sequence[Path], under_way: Sequence[Record] = ()) -> str:
+    def write(self, under_way: Sequence[Record] = ()) -> str:
         """Write the files into each folder, each whole or not at all; returns the summary."""
         records = self.records(under_way)
         known = [record for record in records.values() if record is not None]
@@ -278,7 +288,7 @@ class Report:
         log = "".join(f"== {record.part}: {record.outcome}\n{record.log.rstrip()}\n\n" for record in known)
         junit = ElementTree.tostring(suites, "unicode")
         texts = {"summary.txt": self.summary(records), "junit.xml": junit, "log.txt": log}
-        for folder in folders:
+        for folder in self.folders:
             for name, text in texts.items():
                 whole(folder / name, text)
             for name in ("rows.jsonl", "memory.jsonl"):

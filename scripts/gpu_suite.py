@@ -7,7 +7,8 @@
 `gpu_plan.json` lists the parts in order. Each is a process of its own, killed with all of its children at its limit or
 when the time of the command is over. Parts with tests run several at a time, benchmarks alone. A part starts only if
 its estimate fits into the time that is left; a later, shorter one may take its place. What has passed is not run again
-while code and machine stay the same. What never ran comes before what failed.
+while code and machine stay the same. What never ran comes first, then what was cut off, then what failed. If nothing
+passes in the smoke test, the command ends: the machine or the tree is broken.
 
 The suite needs torch, numpy, pytest, cloudpickle and tqdm, no install and no network; PYTHON chooses the interpreter.
 Results lie in `build/gpu`, and in `$OUT` where that is set: `summary.txt`; `junit.xml`; `log.txt`, what was printed;
@@ -32,14 +33,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gpu_plan import ROOT, Part, foreseen, next_part, read_plan
-from gpu_records import CUT, RUNNING, Memory, Record, Report, counts_for_something, parsed, read_records, seconds_used
+from gpu_records import (
+    BAD,
+    CUT,
+    RUNNING,
+    Memory,
+    Record,
+    Report,
+    counts_for_something,
+    parsed,
+    read_records,
+    seconds_used,
+)
 
 MARK = "LABKIT_GPU_PART"
 """Environment variable by which the processes of a part are found, also those in sessions of their own."""
@@ -124,6 +136,7 @@ class Running:
                 self.stop(f"{CUT}: the time of the command was over {after}" if cut else f"too long: ended {after}")
             if self.why and time.monotonic() > self.stopped + GRACE:
                 self.kill_all()
+                return True  # also where it is stuck in the driver and takes no signal
         return self.process.poll() is not None
 
     def stop(self, why: str) -> None:
@@ -136,7 +149,8 @@ class Running:
         """End every process of the part, whatever session it moved to."""
         for _ in range(3):  # a process may start another while the list is read
             kill(marked(self.mark) | ({self.process.pid} if self.process.poll() is None else set()))
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
 
     def so_far(self) -> Record:
         """What it has shown until now."""
@@ -161,6 +175,8 @@ class Running:
 
     def _outcome(self, log: str) -> str:
         code = self.process.returncode
+        if code is None:
+            return "crashed: no signal ends its process"
         if code == 0:
             return "passed"
         if code < 0:
@@ -199,7 +215,6 @@ class Command:
 
     waiting: list[Part]
     report: Report
-    folders: list[Path]
     scratch: Path
     """Where a part writes while it runs."""
     wheels: Path | None
@@ -246,7 +261,10 @@ class Command:
     def _keep_ended(self) -> None:
         for one in [one for one in self.running if one.ended()]:
             self.running.remove(one)
-            self._remember(one.record())
+            self._remember(record := one.record())
+            if one.part.gate and record.outcome in BAD and not record.counts()["passed"]:
+                self.waiting.clear()
+                print(f"nothing passes in {record.part}, so nothing else runs; --only TEXT runs parts all the same")
 
     def _remember(self, record: Record) -> None:
         self.report.memory.add(record)
@@ -254,23 +272,44 @@ class Command:
         print(f"{record.outcome:<11} {record.seconds:7.1f} s  {record.part}  {record.why}", flush=True)
 
     def _write(self) -> None:
-        self.report.write(self.folders, [one.so_far() for one in self.running])
+        self.report.memory.still_at_work(self.report.command)
+        self.report.write([one.so_far() for one in self.running])
         self._written = time.monotonic()
 
 
-def chosen(plan: Sequence[Part], report: Report, only: str) -> list[Part]:
-    """The parts to run, in order: what has passed here is left out, and what is known of comes after what is not."""
-    if only:
-        return [part for part in plan if only in part.name]
-    here = report.records()
+def named(plan: Sequence[Part], only: str) -> list[Part]:
+    """The part with this name, else the parts whose names hold the text.
 
-    def is_known(part: Part) -> bool:
-        record = report.memory.latest(part.name)
-        if record is None or record.outcome in (CUT, "interrupted"):
-            return False
-        return here[part.name] is not None or record.outcome == "passed"  # what failed before a change runs early
+    Raises:
+        ValueError: no name does.
+    """
+    found = [part for part in plan if part.name == only] or [part for part in plan if only in part.name]
+    if not found:
+        raise ValueError(f"--only {only!r}: no part's name holds this; --list prints names")
+    return found
 
-    return sorted((part for part in plan if getattr(here[part.name], "outcome", "") != "passed"), key=is_known)
+
+def chosen(plan: Sequence[Part], records: Sequence[Record], keys: Mapping[str, str]) -> list[Part]:
+    """The parts to run, in order: what has passed is left out; what never ran comes first, then what was cut off.
+
+    records: of earlier commands. keys: of the parts with this code on this machine; empty where it is not known.
+    """
+    latest = {record.part: record for record in records}
+
+    def is_of_now(record: Record) -> bool:
+        return not keys or record.key == keys[record.part]
+
+    def has_passed(part: Part) -> bool:
+        record = latest.get(part.name)
+        return record is not None and record.outcome == "passed" and is_of_now(record)
+
+    def rank(part: Part) -> int:
+        record = latest.get(part.name)
+        if record is None or (record.outcome in BAD and not is_of_now(record)):  # the change may be its fix
+            return 0
+        return 1 if record.outcome in (CUT, "interrupted") else 2
+
+    return sorted((part for part in plan if not has_passed(part)), key=rank)
 
 
 def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
@@ -281,7 +320,7 @@ def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     memory = Memory(out, options.after.resolve() if options.after else None)
     kill(marked(memory.mark))  # of a suite that was killed
-    used = seconds_used(memory.records) / 60
+    used = seconds_used(out) / 60
     left, command = 60 * min(options.per_command, options.minutes - used), time.time() - (time.monotonic() - began)
     if left <= MARGIN:
         raise ValueError(
@@ -294,33 +333,33 @@ def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
     wheels = options.wheels.resolve() if options.wheels else None
     versions = json.dumps({name: machine[name] for name in VERSIONS if name in machine})
     keys = {part.name: part.key(versions, wheels) for part in plan}
-    report = Report(plan, keys, machine, memory, command, options.minutes, again(options))
-    report.write(folders)
+    report = Report(plan, keys, machine, memory, folders, command, options.minutes, again(options))
+    report.write()
     scratch = out.with_name(f"{out.name}-running")
     shutil.rmtree(scratch, ignore_errors=True)  # of a suite that was killed
     try:
-        waiting, ends = chosen(plan, report, options.only), began + left - MARGIN
-        Command(waiting, report, folders, scratch, wheels, options.jobs, ends).run()
+        waiting = named(plan, options.only) if options.only else chosen(plan, memory.records, keys)
+        Command(waiting, report, scratch, wheels, options.jobs, ends=began + left - MARGIN).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        print("\n" + report.write(folders), flush=True)
+        print("\n" + report.write(), flush=True)
     return report.exit_code()
 
 
 def again(options: argparse.Namespace) -> str:
     """The command line that goes on."""
-    words = [] if options.minutes == math.inf else ["--minutes", f"{options.minutes:g}"]
-    words += [] if options.per_command == 10 else ["--per-command", f"{options.per_command:g}"]
-    words += [] if options.out == ROOT / "build" / "gpu" else ["--out", str(options.out)]
-    return shlex.join(["scripts/gpu_suite.sh", *words])
+    usual, words = command_line().parse_args([]), ["scripts/gpu_suite.sh"]
+    for name in ("minutes", "per_command", "out", "wheels", "jobs", "plan"):
+        if (value := getattr(options, name)) != getattr(usual, name):
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
 
 
 def in_words(plan: Sequence[Part], options: argparse.Namespace) -> str:
     """Which parts the next commands will take, by the estimates."""
-    records = read_records(options.after or options.out)
-    passed = {record.part for record in records if record.outcome == "passed"}
-    waiting = [part for part in plan if part.name not in passed and options.only in part.name]
-    left, lines, number = options.minutes - seconds_used(records) / 60, [], 0
+    folder = options.after or options.out
+    waiting = named(plan, options.only) if options.only else chosen(plan, read_records(folder), {})
+    left, lines, number = options.minutes - seconds_used(folder) / 60, [], 0
     while waiting:
         seconds = 60 * min(options.per_command, left) - MARGIN
         if not (taken := foreseen(waiting, seconds, options.jobs)):
@@ -342,13 +381,17 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--per-command", type=float, default=10.0, metavar="MINUTES", help="this one takes (10)")
     parser.add_argument("--list", action="store_true", help="print what fits, by the estimates, and stop")
     parser.add_argument("--only", default="", metavar="TEXT", help="run the parts whose name holds TEXT, passed or not")
-    parser.add_argument("--out", type=Path, default=folder, help="results (build/gpu); copied to $OUT as they come")
+    parser.add_argument(
+        "--out", type=Path, default=folder, metavar="FOLDER", help="results (build/gpu); copied to $OUT as they come"
+    )
     parser.add_argument("--after", type=Path, metavar="FOLDER", help="results of an earlier command, to go on from")
     parser.add_argument(
-        "--wheels", type=Path, default=wheels if wheels.is_dir() else None,
+        "--wheels", type=Path, metavar="FOLDER", default=wheels if list(wheels.glob("*.whl")) else None,
         help="of what chapter 16 needs (build/wheels, if it is there); docs/gpu.md fetches them",
     )  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=jobs, help=f"parts with tests at a time ({jobs})")
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, metavar="N", help="parts with tests at a time (half the cores, at most 8)"
+    )
     parser.add_argument("--plan", type=Path, default=ROOT / "scripts" / "gpu_plan.json", help="another plan")
     return parser
 

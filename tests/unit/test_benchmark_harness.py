@@ -111,7 +111,7 @@ def test_report_and_document(
     assert "| bad | rejected: noisy (load 9.0) |" in text
     assert "- Load at most 2.4, limit 2 or 3." in text, "of what is quoted, as stored"
     assert "bytes 12,345" in text and "- A note.\n" in text
-    assert "Unmeasured" in text  # no gpu.json
+    assert "Never run on a GPU" in text  # no gpu.json
 
 
 def test_the_committed_document_is_what_the_results_say() -> None:

@@ -165,7 +165,7 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
         "half (1 failed, 1 rows)", "1 crashed, 1 too long, 6 failed, 1 skipped, 2 passed",
         "useless (1 failed, 1 rows, 1 of them without a number)", "== useless: failed, it measured nothing that counts",
         "  G8: labkit 2.5 ms, 0.50 of peer\n", "  G8: torch: could not run, OSError\n",
-        f"Failed parts run again by: scripts/gpu_suite.sh --out {suite.results}\n",
+        f"Failed parts run again by: scripts/gpu_suite.sh --out {suite.results} --plan {tmp_path / 'plan.json'}\n",
     ):  # fmt: skip
         assert told in text, told
     assert "assert 1 == 2" in text, "the last lines of a failed test"
@@ -257,8 +257,24 @@ def test_code_that_changed_is_run_again_after_what_never_ran(tmp_path: Path) -> 
     Suite(tmp_path, [*parts, part("new", "print(1)")])
     assert suite.started() == ["new", "a", "bad"]
     assert "a (1 passed)" in suite.summary() and "b (1 passed; earlier" in suite.summary()
-    assert suite.started("--only", "b") == ["b", "bad"], "asked for by name"
+    assert suite.started("--only", "b") == ["b"], "asked for by name"
     assert "a (1 passed; earlier" in suite.summary()
+    assert suite.started("--only", "ba") == ["bad"], "and by a piece of it"
+    done = suite.run("--only", "nosuch")
+    assert done.returncode == 2 and "'nosuch': no part's name holds this; --list prints names" in done.stderr
+
+
+def test_a_gate_in_which_nothing_passes_ends_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "test_gate.py"
+    file.write_text("def test_one(): assert False\ndef test_two(): assert False\n")
+    suite = Suite(tmp_path, [{"name": "gate", "estimate": 5, "tests": [str(file)], "gate": True}, part("other", "")])
+    done = suite.run()
+    assert done.returncode == 1 and "nothing passes in gate, so nothing else runs" in done.stdout
+    assert suite.outcomes() == {"gate": "failed"} and re.search("not started +1  other", suite.summary())
+    assert suite.started("--only", "other") == ["other"]
+    file.write_text("def test_one(): assert False\ndef test_two(): pass\n")
+    Suite(tmp_path, [{"name": "gate", "estimate": 5, "tests": [str(file)], "gate": True}, part("more", "")])
+    assert suite.started() == ["gate", "more"], "half of a machine is worth its minutes"
 
 
 def test_rows_outlive_code_that_changed_another_plan_and_a_kill(tmp_path: Path) -> None:
@@ -319,7 +335,7 @@ def test_minutes_bound_a_command_and_all_of_them(tmp_path: Path) -> None:
         r"Commands have taken 0\.\d of 2\.5 minutes\.\nNext: .*--minutes 2\.5 --per-command 0\.4 ", done.stdout
     )
     quick.touch()
-    assert suite.started("--minutes", "2.5") == ["long", "cut", "late", "bad"]
+    assert suite.started("--minutes", "2.5") == ["long", "late", "cut", "bad"]
     done = suite.run("--minutes", "0.3")
     assert done.returncode == 2 and "of --minutes 0.3, and --per-command is 10; give more" in done.stderr
     assert suite.started("--per-command", "0.2") == [], "not even the margin"
@@ -369,6 +385,8 @@ def test_a_suite_that_is_killed_loses_nothing_that_ended(tmp_path: Path) -> None
     until(lambda: not alive(str(tmp_path)), 10)  # its part ends with it
     assert suite.outcomes()["first"] == "passed"
     assert list(suite.cases("second").values()) == ["passed", "skipped"], "written while it was under way"
+    ends = [json.loads(line)["ended"] for line in (suite.results / "memory.jsonl").read_text().splitlines()]
+    assert len(ends) > 2 and ends == sorted(ends), "the minutes of a command count although it was killed"
     with (suite.results / "memory.jsonl").open("a") as file:
         file.write('{"part": "second", "ke')  # as if it had been killed while it wrote
     Suite(tmp_path, [parts[0], part("second", "print(1)")])

@@ -54,8 +54,9 @@ def rank_memory(
 ) -> RankMemory:
     """Return the bytes of a rank at place `pp_rank` of the pipeline, on its device.
 
-    The formula takes the mean load of experts. It leaves out padding of buffers, messages under way and the training
-    text. The copy for a checkpoint lies on the host, so it counts where the device is the CPU.
+    The formula takes the mean load of experts. It leaves out padding of buffers, messages under way, the training text,
+    and tables of positions (rotary angles, T5's buckets). The copy for a checkpoint lies on the host, so it counts
+    where the device is the CPU.
 
     schedule: the schedule of the run, such as `labkit.train.preflight.schedule_of(config, world_size)`.
     """

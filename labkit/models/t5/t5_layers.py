@@ -92,11 +92,11 @@ class RelativeBias(nn.Module):
         return lookup(self.places[:length, :length], self.weight).permute(2, 0, 1)
 
     def _places(self, length: int) -> Tensor:
-        """The bucket of each pair of positions, [length, length], on the weight's device."""
+        """The bucket of each pair of positions, int32 [length, length], on the weight's device."""
         found = relative_buckets(
             length, length, both_ways=self.both_ways, buckets=self.buckets, max_distance=self.max_distance
         )
-        return found.to(self.weight.device)
+        return found.to(self.weight.device, torch.int32)
 
 
 class CrossAttention(nn.Module):
