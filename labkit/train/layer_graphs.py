@@ -110,7 +110,7 @@ class LayerGraphs:
         wants = self._wanted is not None and self._wanted_for >= self._patience
         settled = wants or (self._wanted is None and not self._is_mixed)
         if self._groups.world.size == 1:  # nobody to ask, so the host need not wait for the device
-            return wants and settled
+            return wants
         votes = torch.tensor([wants, not settled], dtype=torch.int32, device=self._groups.device)
         with not_recording(), comm_scope(layer="graphs", phase="capture"):
             wanting, waiting = all_reduce(votes, self._groups.world).tolist()

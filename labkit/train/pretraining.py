@@ -355,7 +355,7 @@ def _train_from(
         run_folder(config, run.groups, continues_after=start.step if continues else None),
         closing(pipeline.graphs) if pipeline.graphs is not None else nullcontext(),
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
-        _profile_of(run, chunks) as profile,
+        _profile_of(run) as profile,
         Report(
             config, run.groups, timers, recorder, pipeline.router_metrics,
             resumed_after=start.step, skipped_steps=start.skipped_steps, append=continues,
@@ -404,13 +404,13 @@ def _train_from(
     return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps, start.step)
 
 
-def _profile_of(run: Run, chunks: Sequence[nn.Module]) -> AbstractContextManager[Profile | None]:
+def _profile_of(run: Run) -> AbstractContextManager[Profile | None]:
     """Return the profile of this rank's steps; None without `train.profile`."""
     if run.config.train.profile == "none":
         return nullcontext()
     from labkit.train.reporting.profiling import Profile  # imports a part of torch that other runs do without
 
-    return Profile(run.config.train, run.groups.rank, chunks)
+    return Profile(run.config.train, run.groups.rank, run.groups.device)
 
 
 def _records(config: RunConfig) -> bool:

@@ -78,7 +78,7 @@ def _profiled(function: Callable[[], Any], names: set[str]) -> Launches:
     if on_cuda:
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    with _quiet(), profile(activities=activities) as seen:
+    with quiet(), profile(activities=activities) as seen:
         function()
         if on_cuda:
             torch.cuda.synchronize()
@@ -106,7 +106,7 @@ def _counts(event: Any, names: set[str]) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence standard error: some builds of the profiler write a line to it at start and stop."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
