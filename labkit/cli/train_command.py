@@ -65,9 +65,12 @@ def execute(arguments: Arguments) -> int:
     arguments.problems += trace_problems(arguments.options["trace"])
     arguments.refuse(config.problems(world_size))
     assert world_size is not None, "a sound layout has a smallest world"
+    from labkit.launch import info
     from labkit.train import interruption, preflight
     from labkit.train.reporting.progress_bar import ProgressBar
 
+    if started_by_torchrun():
+        info.take_variables(info.variables_of([config]))  # the checks ask for GPUs, which may start CUDA
     arguments.refuse([*preflight.problems(config, world_size, device), data_problem(config)])
     trace = arguments.options["trace"]
     microbatches = config.num_microbatches(world_size)
@@ -169,14 +172,13 @@ def launch(
     progress: Callable[[dict[str, Any]], None],
 ) -> list[Any]:
     """`labkit.launch.run` with the configuration's backend and limit of a collective, or with `timeout` for it."""
-    from labkit.launch import before_launch, run
-    from labkit.launch.info import variables_of_run
+    from labkit.launch import run
 
     if timeout is not None:
         config = config.override({"parallel.distributed_timeout_minutes": timeout / 60})
     with refusing_arguments():
         return run(
-            before_launch(variables=variables_of_run)(fn),
+            fn,
             world_size,
             config,
             device=device,

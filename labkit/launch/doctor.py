@@ -112,14 +112,16 @@ def _attention() -> Finding:
 
 
 def _connections() -> Finding:
-    """CUDA's queues of a process; see `info.variables_of`."""
+    """The number of CUDA's queues per process; see `info.needs_one_connection`."""
     given = os.environ.get(CONNECTIONS)
     if given is None:
-        return Finding("connections", "good", f"{CONNECTIONS} is not set; ranks on NCCL with tp or cp above 1 get 1")
+        said = "is not set; labkit sets it to 1 for ranks with tp or cp above 1"
+        return Finding("connections", "good", f"{CONNECTIONS} {said}")
     if given == "1":
         return Finding("connections", "good", f"{CONNECTIONS}=1")
     advice = "unset it, or set it to 1"
-    return Finding("connections", "note", f"{CONNECTIONS}={given}: tp and cp overlap with 1 up to Hopper", advice)
+    said = "up to Hopper, transfers of tp and cp overlap reliably only with 1"
+    return Finding("connections", "note", f"{CONNECTIONS}={given}; {said}", advice)
 
 
 def _transformer_engine() -> Finding:

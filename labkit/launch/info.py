@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from labkit.config import ParallelConfig, RunConfig
+    from labkit.config import ParallelConfig
 
 BACKENDS = ("auto", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
@@ -158,35 +158,42 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Variable of CUDA: queues through which a process hands kernels to its GPU. CUDA reads it when it starts."""
 
 
-def variables_of(parallel: ParallelConfig, backend: str) -> dict[str, str]:
-    """Return the variables that a rank needs before CUDA starts, for ranks on `backend` (nccl or gloo).
+def needs_one_connection(parallel: ParallelConfig) -> bool:
+    """True for a layout whose layers launch a transfer and then the GEMM that hides it.
 
-    The layers of tp and cp launch a transfer and then the product that hides it. Up to Hopper, only a single queue
-    makes the GPU start them in this order. Otherwise the product may take all multiprocessors first, and the transfer
-    runs after it. Megatron-LM asks for the same. Never run on a GPU.
+    Up to Hopper, only a single queue (CUDA_DEVICE_MAX_CONNECTIONS=1) makes the GPU start them in this order. Otherwise
+    the GEMM may occupy all SMs first, and the transfer runs after it. Megatron-LM asks for the same. This has never
+    run on a GPU.
     """
-    return {CONNECTIONS: "1"} if backend == "nccl" and (parallel.tp > 1 or parallel.cp > 1) else {}
+    return parallel.tp > 1 or parallel.cp > 1
 
 
-def variables_of_run(world_size: int, device: str, config: RunConfig, *_: Any, **__: Any) -> dict[str, str]:
-    """Return `variables_of` the ranks that a launch with these arguments starts here; for `before_launch`."""
-    if device_kind(device) == "cpu":
-        return {}
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    backend = choose_backend(config.parallel.distributed_backend, choose_device(device, 0, 0), here)
-    return variables_of(config.parallel, backend)
+def variables_of(arguments: Iterable[Any]) -> dict[str, str]:
+    """Return the variables that a rank needs before CUDA starts, by the RunConfig among the arguments of its function.
+
+    They change nothing on a CPU, so nobody asks for a GPU: that might start CUDA.
+    """
+    from labkit.config import RunConfig
+
+    layouts = [each.parallel for each in arguments if isinstance(each, RunConfig)]
+    return {CONNECTIONS: "1"} if any(map(needs_one_connection, layouts)) else {}
 
 
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Give `variables` to this process, except those that its environment has. It says so where CUDA runs already."""
-    missing = {name: value for name, value in variables.items() if name not in os.environ}
+def take_variables(variables: Mapping[str, str]) -> None:
+    """Give this process, a rank of torchrun, those `variables` that it lacks, unless CUDA runs already."""
     torch = sys.modules.get("torch")
-    if missing and torch is not None and torch.cuda.is_initialized():
-        if os.environ.get("RANK", "0") == "0":
-            words = ", ".join(f"{name}={value}" for name, value in missing.items())
-            announce(f"CUDA runs already, so {words} comes too late: transfers may not overlap; set it beforehand")
-        return
-    os.environ.update(missing)
+    if torch is None or not torch.cuda.is_initialized():
+        os.environ.update({**variables, **os.environ})
+
+
+def announce_connections(parallel: ParallelConfig) -> None:
+    """Tell the user once if ranks on NCCL started CUDA without CONNECTIONS though their layout needs it."""
+    rank = rank_info()
+    if rank.rank == 0 and rank.backend == "nccl" and CONNECTIONS not in os.environ and needs_one_connection(parallel):
+        announce(
+            f"{CONNECTIONS} was not set when CUDA started, so transfers of tp and cp may not overlap with GEMMs; set "
+            "it to 1 in the environment of the launch"
+        )
 
 
 _BEHIND = 10.0

@@ -70,35 +70,32 @@ def run(
 
 
 Look = Callable[..., None]
-Variables = Callable[..., dict[str, str]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def before_launch(look: Look | None = None, *, variables: Variables | None = None) -> Callable[[_Function], _Function]:
-    """Decorator: call `look(world_size, device, *args)` in the launching process ahead of every launch of the function.
+def before_launch(look: Look) -> Callable[[_Function], _Function]:
+    """Decorator: the launching process calls `look(world_size, device, *args)` before each launch of the function.
 
-    `look` gets the arguments of the call, and raises ValueError for arguments on which the ranks would fail. A
-    `functools.partial` of the function is checked too. Under torchrun there is no launch, so `look` is not called.
-    `variables`, called with the same arguments, returns variables that a rank needs before it starts CUDA and joins the
-    others. The caller's environment comes before them. Ranks that run already have no use for them."""
+    `look` gets the arguments of the call, and raises ValueError for arguments with which the ranks would fail. It also
+    runs for a `functools.partial` of the function. Under torchrun there is no launch, so `look` is not called.
+    """
 
     def decorate(fn: _Function) -> _Function:
-        fn.before_launch, fn.rank_variables = look, variables  # pyright: ignore[reportFunctionMemberAccess]
+        fn.before_launch = look  # pyright: ignore[reportFunctionMemberAccess]
         return fn
 
     return decorate
 
 
 def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, args: tuple[Any, ...]) -> dict[str, str]:
-    """Call what `before_launch` has given `fn`, if anything; return the variables."""
+    """Call what `before_launch` has given `fn`, if anything; return the variables that its ranks need."""
     keywords: dict[str, Any] = {}
     while isinstance(fn, partial):
         fn, args, keywords = fn.func, (*fn.args, *args), {**fn.keywords, **keywords}
     look: Look | None = getattr(fn, "before_launch", None)
     if look is not None and not info.under_torchrun():
         look(world_size, device, *args, **keywords)
-    variables: Variables | None = getattr(fn, "rank_variables", None)
-    return {} if variables is None else variables(world_size, device, *args, **keywords)
+    return info.variables_of((*args, *keywords.values()))
 
 
 class Ranks:
@@ -147,11 +144,11 @@ class Ranks:
         limit = self.timeout if timeout is None else _checked_timeout(timeout)
         variables = look_before_launch(fn, self.world_size, self._settings["device"], args)
         if info.under_torchrun():
-            info.set_variables(variables)
+            info.take_variables(variables)
             return torchrun.run_here(
                 fn, self.world_size, args, group_timeout=self._group_timeout, progress=progress, **self._settings
             )
-        packed = pickling.pack(fn, args, variables)
+        packed = pickling.pack(fn, args)
         pool = self._started(variables)
         try:
             return pool.call(packed, limit, progress)

@@ -23,15 +23,17 @@ from typing import Any
 
 import cloudpickle
 
+from labkit.launch.info import CONNECTIONS
+
 _registry = threading.Lock()  # cloudpickle's list of modules to copy is global; launches may come from several threads
 OWN_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
+    "OMP_NUM_THREADS", CONNECTIONS,
 )  # fmt: skip
 
 
-def pack(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str] | None = None) -> bytes:
-    """Pack all that a rank needs to call `fn(*args)`. variables: as in `environment`.
+def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pack all that a rank needs to call `fn(*args)`.
 
     Raises:
         TypeError: `fn` is no function, or the function or an argument cannot be pickled.
@@ -39,7 +41,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str
     if not callable(fn):
         raise TypeError(f"the first argument must be a function, got {type(fn).__name__}: {fn!r}")
     file = io.BytesIO()
-    pickle.dump(_surroundings(variables or {}), file)
+    pickle.dump(_surroundings(), file)
     try:
         with _registry, _by_value(_modules_of((fn, *args))):
             _Pickler(file).dump((fn, args))
@@ -71,27 +73,20 @@ def unpack(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return pickle.load(file)
 
 
-def environment(variables: dict[str, str]) -> dict[str, str]:
-    """The present environment of the caller; the fork server's is as old as the first launch. `variables` are added
-    where the caller has none of the name."""
-    return {**variables, **os.environ}
-
-
 def apply_environment(values: dict[str, str]) -> None:
     """Give this rank the caller's environment, except for the rank's own variables."""
-    own = {key: os.environ[key] for key in OWN_VARIABLES if key in os.environ}
-    for key in set(os.environ) - set(values) - set(own):
+    for key in set(os.environ) - set(values) - set(OWN_VARIABLES):
         del os.environ[key]
-    os.environ.update({**values, **own})
+    os.environ.update({key: value for key, value in values.items() if key not in OWN_VARIABLES})
 
 
-def _surroundings(variables: dict[str, str]) -> dict[str, Any]:
+def _surroundings() -> dict[str, Any]:
     cells = {
         name: entry
         for name, entry in linecache.cache.items()
         if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
     }
-    return {"environment": environment(variables), "directory": os.getcwd(), "path": list(sys.path), "cells": cells}
+    return {"environment": dict(os.environ), "directory": os.getcwd(), "path": list(sys.path), "cells": cells}
 
 
 def apply_surroundings(values: dict[str, Any]) -> None:

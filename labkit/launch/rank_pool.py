@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from labkit.launch import guard, pickling
+from labkit.launch import guard
 from labkit.launch.failure_report import Outcome, RankError, compose, trim
 from labkit.launch.forkserver import RankProcess
 from labkit.launch.guard import LaunchFolder
@@ -119,8 +119,9 @@ class RankPool:
         self, world_size: int, *, backend: str, device: str, limit: float, group_timeout: float, debug: bool,
         variables: dict[str, str],
     ) -> None:  # fmt: skip
+        """variables: of the ranks, where the caller's environment has none of the name."""
         self._folder = LaunchFolder()
-        environment = pickling.environment(variables)
+        environment = {**variables, **os.environ}
         self.spec = LaunchSpec(self._folder.path, world_size, backend, device, limit, group_timeout, debug, environment)
         self.handles: list[RankHandle] = []
         self._calls = self._failed_calls = 0

@@ -132,11 +132,12 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
     _capture_output(spec, rank)
     faulthandler.register(signal.SIGUSR1, file=spec.file("stack", rank).open("w"), all_threads=True)
     loopback = info.loopback_interface()
+    os.environ.clear()  # the fork server's environment is as old as the first launch
+    os.environ.update(spec.environment)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(spec.world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size),
         GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, OMP_NUM_THREADS="1",
     )  # fmt: skip
-    pickling.apply_environment(spec.environment)
 
 
 def _capture_output(spec: LaunchSpec, rank: int) -> None:

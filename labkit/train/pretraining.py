@@ -11,7 +11,6 @@ A plain call elsewhere trains on one process.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ def _look(
     refuse(problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
 
 
-@before_launch(_look, variables=info.variables_of_run)
+@before_launch(_look)
 def pretrain(
     config: RunConfig,
     *,
@@ -174,6 +173,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     """
     world_size = _world_size(config)
     config.validate(world_size)
+    info.announce_connections(config.parallel)
     if schedule is None:
         schedule = schedule_of(config, world_size)
     check_schedule(schedule, config, world_size)
@@ -197,8 +197,7 @@ def _world_size(config: RunConfig) -> int:
     """Return the number of ranks of this world. A rank of torchrun joins the others first."""
     if info.under_torchrun():
         backend, minutes = config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes
-        if not torch.distributed.is_initialized():
-            info.set_variables(info.variables_of_run(int(os.environ["WORLD_SIZE"]), "auto", config))
+        info.take_variables(info.variables_of([config]))
         return torchrun.join(backend=backend, distributed_timeout_minutes=minutes).world_size
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 

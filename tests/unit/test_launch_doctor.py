@@ -82,7 +82,7 @@ def test_cores_are_those_allowed():
 
 @pytest.mark.parametrize(
     ("value", "level", "said"),
-    [(None, "good", "is not set"), ("1", "good", "=1"), ("8", "note", "=8: tp and cp overlap")],
+    [(None, "good", "is not set"), ("1", "good", "=1"), ("8", "note", "=8; up to Hopper")],
 )
 def test_connections(monkeypatch, value, level, said):
     monkeypatch.delenv(doctor.CONNECTIONS, raising=False)

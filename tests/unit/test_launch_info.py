@@ -1,6 +1,7 @@
 """Device and backend of a rank; GPUs are played by a fake count."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,8 +9,17 @@ import torch
 import torch.distributed as dist
 
 from labkit.config import RunConfig
-from labkit.launch import rank_info
-from labkit.launch.info import CONNECTIONS, choose_backend, choose_device, loopback_interface, set_variables
+from labkit.launch import info, rank_info
+from labkit.launch.info import (
+    CONNECTIONS,
+    RankInfo,
+    announce_connections,
+    choose_backend,
+    choose_device,
+    loopback_interface,
+    take_variables,
+    variables_of,
+)
 from labkit.launch.launcher import look_before_launch
 from labkit.train import pretrain
 
@@ -26,8 +36,8 @@ def gpus(monkeypatch):
 
 def test_a_plain_process_is_a_world_of_one(gpus):
     gpus(0)
-    info = rank_info()
-    assert (info.rank, info.world_size, info.local_rank, info.device, info.backend) == (
+    here = rank_info()
+    assert (here.rank, here.world_size, here.local_rank, here.device, here.backend) == (
         0, 1, 0, torch.device("cpu"), "none",
     )  # fmt: skip
 
@@ -69,32 +79,35 @@ def test_loopback_exists():
     assert loopback_interface() in {name for _, name in socket.if_nameindex()}
 
 
-@pytest.mark.parametrize(
-    ("changes", "count", "expected"),
-    [
-        ({"tp": 2}, 2, {CONNECTIONS: "1"}),
-        ({"cp": 2}, 2, {CONNECTIONS: "1"}),
-        ({"pp": 2}, 2, {}),  # nothing is launched before a product that hides it
-        ({"tp": 2}, 1, {}),  # two ranks on one GPU, so gloo
-        ({"tp": 2, "distributed_backend": "gloo"}, 2, {}),
-        ({"tp": 2}, 0, {}),
-    ],
-)
-def test_one_connection_where_layers_overlap_transfers_on_gpus(gpus, changes, count, expected):
-    gpus(count)
+ONE = {CONNECTIONS: "1"}
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({"tp": 2}, ONE), ({"cp": 2}, ONE), ({"pp": 2}, {})])
+def test_a_function_whose_layers_overlap_transfers_gets_one_connection(changes, expected):
+    """By its configuration, wherever that is among the arguments; a pipeline launches nothing before a GEMM."""
     config = RunConfig().override(changes)
-    for fn in (pretrain, partial(pretrain, lr_mult=1.0)):
-        assert look_before_launch(fn, 2, "auto", (config,)) == expected
+    assert expected == variables_of(["a word", config])
+    for fn, args in ((pretrain, (config,)), (partial(lambda *_, **__: None, config=config), ()), (print, ("", config))):
+        assert look_before_launch(fn, 2, "cpu", args) == expected
 
 
 def test_variables_come_too_late_once_cuda_runs(monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    set_variables({CONNECTIONS: "1"})
-    assert CONNECTIONS not in os.environ and f"{CONNECTIONS}=1 comes too late" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    set_variables({CONNECTIONS: "1"})
-    assert os.environ[CONNECTIONS] == "1"
+    parallel = RunConfig().override({"tp": 2}).parallel
+    place = RankInfo(0, 2, 0, torch.device("cuda", 0), "nccl")
+    for backend, rank, running, told in (
+        ("nccl", 0, True, 1),
+        ("nccl", 1, True, 0),
+        ("gloo", 0, True, 0),
+        ("nccl", 0, False, 0),
+    ):
+        os.environ.clear()
+        monkeypatch.setattr(info, "_current", replace(place, backend=backend, rank=rank))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda running=running: running)
+        take_variables(ONE)
+        assert os.environ == ({} if running else ONE)
+        announce_connections(parallel)
+        assert capsys.readouterr().err.count("was not set when CUDA started") == told
     os.environ[CONNECTIONS] = "8"
-    set_variables({CONNECTIONS: "1"})
+    take_variables(ONE)
     assert os.environ[CONNECTIONS] == "8", "the user's own value stays"

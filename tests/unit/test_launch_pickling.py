@@ -107,7 +107,7 @@ def test_notebook_cells_travel_so_that_tracebacks_can_quote_them():
     name = "<ipython-input-7-abc>"
     linecache.cache[name] = (10, None, ["x = 1\n"], name)
     try:
-        cells = pickling._surroundings({})["cells"]
+        cells = pickling._surroundings()["cells"]
     finally:
         del linecache.cache[name]
     assert cells[name][2] == ["x = 1\n"]

@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 
 from labkit.config import ConfigError, RunConfig
-from labkit.launch import before_launch
-from labkit.launch.info import variables_of_run
 from labkit.train.parity.assemble import FullRun, assemble
 from labkit.train.parity.comparison_plan import (
     PRECISIONS,
@@ -280,7 +278,6 @@ def _observe(config: RunConfig, world_size: int, watched: _Observation, device: 
     return whole, sum(calls for _, calls in seen)
 
 
-@before_launch(variables=variables_of_run)
 def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
     """Train on one rank. Return its snapshot, and the number of calls that the fault left out."""
     from labkit.parallel.collectives import dropped

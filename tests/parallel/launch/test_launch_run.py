@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.launch import RankError, Ranks, before_launch, forkserver, info, rank_info, report_progress, run
+from labkit.config import RunConfig
+from labkit.launch import RankError, Ranks, forkserver, info, rank_info, report_progress, run
 
 pytestmark = pytest.mark.usefixtures("no_rank_left")
 MEMORY = {}
@@ -41,19 +42,22 @@ def test_a_rank_knows_its_place():
     assert run(whoami, 3, device="cpu") == [(rank, 3, rank, "cpu", "gloo", 1) for rank in range(3)]
 
 
-@before_launch(variables=lambda world_size, device, word: {"LABKIT_TEST_ADDED": f"{world_size} {word}"})
-def added_variable(word):
-    return os.environ.get("LABKIT_TEST_ADDED")
+def connections(*_):
+    return os.environ.get(info.CONNECTIONS)
 
 
-def test_ranks_have_the_variables_of_a_function_before_they_join(monkeypatch):
+def test_ranks_keep_the_number_of_connections_with_which_they_start(monkeypatch):
+    """CUDA reads the variable once, so later values would be wrong."""
+    monkeypatch.delenv(info.CONNECTIONS, raising=False)
+    overlaps = RunConfig().override({"parallel.tp": 2})
     with Ranks(2, device="cpu") as ranks:
-        assert ranks.run(added_variable, "words") == ["2 words"] * 2
-        assert ranks._pool.spec.environment["LABKIT_TEST_ADDED"] == "2 words", "what a rank gets before it joins"
-        assert "LABKIT_TEST_ADDED" not in os.environ
-        assert ranks.run(lambda: os.environ.get("LABKIT_TEST_ADDED")) == [None, None], "another function has none"
-    monkeypatch.setenv("LABKIT_TEST_ADDED", "the user's")
-    assert run(added_variable, 1, "words") == ["the user's"]
+        assert ranks.run(connections, "a word", overlaps) == ["1"] * 2
+        assert ranks.run(connections) == ["1"] * 2 and info.CONNECTIONS not in os.environ
+    with Ranks(1, device="cpu") as ranks:
+        assert ranks.run(connections) == ranks.run(connections, overlaps) == [None]
+        monkeypatch.setenv(info.CONNECTIONS, "8")
+        assert ranks.run(connections) == [None]
+    assert run(connections, 1, overlaps) == ["8"]
 
 
 def test_ranks_inherit_torch_instead_of_importing_it():
