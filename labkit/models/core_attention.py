@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,6 +42,9 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 """Word of `model.attention_backend` -> the kernel behind scaled_dot_product_attention that it demands."""
+_computed: set[tuple[Any, ...]] = set()
+"""Kinds of calls that a demanded kernel has computed. Only other calls are watched for warnings: Python forgets
+meanwhile which warnings it has shown already."""
 
 
 def scores_of_padding(padding_mask_BS: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -88,7 +90,6 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.name, self.causal, self.scale = name, config.family != "bert" if causal is None else causal, scale
         self.backend, self.dropout, self.rng = config.attention_backend, config.attention_dropout, rng
-        self.fused, self.demanded = self.backend != "unfused", self.backend in KERNELS
         self.cp = cp if cp is not None and cp.size > 1 else None
         self.over_ranks = ring_attention if cp_comm_type == "p2p" else all_gather_attention
         if self.cp is not None and not self.causal:
@@ -106,14 +107,14 @@ class CoreAttention(nn.Module):
         Under context parallelism S is this rank's part of the sequence, cut zigzag.
         """
         if self.cp is not None:
-            if self.demanded and not (self.backend == "flash" and has_kernel(q)):
+            if self.backend in KERNELS and not (self.backend == "flash" and has_kernel(q)):
                 raise ValueError(
                     f"{_cannot_run(self.backend, q, k)}. Only flash computes blocks of a ring, on a GPU in bf16 or "
                     "fp16 with heads whose width is a multiple of 8 up to 256. Set it to fused, which falls back to "
                     "separate operations"
                 )
             with comm_scope(layer=self.name):
-                return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.fused)
+                return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.backend != "unfused")
         if not (self.dropout and self.training):
             return self._attend(q, k, v, mask, 0.0)
         assert self.rng is not None, "attention dropout needs the random states of model_parallel_seed"
@@ -121,10 +122,10 @@ class CoreAttention(nn.Module):
             return self._attend(q, k, v, mask, self.dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        if not self.fused:
+        if self.backend == "unfused":
             return unfused_attention(q, k, v, mask, causal=self.causal, dropout_p=p, scale=self.scale)
         how = {"is_causal": self.causal, "dropout_p": p, "scale": self.scale, "enable_gqa": q.shape[1] > k.shape[1]}
-        if self.demanded:
+        if self.backend in KERNELS:
             return attention_by_kernel(self.backend, q, k, v, mask, **how)
         return F.scaled_dot_product_attention(q, k, v, mask, **how)
 
@@ -137,21 +138,29 @@ def attention_by_kernel(
     Raises ValueError with torch's reasons where that kernel cannot run.
     """
     kernel = KERNELS[backend]
-    try:
+    kind = (backend, q.dtype, q.device, q.shape, k.shape, mask is not None and mask.requires_grad, *how.values())
+    if kind in _computed:
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v, mask, **how)
+    said: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as said, sdpa_kernel(kernel):
+            warnings.simplefilter("always")  # torch gives its reasons as warnings, each only once
+            out = F.scaled_dot_product_attention(q, k, v, mask, **how)
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
-    with warnings.catch_warnings(record=True) as said, suppress(RuntimeError), sdpa_kernel(kernel):
-        warnings.simplefilter("always")  # torch gives its reasons as warnings, each only once
-        F.scaled_dot_product_attention(q, k, v, mask, **how)
-    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in said]
+    else:
+        _computed.add(kind)
+        return out
     given = "" if mask is None else f", mask {list(mask.shape)}{' with a gradient' if mask.requires_grad else ''}"
+    reasons = " ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
+    why = f"torch's reasons: {reasons}" if reasons else f"torch has no such kernel for {q.device.type}"
+    if backend == "flash" and q.device.type == "cpu" and mask is not None and mask.requires_grad:
+        why = "a CPU's flash kernel gives a mask no gradient"  # torch does not say so
     raise ValueError(
-        f"{_cannot_run(backend, q, k)}{given}, {', '.join(f'{name} {value}' for name, value in how.items())}. torch's "
-        f"reasons: {' '.join(reasons) or f'none; there is no such kernel for {q.device.type}'}. Set it to fused, and "
-        "torch chooses a kernel that can"
+        f"{_cannot_run(backend, q, k)}{given}, {', '.join(f'{name} {value}' for name, value in how.items())}; {why}. "
+        "Set it to fused, and torch chooses a kernel that can"
     )
 
 

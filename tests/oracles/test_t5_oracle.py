@@ -26,6 +26,7 @@ from labkit.models import (
     model_config_from_hugging_face,
 )
 from labkit.models.convert import full_shapes
+from labkit.models.core_attention import CoreAttention
 from labkit.models.t5.hugging_face_t5 import WORDS
 from labkit.models.t5.t5_layers import relative_buckets
 from labkit.parallel import initialize_model_parallel, single_process_groups
@@ -125,8 +126,8 @@ def test_both_kernels_give_their_logits(backend: str) -> None:
     theirs, given = hugging_face(), batch()
     ours = ours_from(theirs)
     for module in ours.modules():
-        if hasattr(module, "fused"):
-            module.fused = backend == "fused"
+        if isinstance(module, CoreAttention):
+            module.backend = backend
     with torch.no_grad():
         logits = ours(given["text_enc"], given["text_dec"], given["enc_mask"])
     expected = their_output(theirs, given).logits

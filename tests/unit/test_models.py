@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from labkit.config import ModelConfig, ParallelConfig, presets
 from labkit.models import GPTModel, build_model_chunks, stage_layers
 from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
-from labkit.models.core_attention import CoreAttention
+from labkit.models.core_attention import CoreAttention, attention_by_kernel
 from labkit.models.embedding import rotary_table, rotate
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.parallel.parameters.parameter_record import record_of
@@ -110,9 +111,13 @@ def test_a_demanded_kernel_computes_even_where_torch_has_another_choice(backend:
 @pytest.mark.parametrize(
     ("backend", "dropout", "reason"),
     [
-        ("cudnn", 0.0, "none; there is no such kernel for cpu"),
-        ("efficient", 0.0, "none; there is no such kernel for cpu"),
-        ("flash", 0.1, "Flash attention kernel not used because: Both fused kernels do not support non-zero dropout"),
+        ("cudnn", 0.0, "torch has no such kernel for cpu"),
+        ("efficient", 0.0, "torch has no such kernel for cpu"),
+        (
+            "flash",
+            0.1,
+            "torch's reasons: Flash attention kernel not used because: Both fused kernels do not support",
+        ),
     ],
 )
 def test_a_kernel_that_cannot_run_says_why(backend: str, dropout: float, reason: str) -> None:
@@ -120,8 +125,16 @@ def test_a_kernel_that_cannot_run_says_why(backend: str, dropout: float, reason:
     core.rng.add("model-parallel-rng", 1)
     q, k = torch.randn(1, 8, 16, 8), torch.randn(1, 4, 16, 8)
     said = rf"attention_backend is {backend}.*q \[1, 8, 16, 8\], k and v \[1, 4, 16, 8\], float32 on cpu"
-    with pytest.raises(ValueError, match=rf"{said}.*dropout_p {dropout}.*torch's reasons: {reason}"):
-        core(q, k, k)
+    for _ in range(2):  # a second time, too
+        with warnings.catch_warnings(), pytest.raises(ValueError, match=rf"{said}.*dropout_p {dropout}.*; {reason}"):
+            warnings.simplefilter("error")
+            core(q, k, k)
+
+
+def test_a_mask_with_a_gradient_is_named_where_torch_gives_no_reason() -> None:
+    q, mask = torch.randn(1, 2, 8, 16), torch.zeros(1, 1, 8, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"mask \[1, 1, 8, 8\] with a gradient.*flash kernel gives a mask no gradient"):
+        attention_by_kernel("flash", q, q, q, mask, is_causal=False)
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
