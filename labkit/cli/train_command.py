@@ -171,7 +171,10 @@ def launch(
     device: str,
     progress: Callable[[dict[str, Any]], None],
 ) -> list[Any]:
-    """`labkit.launch.run` with the configuration's backend and limit of a collective, or with `timeout` for it."""
+    """Call `labkit.launch.run` with the backend and the time limit of a collective that `config` has.
+
+    timeout: replaces that limit, in seconds. Raises ConfigError for arguments that the launcher rejects.
+    """
     from labkit.launch import run
 
     if timeout is not None:

@@ -114,8 +114,9 @@ class ModelConfig:
     transformer_impl: str = field("local", "`local`: labkit's layers; `transformer_engine`: NVIDIA's, on GPUs.",
         choices="local transformer_engine")
     attention_backend: str = field("fused",
-        "`fused`: the kernel that torch's scaled_dot_product_attention chooses (Megatron's `auto`). `flash`, `cudnn` "
-        "(Megatron's `fused`), `efficient` or `math`: this one, or an error; all but `math` keep no probabilities. "
+        "`fused`: the kernel that torch's scaled_dot_product_attention chooses. `flash`, `cudnn`, `efficient` or "
+        "`math`: exactly this kernel, or an error; only `math` stores the probabilities. Careful: Megatron's `fused` "
+        "is labkit's `cudnn`; labkit's `fused` is Megatron's `auto`. "
         "`unfused` (Megatron's `local`): separate operations, which keep the 5 a s / h of arXiv 2205.05198. With "
         "parallel.cp above 1, `fused` and `flash` run blocks by the flash kernel, `unfused` by separate operations.",
         choices="fused flash cudnn efficient math unfused", synonyms={"auto": "fused", "local": "unfused"})
@@ -390,8 +391,8 @@ class OptimConfig:
         ge=1, aliases="ddp_bucket_size", needs="optim.data_parallel=bucketed optim.overlap_grad_reduce=true")
     overlap_grad_reduce: bool = field(True, "Reduce a bucket as soon as the backward has filled it.")
     grad_reduce_in_bf16: bool = field(False,
-        "Gradient buffers in bf16, not fp32: 2 bytes less per parameter and half the traffic, but sums over "
-        "microbatches and ranks are rounded to 8 bits. The update stays in fp32.",
+        "Gradient buffers in bf16 instead of fp32: 2 fewer bytes per parameter and half the traffic, but sums over "
+        "microbatches and ranks keep only bf16's 8 significant bits. The optimizer still updates in fp32.",
         needs="optim.precision=bf16 optim.data_parallel=bucketed")
     average_in_collective: bool = field(False, "The collective averages; False: gradients are scaled, then summed.",
         aliases="ddp_average_in_collective", needs="optim.data_parallel=bucketed")
@@ -432,10 +433,10 @@ class TrainConfig:
     write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step.",
         needs="train.output_dir")
     profile: str = field("none",
-        "Steps with ranges around phases, actions, layers and transfers: `pytorch` writes profile-rank0.json of "
-        "torch.profiler into output_dir; `nsys` tells NVIDIA's Nsight Systems when to record.",
+        "Profile some steps: `pytorch` writes a torch.profiler trace per profiled rank (profile-rankN.json) to "
+        "output_dir; `nsys` starts and stops Nsight Systems and emits NVTX ranges.",
         choices="none pytorch nsys")
-    profile_step_start: int = field(10, "Steps before the profile.", ge=0, needs=_PROFILED)
+    profile_step_start: int = field(10, "The profile starts after this many steps.", ge=0, needs=_PROFILED)
     profile_step_end: int = field(12, "Last step of the profile.", ge=1, needs=_PROFILED)
     profile_ranks: tuple[int, ...] = field((0,), "Ranks that are profiled; empty: all.", needs=_PROFILED)
     output_dir: str | None = field(None,

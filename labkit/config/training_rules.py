@@ -52,10 +52,10 @@ def profile_rules(found: Findings) -> None:
     if t.profile == "none":
         return
     if t.profile == "pytorch" and t.output_dir is None:
-        found.add("train.profile", "writes its traces into train.output_dir; set that")
+        found.add("train.profile", "pytorch writes traces into train.output_dir; set train.output_dir")
     for other in ("train.profile_step_end", "train.steps"):
         if t.profile_step_start >= found.value(other):
-            found.add(name, f"so many steps come before the profile; it must be below {other} = {found.value(other)}")
+            found.add(name, f"no step would be profiled; it must be below {other} = {found.value(other)}")
             break
     if bad := [rank for rank in t.profile_ranks if rank < 0 or (world is not None and rank >= world)]:
         end = "" if world is None else f" to {world - 1}"

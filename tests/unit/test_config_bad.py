@@ -330,7 +330,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"lr_schedule": "wsd", "warmup_steps": 10, "wsd_decay_steps": 11}, None, "optim.wsd_decay_steps", "at most 10"),
     ({"wsd_decay_steps": 2}, None, "optim.wsd_decay_steps", "no effect with optim.lr_schedule = cosine; set that to"),
     ({"wsd_decay_style": "linear"}, None, "optim.wsd_decay_style", "no effect with optim.lr_schedule = cosine"),
-    ({"profile": "pytorch"}, None, "train.profile", "writes its traces into train.output_dir; set that"),
+    ({"profile": "pytorch"}, None, "train.profile", "pytorch writes traces into train.output_dir; set"),
     ({"profile_step_end": 4}, None, "train.profile_step_end", "no effect with train.profile = none"),
     ({"profile": "nsys", "profile_step_start": 12}, None, "train.profile_step_start", "below train.profile_step_end"),
     ({"profile": "nsys", "steps": 10}, None, "train.profile_step_start", "must be below train.steps = 10"),

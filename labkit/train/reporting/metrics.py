@@ -29,7 +29,7 @@ class Timer:
     """One named timer; `with timer:` or `start` and `stop`."""
 
     def __init__(self, name: str, timers: Timers | None) -> None:
-        """timers: gets the time; None keeps none, for levels that are off. A profiler's range it is in any case."""
+        """timers: gets the time; None, for levels that are off, keeps no time and leaves only a profiler's range."""
         self.name = name
         self.seconds = 0.0
         """The last span, from start to stop."""
@@ -64,8 +64,8 @@ class Timers:
     """All timers of one rank: `with timers("optimizer", log_level=1): ...`."""
 
     def __init__(self, log_level: int = 0, *, profiled: bool = False) -> None:
-        """log_level: 0, 1 or 2; a timer of a finer level costs one comparison. profiled: phases are ranges at every
-        level."""
+        """log_level: 0, 1 or 2; a timer of a finer level costs one comparison. profiled: the run has a
+        profile, in which phases are ranges at every level."""
         if log_level not in (0, 1, 2):
             raise ValueError(
                 f"train.timing_log_level is {log_level}; choose 0 (steps), 1 (phases) or 2 (single operations)"
@@ -74,12 +74,13 @@ class Timers:
         self.phase: Callable[[str], AbstractContextManager[Any]] = (
             partial(self, log_level=1) if log_level >= 1 or profiled else nullcontext
         )
-        """Makes the timer of a phase of the step from level 1 on, and at level 0 a context that does nothing."""
+        """Makes the timer of a phase of the step. At level 0 it keeps no time: it is a range in a profiled run, and
+        otherwise a context that does nothing."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
-        """Return the timer of that name. It does nothing if its level is finer than the level of `Timers`."""
+        """Return the timer of that name. One of a level finer than `Timers` keeps no time and is only a range."""
         if log_level > self.log_level:
             return Timer(name, None)
         return self._timers.setdefault(name, Timer(name, self))
