@@ -75,6 +75,16 @@ def test_layers_are_captured_in_a_profiled_step_and_a_profile_ends_with_the_last
     assert "USDT" not in capfd.readouterr().err
 
 
+def test_a_profiler_that_cannot_start_is_the_error_and_leaves_no_trace(tmp_path, monkeypatch):
+    def start(_: Any) -> None:
+        raise RuntimeError("another profiler runs")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", start)
+    with pytest.raises(RuntimeError, match="another profiler runs"):
+        pretrain(profiled("pytorch", tmp_path))
+    assert not list(tmp_path.glob("profile*"))
+
+
 @pytest.fixture
 def nvtx(monkeypatch) -> list[str]:
     """What NVTX and the CUDA profiler are told."""
