@@ -86,7 +86,7 @@ class Audit(TorchDispatchMode):
         low, high = span(x)
         if low < high:
             storage = x.untyped_storage()
-            if self.block(storage).home != place and x.is_cuda:
+            if x.is_cuda and self.block(storage).home != place:
                 self._shared.add(storage._cdata)
             self.accesses.add(storage._cdata, Access(low, high, writes, place, time, what))
 
@@ -110,9 +110,20 @@ class Audit(TorchDispatchMode):
             if self._blocks[key].captured <= self.machine.capturing:
                 self.accesses.end(key, self._blocks[key].home, self.machine.recorded[key])
 
-    def read(self, what: str) -> None:
-        """The host waits for the current stream and reads."""
+    def wait(self, what: str) -> None:
+        """The host waits for all that the current stream was given."""
         self.machine.host_waits(self.machine.clocks.now(self.machine.stream), what)
+
+    def read(self, what: str, *given: Tensor) -> None:
+        """The host reads the numbers of tensors: on the device a copy reads them first, and the host waits for it."""
+        on_device = any(x.is_cuda for x in given)
+        place = self.machine.stream if on_device else HOST
+        time = self.machine.clocks.tick(place)
+        for x in given if self.follows else ():
+            if x.is_cuda or self.is_pinned(x):
+                self.touch(x, writes=False, place=place, time=time, what=f"{what} at {where()}")
+        if on_device:
+            self.wait(what)
 
     def host_uses(self, x: Tensor, what: str, *, writes: bool = False) -> None:
         """The host reads or writes pinned memory where torch does not see it, such as by numpy."""
@@ -138,11 +149,10 @@ class Audit(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         self._bury()
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            if args[0].is_cuda:
-                self.read("read of a number")
+            self.read("read of a number", args[0])
             return _number(args[0].dtype)
         if func is torch.ops.aten.equal.default and args[0].is_cuda:
-            self.read("comparison")
+            self.read("comparison", *args[:2])
             return True
         if func is torch.ops.aten._fused_sdp_choice.default:
             return FLASH if len(args) < 4 or args[3] is None else EFFICIENT
@@ -153,7 +163,7 @@ class Audit(TorchDispatchMode):
         else:
             with unset_fake_temporarily():  # of the host alone
                 out = func(*args, **kwargs)
-        if pins:
+        if pins or _pins_its_result(func, args, kwargs):
             self.pin(out)
         self._look(func, args, kwargs, given, out)
         return out
@@ -161,9 +171,6 @@ class Audit(TorchDispatchMode):
     def _look(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
         """Check one operation that has run."""
         kind, results = kind_of(func), [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if kind.copies:
-            source, target = (args[1], args[0]) if kind.name == "copy_" else (args[0], results[0])
-            self._check_copy(source, target, non_blocking=_non_blocking(kind.name, args, kwargs))
         if kind.name in GEMMS:
             for x in (*given, *results):
                 if misaligned(x):
@@ -180,20 +187,25 @@ class Audit(TorchDispatchMode):
                 if x.is_cuda or self.is_pinned(x):
                     what = what or f"{kind.name} at {where()}"
                     self.touch(x, writes=writes, place=place, time=time, what=what)
+        if kind.copies:
+            source, target = (args[1], args[0]) if kind.name == "copy_" else (args[0], results[0])
+            self._check_copy(source, target, non_blocking=_non_blocking(kind.name, args, kwargs))
 
     def _check_copy(self, source: Tensor, target: Tensor, *, non_blocking: bool) -> None:
-        """A copy between host and device waits, unless it is asked not to and the host's memory is pinned."""
+        """A copy between host and device that has run: the host waits for it, unless it is asked not to and the host's
+        memory is pinned. Then it also runs in a capture."""
         if source.is_cuda == target.is_cuda:
             return
-        host = target if source.is_cuda else source
-        if self.is_pinned(host) and non_blocking:
+        if non_blocking and self.is_pinned(target if source.is_cuda else source):
             return
         if source.is_cuda:
-            self.read("copy to the host")
+            self.wait("copy to the host")
             return
         self.copies[f"copy of {tuple(source.shape)} to the device at {where()}"] += 1
         if self.machine.capturing:
-            raise Capturing(f"torch copies from the host in a capture only if its memory is pinned: {where()}")
+            raise Capturing(f"in a capture torch copies from the host only from pinned memory, non_blocking: {where()}")
+        if not non_blocking:
+            self.machine.clocks.join(HOST, self.machine.clocks.now(self.machine.stream))
 
 
 def _number(dtype: torch.dtype) -> Any:
@@ -205,21 +217,33 @@ def _non_blocking(name: str, args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False))
 
 
+def _pins_its_result(func: Any, args: Any, kwargs: Any) -> bool:
+    """`x.to("cpu", non_blocking=True)` of the device: torch copies to new pinned memory (`pin_out` in `_to_copy`)."""
+    return (
+        func is torch.ops.aten._to_copy.default
+        and args[0].is_cuda
+        and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
+        and bool(kwargs.get("non_blocking"))
+    )
+
+
 @contextmanager
 def audited(machine: Machine, *, races: bool = True) -> Iterator[Audit]:
     """Inside the block tensors are fake, and every operation is audited."""
     audit = Audit(machine, races=races)
 
-    def listed(x: Any) -> Any:  # torch would read number by number
-        if x.is_cuda:
-            audit.read("read of a list")
-        return torch.full(x.shape, _number(x.dtype), dtype=x.dtype).tolist()
+    as_list, as_array, real = Tensor.tolist, Tensor.numpy, torch.UntypedStorage.data_ptr
 
-    def outside(x: Any) -> Any:
-        with unset_fake_temporarily():
-            return listed(x)
+    def listed(x: Tensor) -> Any:
+        audit.read("read of a list", x)
+        if not isinstance(x, FakeTensor):
+            return as_list(x)
+        with unset_fake_temporarily():  # torch would read number by number
+            return as_list(torch.full(x.shape, _number(x.dtype), dtype=x.dtype))
 
-    real = torch.UntypedStorage.data_ptr
+    def array(x: Tensor, **given: Any) -> Any:
+        audit.read("numpy", x)
+        return as_array(x, **given)
 
     def storage_address(storage: torch.UntypedStorage) -> int:
         return real(storage) if storage.device.type == "cpu" else audit.block(storage).address
@@ -228,7 +252,9 @@ def audited(machine: Machine, *, races: bool = True) -> Iterator[Audit]:
         return storage_address(x.untyped_storage()) + x.storage_offset() * x.element_size()
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(FakeTensor, "tolist", outside))
+        stack.enter_context(patch.object(FakeTensor, "tolist", listed))
+        stack.enter_context(patch.object(Tensor, "tolist", listed))
+        stack.enter_context(patch.object(Tensor, "numpy", array))
         stack.enter_context(patch.object(FakeTensor, "data_ptr", tensor_address))
         stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", storage_address))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda x, stream: audit.record_stream(x, stream)))

@@ -92,13 +92,59 @@ def all_reduce(audit: Audit, *, waits: bool) -> None:
         x + 1
 
 
-def pinned_read(audit: Audit, *, waits: bool) -> None:
+def read_of_two_streams(read: Callable[[Tensor], Any], *, waits: bool) -> Plant:
+    """The host reads what a second stream wrote, and waits only for its current stream."""
+
+    def run(_: Audit) -> None:
+        x, side = on_device(1), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(1)
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        read(x)
+
+    return run
+
+
+def pinned_read(read: Callable[[Tensor], Any], *, waits: bool) -> Plant:
     """The host reads a pinned buffer to which the device still copies."""
-    host = torch.empty(8, dtype=torch.bfloat16, pin_memory=True)
-    host.copy_(on_device(8), non_blocking=True)
+
+    def run(_: Audit) -> None:
+        host = torch.empty(1, pin_memory=True)
+        host.copy_(on_device(1, dtype=torch.float32), non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        read(host)
+
+    return run
+
+
+def to_the_host(_: Audit, *, waits: bool) -> None:
+    """torch pins the result of `.to("cpu", non_blocking=True)`, and the host goes on."""
+    host = on_device(1).to("cpu", non_blocking=True)
     if waits:
         torch.cuda.current_stream().synchronize()
-    audit.host_uses(host, "a read by numpy")
+    host + 1
+
+
+def blocking_copies(_: Audit) -> None:
+    """A blocking copy from or to pinned memory ends before the host goes on."""
+    host = torch.empty(8, pin_memory=True)
+    host.copy_(on_device(8, dtype=torch.float32))
+    host.add_(1)
+    host.to("cuda")
+    host.zero_()
+
+
+def pinned_after_freed(_: Audit) -> None:
+    """Pinned memory takes no memory of the device that was freed while a second stream used it."""
+    x, side, host = on_device(8), torch.cuda.Stream(), torch.empty(8, pin_memory=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    del x
+    host.zero_()
 
 
 def freed(_: Audit, *, waits: bool = False, records: bool = False) -> None:
@@ -137,13 +183,22 @@ def read_at_once(copy: HostCopy) -> Tensor:
     return copy._host
 
 
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.tolist(),
+    "equal": lambda x: torch.equal(x, x),
+}
+HOST_READS = READS | {"numpy": lambda x: x.numpy()}
+
 RACES: dict[str, Plant] = {
     "two streams": partial(two_streams, waits=False),
     "event recorded too early": partial(event, recorded_after=False),
     "gradient on another stream": partial(backward_on_a_side_stream, waits=False),
     "all_reduce without wait": partial(all_reduce, waits=False),
     "freed too early": freed,
-    "host reads too early": partial(pinned_read, waits=False),
+    "to the host, read too early": partial(to_the_host, waits=False),
+    **{f"{name} of two streams": read_of_two_streams(read, waits=False) for name, read in READS.items()},
+    **{f"{name} of pinned memory too early": pinned_read(read, waits=False) for name, read in HOST_READS.items()},
     "bucket reduced too early": case_with("dp2 shared overlap", GradBucket, "_wait_for_gradients", lambda _: None),
     "ring moves on too early": case_with("cp2 ring first rank", _Ring, "finish", moves_on_early),
     "counts read too early": case_with("moe alltoall", HostCopy, "wait", read_at_once),
@@ -156,7 +211,11 @@ ORDERED: dict[str, Plant] = {
     "all_reduce with wait": partial(all_reduce, waits=True),
     "freed in time": partial(freed, waits=True),
     "freed and recorded": partial(freed, records=True),
-    "host reads in time": partial(pinned_read, waits=True),
+    "to the host, read in time": partial(to_the_host, waits=True),
+    **{f"{name} of two streams in order": read_of_two_streams(read, waits=True) for name, read in READS.items()},
+    **{f"{name} of pinned memory in time": pinned_read(read, waits=True) for name, read in HOST_READS.items()},
+    "blocking copies of pinned memory": blocking_copies,
+    "pinned memory after freed memory": pinned_after_freed,
 }
 
 
@@ -171,7 +230,9 @@ WAITS: dict[str, Plant] = {
     "cpu": lambda _: on_device(2).cpu(),
     "equal": lambda _: torch.equal(on_device(2), on_device(2)),
     "copy_ to the host": lambda _: torch.empty(2).copy_(on_device(2, dtype=torch.float32)),
-    "to pageable memory, non_blocking": lambda _: on_device(2).to("cpu", non_blocking=True),
+    "to pageable memory, non_blocking": lambda _: torch.empty(2).copy_(
+        on_device(2, dtype=torch.float32), non_blocking=True
+    ),
     "synchronize": lambda _: torch.cuda.synchronize(),
     "stream": lambda _: torch.cuda.current_stream().synchronize(),
 }
@@ -180,6 +241,7 @@ NO_WAITS: dict[str, Plant] = {
     "to pinned memory": lambda _: torch.empty(2, pin_memory=True).copy_(
         on_device(2, dtype=torch.float32), non_blocking=True
     ),
+    "to the host, non_blocking": lambda _: on_device(2).to("cpu", non_blocking=True),
     "of the host": lambda _: torch.ones(3).tolist(),
 }
 COPIES: dict[str, Plant] = {
@@ -264,6 +326,7 @@ def beside(*, joined: bool) -> None:
 REFUSED: dict[str, Plant] = {
     "read": captured(lambda: on_device(1).item()),
     "pageable copy": captured(lambda: torch.ones(2).to("cuda")),
+    "blocking copy": captured(lambda: torch.ones(2).pin_memory().to("cuda")),
     "synchronize": captured(lambda: torch.cuda.synchronize()),
     "unjoined stream": captured(lambda: beside(joined=False)),
     "event": captured(lambda: torch.cuda.current_stream().record_event().synchronize()),
@@ -271,6 +334,7 @@ REFUSED: dict[str, Plant] = {
 """cudaErrorStreamCaptureUnsupported."""
 CAPTURED: dict[str, Plant] = {
     "operations of the device": captured(lambda: on_device(4) + 1),
+    "copy from pinned memory": captured(lambda: torch.ones(2).pin_memory().to("cuda", non_blocking=True)),
     "joined stream": captured(lambda: beside(joined=True)),
 }
 
