@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fake_device.clocks import HOST, Access, Accesses
+from fake_device.clocks import HOST, Access
 from fake_device.operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of
 from fake_device.places import where
 from fake_device.streams import Capturing, Machine, Stream
@@ -52,7 +52,6 @@ class Audit(TorchDispatchMode):
         """races: follow every access; half of the time, and memory for each storage."""
         super().__init__()
         self.machine, self.follows = machine, races
-        self.accesses = Accesses(machine.clocks)
         self._blocks: dict[int, Block] = {}
         """By storage; the weak reference keeps its key from a later one."""
         self._shared: set[int] = set()
@@ -67,7 +66,7 @@ class Audit(TorchDispatchMode):
     @property
     def races(self) -> list[str]:
         """Pairs of accesses in no order."""
-        return list(self.accesses.races.values())
+        return list(self.machine.accesses.races.values())
 
     @property
     def waits(self) -> Counter[str]:
@@ -88,13 +87,13 @@ class Audit(TorchDispatchMode):
             storage = x.untyped_storage()
             if x.is_cuda and self.block(storage).home != place:
                 self._shared.add(storage._cdata)
-            self.accesses.add(storage._cdata, Access(low, high, writes, place, time, what))
+            self.machine.accesses.add(storage._cdata, Access(low, high, writes, place, time, what))
 
     def block(self, storage: torch.UntypedStorage) -> Block:
         """The memory of a storage, allocated now on the current stream if it is new."""
         key = storage._cdata
         if key not in self._blocks:
-            self.accesses.allocated(self.machine.stream)
+            self.machine.accesses.allocated(self.machine.stream)
             self._blocks[key] = Block(StorageWeakRef(storage), self._next, self.machine.stream, self.machine.capturing)
             self._next += -(-max(storage.nbytes(), 1) // PAGE) * PAGE
         return self._blocks[key]
@@ -108,7 +107,7 @@ class Audit(TorchDispatchMode):
         for key in [key for key in self._shared if self._blocks[key].storage.expired()]:
             self._shared.remove(key)
             if self._blocks[key].captured <= self.machine.capturing:
-                self.accesses.end(key, self._blocks[key].home, self.machine.recorded[key])
+                self.machine.accesses.end(key, self._blocks[key].home, self.machine.recorded[key])
 
     def wait(self, what: str) -> None:
         """The host waits for all that the current stream was given."""

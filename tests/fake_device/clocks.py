@@ -11,7 +11,7 @@ comes first in a real run is then chance (Lamport 1978; Mattern 1989).
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOST = -1
 """The place of the host; streams are numbered from 0."""
@@ -96,11 +96,15 @@ class Accesses:
         self._of: defaultdict[int, list[Access]] = defaultdict(list)
         self._freed: defaultdict[int, list[Access]] = defaultdict(list)
         """Of other streams to memory that was freed since, by the stream that allocated it."""
+        self.recorded: list[tuple[int, Access]] | None = None
+        """Storages and accesses of the capture that is under way."""
         self.races: dict[tuple[str, str], str] = {}
         """By the two operations, each pair once."""
 
     def add(self, storage: int, new: Access) -> None:
         """Note an access and the races in which it is."""
+        if self.recorded is not None:
+            self.recorded.append((storage, new))
         earlier = self._of[storage]
         for old in earlier:
             if (
@@ -131,3 +135,17 @@ class Accesses:
             if not any(self._clocks.knows(place, old.place, old.time) for place in (home, HOST)):
                 what = f"{old}; freed, and taken again by stream {home}, which did not wait for it"
                 self.races.setdefault((old.what, "freed"), what)
+
+
+def united(recorded: list[tuple[int, Access]]) -> list[tuple[int, Access]]:
+    """The accesses of a capture as a replay does them, in no order: ranges of bytes that overlap or meet become one,
+    reads and writes apart."""
+    found: list[tuple[int, Access]] = []
+    for storage, access in sorted(recorded, key=lambda each: (each[0], each[1].writes, each[1].low)):
+        if found:
+            last_storage, last = found[-1]
+            if (last_storage, last.writes) == (storage, access.writes) and access.low <= last.high:
+                found[-1] = storage, replace(last, high=max(last.high, access.high))
+                continue
+        found.append((storage, access))
+    return found

@@ -13,7 +13,9 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 WITHOUT_ACCESS = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 """Give memory or a view of it, and touch no element; operations that the schema calls views join them."""
-GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
+GEMMS = {
+    "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
+}  # fmt: skip
 ALIGNED = {torch.bfloat16: 8, torch.float16: 8, torch.float8_e4m3fn: 16, torch.float8_e5m2: 16}
 """Elements in 16 bytes, which tensor cores load at once; other operands take slower kernels, or in fp8 none."""
 
@@ -26,6 +28,8 @@ class Kind:
     """Without namespace and overload: `mm`."""
     touches: bool
     """Reads or writes elements."""
+    reads: bool
+    """Reads its arguments; `zeros_like` and `new_zeros` take only their shape and type."""
     copies: bool
     written: tuple[tuple[int, str], ...]
     """Place and name of the arguments that it writes."""
@@ -45,7 +49,8 @@ def kind_of(func: Any) -> Kind:
     touches = (
         not is_view and name not in WITHOUT_ACCESS and func.namespace != "prim"
     )  # prim::device asks for no element
-    return Kind(name, touches, name in ("_to_copy", "copy_"), written)
+    reads = not name.endswith("_like") and not name.startswith("new_")
+    return Kind(name, touches, reads, name in ("_to_copy", "copy_"), written)
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
@@ -62,7 +67,7 @@ def accesses(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[tuple[Tens
             if isinstance(leaf, Tensor):
                 written.add(id(leaf))
                 yield leaf, True
-    for tensor in tensors_of(args, kwargs):
+    for tensor in tensors_of(args, kwargs) if kind.reads else ():
         if id(tensor) not in written:
             yield tensor, False
     for leaf in tree_leaves(out):

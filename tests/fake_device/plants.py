@@ -15,6 +15,7 @@ from fake_device.cases import CASES
 from fake_device.fake_groups import fake_groups
 from fake_device.steps import train
 from labkit.config import ParallelConfig
+from labkit.graphs.cuda.local_backend import LocalGraph
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.parallel import collectives
 from labkit.parallel.context.ring_attention import _Ring
@@ -161,6 +162,65 @@ def freed(_: Audit, *, waits: bool = False, records: bool = False) -> None:
     on_device(8)
 
 
+def replay(_: Audit, *, waits: bool, reads: bool = False) -> None:
+    """A graph is replayed on a second stream, and the first writes its input, or reads its output."""
+    given, out, side, graph = on_device(8), on_device(8), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(given)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        graph.replay()
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    if reads:
+        out + given
+    else:
+        given.add_(1)
+
+
+def replay_beside_other_bytes(_: Audit) -> None:
+    """A graph of the first and the last quarter of a tensor touches nothing between them."""
+    x, side, graph = on_device(8), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x[:2].add_(1)
+        x[6:].add_(1)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        graph.replay()
+    x[2:6].add_(1)
+
+
+def entered_twice(_: Audit) -> None:
+    """A block of the stream that is current already leaves the outer stream current in the end."""
+    x, side = on_device(8), torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.cuda.stream(side):
+        pass
+    x.add_(1)
+
+
+def event_query(_: Audit, *, asks: bool) -> None:
+    """Where `query` says that an event is done, the host may read what came before it."""
+    host, done = torch.empty(1, pin_memory=True), torch.cuda.Event()
+    host.copy_(on_device(1, dtype=torch.float32), non_blocking=True)
+    done.record()
+    if asks:
+        assert done.query()
+    host.item()
+
+
+def makers(_: Audit) -> None:
+    """What takes only shape and type from a tensor does not read it."""
+    x, side = on_device(8), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    for make in (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like):
+        make(x)
+    torch.full_like(x, 2)
+    torch.randint_like(x, 2)
+    x.new_zeros(2), x.new_ones(2), x.new_full((2,), 2)
+
+
 def case_with(name: str, target: Any, attribute: str, value: Any) -> Plant:
     """A case of the steps with an attribute of labkit replaced."""
 
@@ -176,6 +236,12 @@ def moves_on_early(ring: _Ring) -> None:
     if ring._underway:
         ring.held, ring._spare = ring._spare, ring.held
     ring._underway = []
+
+
+def replayed_aside(graph: LocalGraph) -> None:
+    """`LocalGraph.replay` on a stream of its own, for which nobody waits."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.cuda_graph.replay()
 
 
 def read_at_once(copy: HostCopy) -> Tensor:
@@ -196,11 +262,15 @@ RACES: dict[str, Plant] = {
     "gradient on another stream": partial(backward_on_a_side_stream, waits=False),
     "all_reduce without wait": partial(all_reduce, waits=False),
     "freed too early": freed,
+    "input of a replay written": partial(replay, waits=False),
+    "output of a replay read": partial(replay, waits=False, reads=True),
+    "no query": partial(event_query, asks=False),
     "to the host, read too early": partial(to_the_host, waits=False),
     **{f"{name} of two streams": read_of_two_streams(read, waits=False) for name, read in READS.items()},
     **{f"{name} of pinned memory too early": pinned_read(read, waits=False) for name, read in HOST_READS.items()},
     "bucket reduced too early": case_with("dp2 shared overlap", GradBucket, "_wait_for_gradients", lambda _: None),
     "ring moves on too early": case_with("cp2 ring first rank", _Ring, "finish", moves_on_early),
+    "graphs replayed aside": case_with("graphs gpt", LocalGraph, "replay", replayed_aside),
     "counts read too early": case_with("moe alltoall", HostCopy, "wait", read_at_once),
 }
 ORDERED: dict[str, Plant] = {
@@ -210,6 +280,12 @@ ORDERED: dict[str, Plant] = {
     "gradient after its backward": partial(backward_on_a_side_stream, waits=True),
     "all_reduce with wait": partial(all_reduce, waits=True),
     "freed in time": partial(freed, waits=True),
+    "input of a replay written in time": partial(replay, waits=True),
+    "output of a replay read in time": partial(replay, waits=True, reads=True),
+    "replay beside other bytes": replay_beside_other_bytes,
+    "stream entered twice": entered_twice,
+    "query": partial(event_query, asks=True),
+    "zeros_like, new_zeros": makers,
     "freed and recorded": partial(freed, records=True),
     "to the host, read in time": partial(to_the_host, waits=True),
     **{f"{name} of two streams in order": read_of_two_streams(read, waits=True) for name, read in READS.items()},

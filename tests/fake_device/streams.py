@@ -1,8 +1,8 @@
 """`torch.cuda` of the fake device: streams and events that move the clocks, captures, and answers about the device.
 
-A capture runs its body once and records nothing, so a replay does nothing. While it runs, the host may neither wait for
-the device nor read from it: CUDA would end the capture with cudaErrorStreamCaptureUnsupported, and here `Capturing`
-raises.
+A capture runs its body once; a replay then does all of its accesses on the current stream. While a capture runs, the host
+may neither wait for the device nor read from it: CUDA would end the capture with cudaErrorStreamCaptureUnsupported, and
+here `Capturing` raises.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from fake_device.clocks import HOST, Clock, Clocks
+from fake_device.clocks import HOST, Access, Accesses, Clock, Clocks, united
 from fake_device.places import where
 
 Told = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_long)
@@ -43,6 +44,7 @@ class Machine:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.clocks = Clocks()
+        self.accesses = Accesses(self.clocks)
         self.capturing = False
         self.waits: Counter[str] = Counter()
         """Places where the host waited for the device."""
@@ -99,6 +101,7 @@ class Event:
         self.machine.host_waits(self.clock, "Event.synchronize")
 
     def query(self) -> bool:
+        self.machine.clocks.join(HOST, self.clock)
         return True
 
     def elapsed_time(self, _: Event) -> float:
@@ -113,7 +116,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: Any) -> None:
         self.cuda_stream = self.machine.new_stream() if stream_id is None else stream_id
-        self.stream_id, self._outer = self.cuda_stream, 0
+        self.stream_id = self.cuda_stream
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
@@ -136,14 +139,8 @@ class Stream:
         self.machine.host_waits(self.machine.clocks.now(self.cuda_stream), "Stream.synchronize")
 
     def query(self) -> bool:
+        self.machine.clocks.join(HOST, self.machine.clocks.now(self.cuda_stream))
         return True
-
-    def __enter__(self) -> Stream:
-        self._outer = self.machine.library.set_stream(self.cuda_stream)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.machine.library.set_stream(self._outer)
 
 
 class Generator(torch.Generator):
@@ -167,6 +164,8 @@ class Graph:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._pool: Any = None
         self._before: Clock = {}
+        self._accesses: list[tuple[int, Access]] = []
+        """Storages and what a replay does with them."""
 
     def register_generator_state(self, _: Any) -> None:
         pass
@@ -177,11 +176,12 @@ class Graph:
         self._pool, self.machine.capturing = pool or new_pool(), True
         self.machine.pools.add(self._pool)
         self.machine.clocks.meet()
-        self._before = self.machine.clocks.everything()
+        self._before, self.machine.accesses.recorded = self.machine.clocks.everything(), []
 
     def capture_end(self) -> None:
         machine, clocks = self.machine, self.machine.clocks
         machine.capturing = False
+        self._accesses, machine.accesses.recorded = united(machine.accesses.recorded or []), None
         begun = [(place, time) for place, time in clocks.everything().items() if time > self._before.get(place, 0)]
         apart = [place for place, time in begun if place != HOST and not clocks.knows(machine.stream, place, time)]
         if apart:
@@ -192,17 +192,22 @@ class Graph:
         return self._pool
 
     def replay(self) -> None:
-        pass
+        machine, place = self.machine, f"replayed at {where()}"
+        stream = machine.stream
+        time = machine.clocks.tick(stream)
+        for storage, access in self._accesses:
+            done = replace(access, place=stream, time=time, what=f"{access.what}, {place}")
+            machine.accesses.add(storage, done)
 
     def reset(self) -> None:
-        pass
+        self._accesses = []
 
 
 @contextmanager
 def graph(captured: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
     """In the place of `torch.cuda.graph`."""
     Graph.machine.synchronize()
-    with stream or Stream():
+    with on_stream(stream or Stream()):
         captured.capture_begin(pool)
         try:
             yield
@@ -216,8 +221,11 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with stream:
+    outer = stream.machine.library.set_stream(stream.cuda_stream)
+    try:
         yield
+    finally:
+        stream.machine.library.set_stream(outer)
 
 
 def new_pool() -> tuple[int, int]:
