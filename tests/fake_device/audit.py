@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fake_device.clocks import HOST, Access
-from fake_device.operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of
+from fake_device.operations import GEMMS, accesses, kind_of, misaligned, span, tensors_of, transfers
 from fake_device.places import where
 from fake_device.streams import Capturing, Machine, Stream
 
@@ -186,15 +186,12 @@ class Audit(TorchDispatchMode):
                 if x.is_cuda or self.is_pinned(x):
                     what = what or f"{kind.name} at {where()}"
                     self.touch(x, writes=writes, place=place, time=time, what=what)
-        if kind.copies:
-            source, target = (args[1], args[0]) if kind.name == "copy_" else (args[0], results[0])
-            self._check_copy(source, target, non_blocking=_non_blocking(kind.name, args, kwargs))
+        for source, target, non_blocking in transfers(func, args, kwargs, out):
+            self._check_copy(source, target, non_blocking=non_blocking)
 
     def _check_copy(self, source: Tensor, target: Tensor, *, non_blocking: bool) -> None:
         """A copy between host and device that has run: the host waits for it, unless it is asked not to and the host's
         memory is pinned. Then it also runs in a capture."""
-        if source.is_cuda == target.is_cuda:
-            return
         if non_blocking and self.is_pinned(target if source.is_cuda else source):
             return
         if source.is_cuda:
@@ -210,10 +207,6 @@ class Audit(TorchDispatchMode):
 def _number(dtype: torch.dtype) -> Any:
     """The audit's answer to a read."""
     return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-
-
-def _non_blocking(name: str, args: Any, kwargs: Any) -> bool:
-    return bool(kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False))
 
 
 def _pins_its_result(func: Any, args: Any, kwargs: Any) -> bool:

@@ -305,6 +305,7 @@ WAITS: dict[str, Plant] = {
     "tolist": lambda _: on_device(2, 3).tolist(),
     "cpu": lambda _: on_device(2).cpu(),
     "equal": lambda _: torch.equal(on_device(2), on_device(2)),
+    "_foreach_copy_ to the host": lambda _: torch._foreach_copy_([torch.empty(2)], [on_device(2)]),
     "copy_ to the host": lambda _: torch.empty(2).copy_(on_device(2, dtype=torch.float32)),
     "to pageable memory, non_blocking": lambda _: torch.empty(2).copy_(
         on_device(2, dtype=torch.float32), non_blocking=True
@@ -325,10 +326,17 @@ COPIES: dict[str, Plant] = {
     "from pageable memory, non_blocking": lambda _: torch.ones(2).to("cuda", non_blocking=True),
     "a list": lambda _: torch.tensor([1, 2], device="cuda"),
     "copy_ to the device": lambda _: on_device(2).copy_(torch.ones(2)),
+    "_foreach_copy_ to the device": lambda _: torch._foreach_copy_([on_device(2)], [torch.ones(2)]),
+    "index of the host": lambda _: on_device(4)[torch.zeros(2, dtype=torch.int64)],
     "from pinned memory, blocking": lambda _: torch.ones(2).pin_memory().to("cuda"),
 }
 """One each."""
 NO_COPIES: dict[str, Plant] = {
+    "_foreach_copy_ from pinned memory": lambda _: torch._foreach_copy_(
+        [on_device(2)], [torch.ones(2).pin_memory()], non_blocking=True
+    ),
+    "index of the device": lambda _: on_device(4)[torch.zeros(2, dtype=torch.int64, device="cuda")],
+    "number of the host": lambda _: on_device(4) + torch.ones(()),
     "from pinned memory": lambda _: torch.ones(2).pin_memory().to("cuda", non_blocking=True),
 }
 
@@ -369,11 +377,15 @@ MISALIGNED: dict[str, Plant] = {
     "offset of 4 elements": offset,
     "fp8 at an offset of 8 elements": float8(offset=8),
     "stack": lambda _: torch.bmm(on_device(2, 8, 12), on_device(2, 12, 8)),
+    "baddbmm_": lambda _: on_device(2, 8, 8).baddbmm_(on_device(2, 8, 12), on_device(2, 12, 8)),
+    "no stride of 1": lambda _: on_device(16, 128)[:, ::8] @ on_device(16, 8),
 }
 ALIGNED: dict[str, Plant] = {
     "50304 columns": product(16, 64, 50304),
     "fp32": product(16, 50257, 64, torch.float32),
     "rows of 128": rows_of_128,
+    "baddbmm_": lambda _: on_device(2, 8, 8).baddbmm_(on_device(2, 8, 16), on_device(2, 16, 8)),
+    "transposed": lambda _: on_device(16, 8).t() @ on_device(16, 8),
     "two classes": product(16, 64, 2),
     "fp8": float8(offset=16),
 }

@@ -1,8 +1,8 @@
 """`torch.cuda` of the fake device: streams and events that move the clocks, captures, and answers about the device.
 
-A capture runs its body once; a replay then does all of its accesses on the current stream. While a capture runs, the host
-may neither wait for the device nor read from it: CUDA would end the capture with cudaErrorStreamCaptureUnsupported, and
-here `Capturing` raises.
+A capture runs its body once; a replay then does all of its accesses on the current stream. While a capture runs, the
+host may neither wait for the device nor read from it: CUDA would end the capture with
+cudaErrorStreamCaptureUnsupported, and here `Capturing` raises.
 """
 
 from __future__ import annotations
