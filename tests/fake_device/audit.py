@@ -1,7 +1,7 @@
 """Watches every operation of torch on the fake device: races, waits, copies through pageable memory, GEMM operands.
 
-The device computes nothing, so a number that the host reads is an answer of the audit: 1.0, 0 or False by its type. A
-tensor of the host is real where only the host made it.
+The device computes nothing, so where the host reads a number from it, the audit makes one up: 1.0, 0 or False,
+depending on the type. A tensor of the host is real if it was made from tensors of the host alone.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ class Audit(TorchDispatchMode):
     """What has been found, each with the place in the source."""
 
     def __init__(self, machine: Machine, *, races: bool = True) -> None:
-        """races: follow every access; half of the time, and memory for each storage."""
+        """races: follow every access. This takes half of the running time, and memory for every storage."""
         super().__init__()
         self.machine, self.follows = machine, races
         self._blocks: dict[int, Block] = {}
-        """By storage; the weak reference keeps its key from a later one."""
+        """By the address of the storage, which no later one gets: the block holds a weak reference."""
         self._shared: set[int] = set()
-        """Keys of those that several streams have used."""
+        """Keys of the blocks that several streams have used."""
         self._next = PAGE
         self._pinned: dict[int, Any] = {}
         self.copies: Counter[str] = Counter()
-        """Copies to the device from pageable memory: CUDA stages them, and the host waits."""
+        """Copies to the device for which the host waits: from pageable memory, which CUDA first copies to a buffer of
+        its own, and blocking ones."""
         self.gemms: Counter[str] = Counter()
         """GEMMs with an operand that is not aligned."""
 
@@ -106,7 +107,7 @@ class Audit(TorchDispatchMode):
         """Look at what has been freed since the last operation."""
         for key in [key for key in self._shared if self._blocks[key].storage.expired()]:
             self._shared.remove(key)
-            if self._blocks[key].captured <= self.machine.capturing:
+            if self.machine.capturing or not self._blocks[key].captured:
                 self.machine.accesses.end(key, self._blocks[key].home, self.machine.recorded[key])
 
     def wait(self, what: str) -> None:

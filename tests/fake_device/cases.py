@@ -1,5 +1,5 @@
 """The cases of `steps.py`: a small model of every family, in every precision, through every dispatcher and under every
-kind of parallelism. A covering table: what meets in no case has no code in common."""
+kind of parallelism. We combine only features that share code."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from labkit.config import RunConfig
 
-MICROBATCHES, SAMPLES = 2, 2
+LAYERS, MICROBATCHES, SAMPLES = 2, 2, 2
 WAITS = 2
-"""Of each step: for the loss; and for the norm, with what comes in the same exchange (finite, stop)."""
-COUNTS = 2 * MICROBATCHES
-"""More of them where tokens travel: each layer waits in each microbatch for the rows of each expert. Shapes tell them
-under drop-and-pad."""
+"""Host waits per step: one for the loss, one for the norm (the finite and stop flags travel with it)."""
+COUNTS = LAYERS * MICROBATCHES
+"""Further waits where tokens are dispatched: each layer waits in each microbatch for the number of rows of each expert.
+With drop-and-pad the counts follow from shapes, so nothing waits."""
 REPLAYS: dict[str, Any] = {"steps": 3}
 """With graphs: a step that warms up, one that captures, one that replays."""
 
@@ -24,17 +24,17 @@ class Case:
 
     changes: dict[str, Any]
     waits: int = WAITS
-    """Times that the host waits for the device in a step."""
+    """Exactly how often the host waits for the device in a step."""
     copies: int = 0
     """At most so many copies from pageable memory in a step."""
     rank: int = 0
     """The rank that runs."""
     steps: int = 2
-    """The last is looked at for waits and copies."""
+    """Waits, copies and GEMMs are counted in the last one only."""
 
 
 SMALL = {
-    "model.layers": 2, "model.hidden": 128, "model.heads": 4, "model.vocab_size": 512, "model.seq_length": 64,
+    "model.layers": LAYERS, "model.hidden": 128, "model.heads": 4, "model.vocab_size": 512, "model.seq_length": 64,
     "model.use_cpu_initialization": False, "optim.lr_schedule": "constant", "optim.precision": "bf16",
     "train.record_events": False, "train.micro_batch_size": SAMPLES,
 }  # fmt: skip

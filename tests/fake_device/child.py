@@ -1,7 +1,8 @@
 """The process of its own in which the fake device lives: `python tests/fake_device/child.py GROUP [NAME ...]`.
 
-GROUP is `steps`, `plants` or `parts`. Names choose cases; where one is no case, those that contain a name. Each case is
-a line of JSON.
+GROUP is `steps`, `plants` or `parts`. Each NAME selects the case of that name. If one of them is not the name of a
+case, each selects every case whose name contains it. Without names all cases run. Each case prints its findings as one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def verdict_of(run: Any, *, races: bool = True) -> dict[str, Any]:
 
 
 def void(plant: Any, audit: Any) -> None:
-    """Run a plant, whose result says nothing."""
+    """Run a plant and drop what it returns."""
     plant(audit)
 
 

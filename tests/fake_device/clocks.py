@@ -95,7 +95,7 @@ class Accesses:
         self._clocks = clocks
         self._of: defaultdict[int, list[Access]] = defaultdict(list)
         self._freed: defaultdict[int, list[Access]] = defaultdict(list)
-        """Of other streams to memory that was freed since, by the stream that allocated it."""
+        """Accesses by other streams to memory that has been freed since; the key is the stream that allocated it."""
         self.recorded: list[tuple[int, Access]] | None = None
         """Storages and accesses of the capture that is under way."""
         self.races: dict[tuple[str, str], str] = {}
@@ -115,7 +115,7 @@ class Accesses:
                 and not self._clocks.knows(new.place, old.place, old.time)
             ):
                 self.races.setdefault((old.what, new.what), f"{old}; {new}")
-        # Whatever races with an access of the same place that the new one covers, races with the new one as well.
+        # An older access of the same place that the new one covers can go: what races with it races with the new one.
         earlier[:] = [
             old
             for old in earlier
@@ -124,8 +124,8 @@ class Accesses:
         earlier.append(new)
 
     def end(self, storage: int, home: int, spared: set[int]) -> None:
-        """A storage is freed, whose memory stream `home` allocated. The allocator keeps it from `home` only for streams
-        that were recorded (`record_stream`)."""
+        """A storage is freed whose memory was allocated on stream `home`. Before `home` gets that memory again, the
+        allocator waits only for the streams in `spared` (`record_stream`)."""
         ended = (old for old in self._of.pop(storage, ()) if old.place not in (home, HOST) and old.place not in spared)
         self._freed[home] += ended
 

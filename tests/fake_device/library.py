@@ -71,7 +71,7 @@ def _is_pinned() -> bool:
 def load() -> ctypes.CDLL:
     """The library, loaded into this process. Raises as `built` does, and RuntimeError if torch is imported already."""
     if "torch" in sys.modules:
-        raise RuntimeError("torch is imported already, and has no room for a fake device any more")
+        raise RuntimeError("a fake device can only be added before torch is imported; call load() first")
     library = ctypes.CDLL(str(built()))
     library.get_stream.restype = library.set_stream.restype = ctypes.c_long
     library.set_stream.argtypes = [ctypes.c_long]

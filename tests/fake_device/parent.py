@@ -1,4 +1,4 @@
-"""Asks the process of the fake device, for tests."""
+"""Runs the fake device in a process of its own and returns what it found, for tests."""
 
 from __future__ import annotations
 

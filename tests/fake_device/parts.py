@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark at their real sizes on the fake device: every line of them runs, every number is 1."""
+"""Runs the parts of the GPU benchmark at their real sizes on the fake device. Every line runs; every number is 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that the audit must find, each beside the same without the mistake."""
+"""Mistakes that the audit must find, and the same code without the mistake, in which it must find nothing."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ WAITS: dict[str, Plant] = {
     "synchronize": lambda _: torch.cuda.synchronize(),
     "stream": lambda _: torch.cuda.current_stream().synchronize(),
 }
-"""One each."""
+"""In each the host waits exactly once."""
 NO_WAITS: dict[str, Plant] = {
     "to pinned memory": lambda _: torch.empty(2, pin_memory=True).copy_(
         on_device(2, dtype=torch.float32), non_blocking=True
@@ -330,7 +330,7 @@ COPIES: dict[str, Plant] = {
     "index of the host": lambda _: on_device(4)[torch.zeros(2, dtype=torch.int64)],
     "from pinned memory, blocking": lambda _: torch.ones(2).pin_memory().to("cuda"),
 }
-"""One each."""
+"""Each makes exactly one copy to the device for which the host waits."""
 NO_COPIES: dict[str, Plant] = {
     "_foreach_copy_ from pinned memory": lambda _: torch._foreach_copy_(
         [on_device(2)], [torch.ones(2).pin_memory()], non_blocking=True
@@ -370,12 +370,26 @@ def float8(*, offset: int) -> Plant:
     return run
 
 
+def grouped_float8(*, offset: int) -> Plant:
+    """The same of grouped products."""
+
+    def run(_: Audit) -> None:
+        a = on_device(64 * 64 + offset).to(torch.float8_e4m3fn)[offset:].view(64, 64)
+        b = on_device(2, 32, 64).to(torch.float8_e4m3fn).transpose(-2, -1)
+        scale_a, scale_b = on_device(64, dtype=torch.float32), on_device(2, 32, dtype=torch.float32)
+        ends = torch.zeros(2, dtype=torch.int32, device="cuda")
+        torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16)
+
+    return run
+
+
 MISALIGNED: dict[str, Plant] = {
     "50257 columns": product(16, 64, 50257),
     "50257 inner": product(16, 50257, 64),
     "fp16": product(16, 64, 100, torch.float16),
     "offset of 4 elements": offset,
     "fp8 at an offset of 8 elements": float8(offset=8),
+    "fp8 of groups at an offset of 8 elements": grouped_float8(offset=8),
     "stack": lambda _: torch.bmm(on_device(2, 8, 12), on_device(2, 12, 8)),
     "baddbmm_": lambda _: on_device(2, 8, 8).baddbmm_(on_device(2, 8, 12), on_device(2, 12, 8)),
     "no stride of 1": lambda _: on_device(16, 128)[:, ::8] @ on_device(16, 8),
@@ -388,6 +402,7 @@ ALIGNED: dict[str, Plant] = {
     "transposed": lambda _: on_device(16, 8).t() @ on_device(16, 8),
     "two classes": product(16, 64, 2),
     "fp8": float8(offset=16),
+    "fp8 of groups": grouped_float8(offset=16),
 }
 
 # ---- captures ----

@@ -1,4 +1,4 @@
-"""The places of labkit that need numbers or addresses of a real device, and what stands there instead."""
+"""Replacements for the few places in labkit that need numbers or addresses from a real device."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Machine:
         return self.library.get_stream()
 
     def new_stream(self) -> int:
-        """Of a stream that nobody else has; torch would deal 32 of them in turn."""
+        """The number of a new stream. torch would hand out the same 32 streams in turn."""
         return next(_dealt)
 
     def host_waits(self, clock: Clock, what: str) -> None:
@@ -183,10 +183,10 @@ class Graph:
         machine.capturing = False
         self._accesses, machine.accesses.recorded = united(machine.accesses.recorded or []), None
         begun = [(place, time) for place, time in clocks.everything().items() if time > self._before.get(place, 0)]
-        apart = [place for place, time in begun if place != HOST and not clocks.knows(machine.stream, place, time)]
-        if apart:
-            raise Capturing(f"CUDA error: capturing stream has unjoined work: of streams {apart}")
-        clocks.meet()  # nothing has run, so nothing outside can be too early; inside, streams need their order
+        unjoined = [place for place, time in begun if place != HOST and not clocks.knows(machine.stream, place, time)]
+        if unjoined:
+            raise Capturing(f"CUDA error: capturing stream has unjoined work: of streams {unjoined}")
+        clocks.meet()  # a capture runs nothing, so only its own streams can race with each other
 
     def pool(self) -> Any:
         return self._pool
