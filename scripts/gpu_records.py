@@ -154,11 +154,10 @@ def seconds_used(folder: Path, but: float = 0.0) -> float:
 
 
 class Memory:
-    """What ended, in `folder/memory.jsonl`; one suite at a time. It begins with what the folder `after` holds.
+    """What ended, in `folder/memory.jsonl`; one suite at a time. It begins with what the folder `after` remembers.
 
     Raises:
         BlockingIOError: another suite uses the folder.
-        ValueError: `after` holds no results.
     """
 
     def __init__(self, folder: Path, after: Path | None = None) -> None:
@@ -168,12 +167,10 @@ class Memory:
         self._file = (folder / "memory.jsonl").open("a+")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if after is not None and after != folder:
-            if not (after / "memory.jsonl").is_file():
-                raise ValueError(f"--after {after} holds no memory.jsonl; give the results of an earlier command")
-            for name in ("memory.jsonl", "rows.jsonl"):
-                lines = [json.dumps(line) + "\n" for path in (after / name, folder / name) for line in parsed(path)]
-                if lines:
-                    (folder / name).write_text("".join(dict.fromkeys(lines)))
+            if not (earlier := parsed(after / "memory.jsonl")):
+                print(f"--after {after} holds no memory.jsonl of an earlier command, so nothing is known of one")
+            lines = [json.dumps(line) + "\n" for line in (*earlier, *parsed(folder / "memory.jsonl"))]
+            (folder / "memory.jsonl").write_text("".join(dict.fromkeys(lines)))
         elif (text := (folder / "memory.jsonl").read_text()) and not text.endswith("\n"):
             self._file.write("\n")  # a suite was killed while it wrote
         self.records = read_records(folder)

@@ -75,9 +75,10 @@ def look_at_machine() -> dict[str, Any]:
     """Versions and hardware in words, asked of a process of its own, since torch itself may be broken.
 
     Raises:
-        ValueError: torch cannot be imported, with its error.
+        ValueError: something that the suite needs cannot be imported, with the error.
     """
-    words = [sys.executable, "-c", "import json, provenance; print(json.dumps(provenance.machine()))"]
+    needs = "torch, numpy, pytest, cloudpickle, tqdm"
+    words = [sys.executable, "-c", f"import json, provenance, {needs}; print(json.dumps(provenance.machine()))"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     try:
         done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
@@ -85,7 +86,7 @@ def look_at_machine() -> dict[str, Any]:
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
         raise ValueError(
-            f"{sys.executable} cannot import torch: {' '.join(said)}; choose another: PYTHON=/path/to/python"
+            f"{sys.executable} cannot import all of {needs}: {' '.join(said)}; choose another: PYTHON=/path/to/python"
         ) from error
 
 
@@ -262,7 +263,7 @@ class Command:
         for one in [one for one in self.running if one.ended()]:
             self.running.remove(one)
             self._remember(record := one.record())
-            if one.part.gate and record.outcome in BAD and not record.counts()["passed"]:
+            if one.part.gate and not record.counts()["passed"]:
                 self.waiting.clear()
                 print(f"nothing passes in {record.part}, so nothing else runs; --only TEXT runs parts all the same")
 
@@ -305,6 +306,8 @@ def chosen(plan: Sequence[Part], records: Sequence[Record], keys: Mapping[str, s
 
     def rank(part: Part) -> int:
         record = latest.get(part.name)
+        if part.gate:
+            return -1
         if record is None or (record.outcome in BAD and not is_of_now(record)):  # the change may be its fix
             return 0
         return 1 if record.outcome in (CUT, "interrupted") else 2
@@ -328,8 +331,9 @@ def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
             f"and --per-command is {options.per_command:g}; give more, or another --out"
         )
     machine = look_at_machine()
-    if "gpu" not in machine:
-        print("torch sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES. Tests of the CPU run, others skip.")
+    if "gpu" not in machine and not options.without_gpu:
+        print("torch sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES; --without-gpu rehearses on a CPU")
+        return 3
     wheels = options.wheels.resolve() if options.wheels else None
     versions = json.dumps({name: machine[name] for name in VERSIONS if name in machine})
     keys = {part.name: part.key(versions, wheels) for part in plan}
@@ -392,6 +396,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, default=jobs, metavar="N", help="parts with tests at a time (half the cores, at most 8)"
     )
+    parser.add_argument("--without-gpu", action="store_true", help="rehearse: tests of the CPU run, all others skip")
     parser.add_argument("--plan", type=Path, default=ROOT / "scripts" / "gpu_plan.json", help="another plan")
     return parser
 

@@ -1,6 +1,6 @@
 """The first minute on a new GPU: does each kind of work that all others rest on run, and is it right?
 
-The GPU suite runs each test in a process of its own, so a kernel that breaks the device breaks one test.
+A gate of the GPU suite: where nothing here passes, it runs nothing else.
 """
 
 from __future__ import annotations

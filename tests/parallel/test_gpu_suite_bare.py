@@ -93,7 +93,8 @@ def bare_variables(python: Path) -> dict[str, str]:
 
 def run_suite(python: Path, folder: Path, *words: str) -> tuple[int, str]:
     """(exit code, summary) of the suite, in one command of half an hour at most."""
-    command = [str(ROOT / "scripts" / "gpu_suite.sh"), "--out", str(folder / "results"), "--jobs", "2", *words]
+    command = [str(ROOT / "scripts" / "gpu_suite.sh"), "--out", str(folder / "results"), "--jobs", "2"]
+    command += ["--without-gpu", *words]
     environment = bare_variables(python) | {"OUT": str(folder / "out")}
     done = subprocess.run(
         [*command, "--per-command", "30"], env=environment, capture_output=True, text=True, cwd=folder, timeout=1900

@@ -53,7 +53,15 @@ class Suite:
 
     def words(self, *more: str) -> list[str]:
         plan = str(self.folder / "plan.json")
-        return [str(ROOT / "scripts" / "gpu_suite.sh"), "--plan", plan, "--out", str(self.results), *more]
+        return [
+            str(ROOT / "scripts" / "gpu_suite.sh"),
+            "--plan",
+            plan,
+            "--out",
+            str(self.results),
+            "--without-gpu",
+            *more,
+        ]
 
     def environment(self) -> dict[str, str]:
         own = {"PYTHON": sys.executable, "OUT": str(self.out), "PYTHONPATH": str(self.folder)}
@@ -234,7 +242,7 @@ def test_what_passed_is_not_run_again_and_goes_along_to_a_new_folder(tmp_path: P
         assert suite.run("--after", str(first)).returncode == 1
     assert (good.read_text(), bad.read_text()) == ("x", "xxx")
     assert suite.outcomes() == {"good": "passed", "bad": "failed", "rows": "passed"}
-    assert len((suite.out / "rows.jsonl").read_text().splitlines()) == 1, "each row once, however often it is given"
+    assert "\nMeasured:\n  one: \n" in suite.summary() and not (suite.out / "rows.jsonl").exists(), "they stay there"
     assert "good (1 passed; earlier, not run again)" in suite.summary()
     (tmp_path / "mended").touch()
     assert suite.run().returncode == 3, "all that ran has passed, but there is no GPU"
@@ -244,7 +252,7 @@ def test_what_passed_is_not_run_again_and_goes_along_to_a_new_folder(tmp_path: P
     assert suite.run().returncode == 0 and "gpu: NVIDIA Stub" in suite.summary()
     assert (good.read_text(), bad.read_text()) == ("xx", "xxxxx"), "what passed on another machine counts for nothing"
     done = suite.run("--after", str(tmp_path / "nowhere"))
-    assert done.returncode == 2 and "nowhere holds no memory.jsonl; give the results of" in done.stderr
+    assert done.returncode == 0 and "nowhere holds no memory.jsonl of an earlier command" in done.stdout
 
 
 def test_code_that_changed_is_run_again_after_what_never_ran(tmp_path: Path) -> None:
@@ -275,6 +283,13 @@ def test_a_gate_in_which_nothing_passes_ends_the_command(tmp_path: Path) -> None
     file.write_text("def test_one(): assert False\ndef test_two(): pass\n")
     Suite(tmp_path, [{"name": "gate", "estimate": 5, "tests": [str(file)], "gate": True}, part("more", "")])
     assert suite.started() == ["gate", "more"], "half of a machine is worth its minutes"
+
+
+def test_without_a_gpu_no_part_starts_unless_asked(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, [part("a", "print(1)")])
+    words = [word for word in suite.words() if word != "--without-gpu"]
+    done = subprocess.run(words, env=suite.environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3 and "torch sees no GPU" in done.stdout and "start, at most" not in done.stdout
 
 
 def test_rows_outlive_code_that_changed_another_plan_and_a_kill(tmp_path: Path) -> None:
@@ -311,7 +326,7 @@ def test_without_torch_nothing_starts(tmp_path: Path) -> None:
     suite = Suite(tmp_path, [part("a", "print(1)")])
     (tmp_path / "torch.py").write_text("raise ImportError('broken')")
     done = suite.run()
-    assert done.returncode == 2 and "cannot import torch: ImportError: broken; choose another: PYTHON=" in done.stderr
+    assert done.returncode == 2 and "tqdm: ImportError: broken; choose another: PYTHON=" in done.stderr
     (tmp_path / "file").touch()
     suite.out = tmp_path / "file"
     done = suite.run()
