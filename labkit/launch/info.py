@@ -169,13 +169,15 @@ def needs_one_connection(parallel: ParallelConfig) -> bool:
 
 
 def variables_of(arguments: Iterable[Any]) -> dict[str, str]:
-    """Return the variables that a rank needs before CUDA starts, by the RunConfig among the arguments of its function.
+    """Return the variables that a rank needs before CUDA starts, by the layout among the arguments of its function.
 
-    They change nothing on a CPU, so nobody asks for a GPU: that might start CUDA.
+    A layout is a RunConfig or a ParallelConfig. The variables change nothing on a CPU, so nobody asks for a GPU: that
+    might start CUDA.
     """
-    from labkit.config import RunConfig
+    from labkit.config import ParallelConfig, RunConfig
 
-    layouts = [each.parallel for each in arguments if isinstance(each, RunConfig)]
+    given = [each.parallel if isinstance(each, RunConfig) else each for each in arguments]
+    layouts = [each for each in given if isinstance(each, ParallelConfig)]
     return {CONNECTIONS: "1"} if any(map(needs_one_connection, layouts)) else {}
 
 

@@ -54,8 +54,8 @@ def run(
     `distributed_timeout_minutes` is torch's own limit of a collective: default 10, or `timeout` if that is longer.
     Under torchrun it is the only limit and defaults to `timeout`.
 
-    If `args` has a RunConfig with tp or cp above 1, the ranks start with CUDA_DEVICE_MAX_CONNECTIONS=1, unless the
-    caller's environment has a value (`info.needs_one_connection`).
+    If `args` has a RunConfig or a ParallelConfig with tp or cp above 1, the ranks start with
+    CUDA_DEVICE_MAX_CONNECTIONS=1 (`info.needs_one_connection`). Your own value of this variable stays.
 
     **Returns** the results by rank; GPU tensors come back on the CPU. Their output is shown afterwards, in
     rank order.

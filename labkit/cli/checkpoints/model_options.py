@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.train_command import device_problems, refusing_arguments, started_by_torchrun
-from labkit.config import ConfigError
+from labkit.config import ConfigError, ParallelConfig
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.manifest import CheckpointError, read_manifest
 
@@ -95,14 +95,20 @@ def launch(
     Raises what the ranks refused."""
     from labkit.launch import run
 
-    ranks: int = world_size or arguments.options["tp"] * arguments.options["pp"]
+    tp, pp, device = (arguments.options[name] for name in ("tp", "pp", "device"))
+    layout = ParallelConfig(tp=tp, pp=pp)
     with refusing_arguments():
-        [result, *_] = run(fn, ranks, *args, device=arguments.options["device"], progress=progress)
+        [result, *_] = run(_call, world_size or tp * pp, layout, fn, *args, device=device, progress=progress)
     if isinstance(result, Refused):
         if result.failed:
             raise CommandFailedError("; ".join(result.problems))
         raise ConfigError(result.problems, source=arguments.source)
     return result
+
+
+def _call(_: ParallelConfig, fn: Callable[..., Any], *args: Any) -> Any:
+    """In a rank: `fn(*args)`. The layout is for the launcher (`labkit.launch.info.variables_of`)."""
+    return fn(*args)
 
 
 def refusing(work: Callable[[], Any]) -> Any:

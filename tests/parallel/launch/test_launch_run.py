@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from labkit.cli.checkpoints import model_options
 from labkit.config import RunConfig
 from labkit.launch import RankError, Ranks, forkserver, info, rank_info, report_progress, run
 
@@ -58,6 +60,13 @@ def test_ranks_keep_the_number_of_connections_with_which_they_start(monkeypatch)
         monkeypatch.setenv(info.CONNECTIONS, "8")
         assert ranks.run(connections) == [None]
     assert run(connections, 1, overlaps) == ["8"]
+
+
+def test_commands_for_checkpoints_tell_the_launcher_their_layout(monkeypatch):
+    monkeypatch.delenv(info.CONNECTIONS, raising=False)
+    for options, expected in (({"tp": 2, "pp": 1}, "1"), ({"tp": 1, "pp": 2}, None)):
+        arguments = SimpleNamespace(options={**options, "device": "cpu"})
+        assert model_options.launch(connections, arguments, "a word", progress=print) == expected
 
 
 def test_ranks_inherit_torch_instead_of_importing_it():
