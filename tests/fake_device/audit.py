@@ -115,7 +115,7 @@ class Audit(TorchDispatchMode):
         self.machine.host_waits(self.machine.clocks.now(self.machine.stream), what)
 
     def read(self, what: str, *given: Tensor) -> None:
-        """The host reads the numbers of tensors: on the device a copy reads them first, and the host waits for it."""
+        """The host reads the numbers of tensors: those of the device by a copy, for which it waits."""
         on_device = any(x.is_cuda for x in given)
         place = self.machine.stream if on_device else HOST
         time = self.machine.clocks.tick(place)
@@ -124,10 +124,6 @@ class Audit(TorchDispatchMode):
                 self.touch(x, writes=False, place=place, time=time, what=f"{what} at {where()}")
         if on_device:
             self.wait(what)
-
-    def host_uses(self, x: Tensor, what: str, *, writes: bool = False) -> None:
-        """The host reads or writes pinned memory where torch does not see it, such as by numpy."""
-        self.touch(x, writes=writes, place=HOST, time=self.machine.clocks.tick(HOST), what=what)
 
     def pin(self, x: Tensor) -> Tensor:
         """x, in pinned memory from now on."""

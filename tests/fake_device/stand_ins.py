@@ -39,7 +39,7 @@ def without_numbers(audit: Audit) -> Iterator[None]:
 
     def equal(copy: HostCopy) -> Tensor:
         counts = arrived(copy)
-        audit.host_uses(counts, "counts of a router")
+        audit.read("counts of a router", counts)
         with unset_fake_temporarily():
             return torch.full(counts.shape, rows // counts.shape[-1], dtype=counts.dtype)
 
