@@ -21,6 +21,7 @@ Known limits
 - An access is a range of bytes, so two streams on the left and right columns of one matrix look like a race.
 - All threads of the host are one place, so races between threads of the host are not found.
 - Events that are recorded inside a capture and waited for outside, or the reverse, are not checked.
+- An input that is freed while a replay on another stream reads it is not found.
 - Graphs of one pool may share memory. Two that are replayed at once race here only if they share a tensor.
 - Operations that wait inside ATen are not known: `x[mask] = y` waits on a GPU and not here. `x[mask]` and `nonzero`,
   whose shapes depend on numbers, raise an error.
