@@ -276,6 +276,7 @@ def test_a_gate_in_which_nothing_passes_ends_the_command(tmp_path: Path) -> None
     file = tmp_path / "test_gate.py"
     file.write_text("def test_one(): assert False\ndef test_two(): assert False\n")
     suite = Suite(tmp_path, [{"name": "gate", "estimate": 5, "tests": [str(file)], "gate": True}, part("other", "")])
+    suite.gpu = True
     done = suite.run()
     assert done.returncode == 1 and "nothing passes in gate, so nothing else runs" in done.stdout
     assert suite.outcomes() == {"gate": "failed"} and re.search("not started +1  other", suite.summary())
