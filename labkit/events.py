@@ -189,6 +189,19 @@ def ranged(name: str) -> AbstractContextManager[Any]:
     return nullcontext() if _make_range is None else _make_range(name)
 
 
+@contextmanager
+def timed(timers: Any, name: str, log_level: int = 2) -> Iterator[None]:
+    """Start and stop a named timer of the caller's, `timers(name, log_level=n)`, if there is one."""
+    timer = timers(name, log_level=log_level) if timers is not None else None
+    if timer is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.stop()
+
+
 class span:
     """`with span("2F0", "forward"):` records the block as one event, and as a range inside `ranging`; nothing is
     recorded where nobody asks.

@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from labkit.events import start_observers
+from labkit.events import start_observers, timed
 from labkit.parallel.collectives import Message, Pending, batch, comm_scope, irecv, isend
 from labkit.parallel.groups import Group, ParallelGroups, further_communicator
 from labkit.parallel.pipeline.posting_order import Operation, channel, in_posting_order
@@ -284,41 +284,62 @@ def exchange(
 
 
 # ---- the nine ----
-# `tensor_shape` and `dtype` describe the received tensor. At the ends of the pipeline, where there is no neighbour, a
-# receive returns None and a send does nothing, as in Megatron. With several model chunks the ranks form a ring without
-# ends, and the flags say that this chunk is the first or last stage.
+# `tensor_shape` and `dtype` describe the received tensor. At the ends of the pipeline a receive returns None and a send
+# does nothing, as in Megatron. With several model chunks the ranks form a ring without ends, and the flags say that
+# this chunk is the first or last stage. `timers` has Megatron's interface, as `labkit.train.Timers` does. A timer stops
+# when the transfers are complete, or under `overlap_p2p_comm` when they have started.
 
 
 def recv_forward(
-    p2p: P2PCommunicator, tensor_shape: Shape, dtype: torch.dtype, *, is_first_stage: bool | None = None
+    p2p: P2PCommunicator,
+    tensor_shape: Shape,
+    dtype: torch.dtype,
+    *,
+    is_first_stage: bool | None = None,
+    timers: Any = None,
 ) -> Tensor | None:
     """Receive the activation of the previous stage; None on the first stage."""
     if _flag(is_first_stage, p2p.is_first):
         return None
-    return exchange(p2p, recv_prev=tensor_shape, dtype=dtype).wait()[0]
+    with timed(timers, "forward-recv"):
+        return exchange(p2p, recv_prev=tensor_shape, dtype=dtype).wait()[0]
 
 
 def recv_backward(
-    p2p: P2PCommunicator, tensor_shape: Shape, dtype: torch.dtype, *, is_last_stage: bool | None = None
+    p2p: P2PCommunicator,
+    tensor_shape: Shape,
+    dtype: torch.dtype,
+    *,
+    is_last_stage: bool | None = None,
+    timers: Any = None,
 ) -> Tensor | None:
     """Receive the gradient of the activation that the next stage got; None on the last stage."""
     if _flag(is_last_stage, p2p.is_last):
         return None
-    return exchange(p2p, recv_next=tensor_shape, dtype=dtype).wait()[1]
+    with timed(timers, "backward-recv"):
+        return exchange(p2p, recv_next=tensor_shape, dtype=dtype).wait()[1]
 
 
-def send_forward(p2p: P2PCommunicator, output_tensor: Tensor, *, is_last_stage: bool | None = None) -> None:
+def send_forward(
+    p2p: P2PCommunicator, output_tensor: Tensor, *, is_last_stage: bool | None = None, timers: Any = None
+) -> None:
     """Send the activation to the next stage."""
     if not _flag(is_last_stage, p2p.is_last):
-        exchange(p2p, send_next=output_tensor).wait()
+        with timed(timers, "forward-send"):
+            exchange(p2p, send_next=output_tensor).wait()
 
 
 def send_backward(
-    p2p: P2PCommunicator, input_tensor_grad: Tensor | None, *, is_first_stage: bool | None = None
+    p2p: P2PCommunicator,
+    input_tensor_grad: Tensor | None,
+    *,
+    is_first_stage: bool | None = None,
+    timers: Any = None,
 ) -> None:
     """Send the gradient of the received activation back to the previous stage. The first stage gives None."""
     if not _flag(is_first_stage, p2p.is_first):
-        exchange(p2p, send_prev=_required(input_tensor_grad)).wait()
+        with timed(timers, "backward-send"):
+            exchange(p2p, send_prev=_required(input_tensor_grad)).wait()
 
 
 def send_forward_recv_backward(
@@ -328,11 +349,13 @@ def send_forward_recv_backward(
     dtype: torch.dtype,
     *,
     is_last_stage: bool | None = None,
+    timers: Any = None,
 ) -> Tensor | None:
     """Send an activation on, and receive the gradient of an earlier activation."""
     if _flag(is_last_stage, p2p.is_last):
         return None
-    return exchange(p2p, send_next=output_tensor, recv_next=tensor_shape, dtype=dtype).wait()[1]
+    with timed(timers, "forward-send-backward-recv"):
+        return exchange(p2p, send_next=output_tensor, recv_next=tensor_shape, dtype=dtype).wait()[1]
 
 
 def send_backward_recv_forward(
@@ -342,11 +365,13 @@ def send_backward_recv_forward(
     dtype: torch.dtype,
     *,
     is_first_stage: bool | None = None,
+    timers: Any = None,
 ) -> Tensor | None:
     """Send a gradient back, and receive the next activation."""
     if _flag(is_first_stage, p2p.is_first):
         return None
-    return exchange(p2p, send_prev=_required(input_tensor_grad), recv_prev=tensor_shape, dtype=dtype).wait()[0]
+    with timed(timers, "backward-send-forward-recv"):
+        return exchange(p2p, send_prev=_required(input_tensor_grad), recv_prev=tensor_shape, dtype=dtype).wait()[0]
 
 
 def send_forward_recv_forward(
@@ -357,11 +382,13 @@ def send_forward_recv_forward(
     tensor_shape: Shape,
     dtype: torch.dtype,
     overlap_p2p_comm: bool = False,
+    timers: Any = None,
 ) -> Any:
     """Send an activation on and receive another. With `overlap_p2p_comm` returns the `Exchange` under way."""
     shape = tensor_shape if recv_prev else None
-    under_way = _start(p2p, overlap_p2p_comm, send_next=output_tensor, recv_prev=shape, dtype=dtype)
-    return under_way if overlap_p2p_comm else under_way.wait()[0]
+    with timed(timers, "forward-send-forward-recv"):
+        under_way = _start(p2p, overlap_p2p_comm, send_next=output_tensor, recv_prev=shape, dtype=dtype)
+        return under_way if overlap_p2p_comm else under_way.wait()[0]
 
 
 def send_backward_recv_backward(
@@ -372,11 +399,13 @@ def send_backward_recv_backward(
     tensor_shape: Shape,
     dtype: torch.dtype,
     overlap_p2p_comm: bool = False,
+    timers: Any = None,
 ) -> Any:
     """Send a gradient back and receive another. With `overlap_p2p_comm` returns the `Exchange` under way."""
     shape = tensor_shape if recv_next else None
-    under_way = _start(p2p, overlap_p2p_comm, send_prev=input_tensor_grad, recv_next=shape, dtype=dtype)
-    return under_way if overlap_p2p_comm else under_way.wait()[1]
+    with timed(timers, "backward-send-backward-recv"):
+        under_way = _start(p2p, overlap_p2p_comm, send_prev=input_tensor_grad, recv_next=shape, dtype=dtype)
+        return under_way if overlap_p2p_comm else under_way.wait()[1]
 
 
 def send_forward_backward_recv_forward_backward(
@@ -388,24 +417,24 @@ def send_forward_backward_recv_forward_backward(
     recv_next: bool,
     tensor_shape: Shape,
     dtype: torch.dtype,
+    timers: Any = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Make all four transfers at once; returns (activation of the previous stage, gradient of the next)."""
-    return exchange(
-        p2p,
-        send_next=output_tensor,
-        send_prev=input_tensor_grad,
-        recv_prev=tensor_shape if recv_prev else None,
-        recv_next=tensor_shape if recv_next else None,
-        dtype=dtype,
-    ).wait()
+    with timed(timers, "forward-backward-send-forward-backward-recv"):
+        return exchange(
+            p2p,
+            send_next=output_tensor,
+            send_prev=input_tensor_grad,
+            recv_prev=tensor_shape if recv_prev else None,
+            recv_next=tensor_shape if recv_next else None,
+            dtype=dtype,
+        ).wait()
 
 
 def _start(p2p: P2PCommunicator, overlap: bool, **messages: Any) -> Exchange:
     if overlap and p2p.batch_p2p_comm:
-        raise ValueError(
-            "overlap_p2p_comm needs transfers that complete one by one: set batch_p2p_comm to False, or leave "
-            "overlap_p2p_comm off"
-        )
+        rule = "overlap_p2p_comm needs transfers that complete one by one"
+        raise ValueError(f"{rule}: set batch_p2p_comm to False, or leave overlap_p2p_comm off")
     return exchange(p2p, **messages)
 
 

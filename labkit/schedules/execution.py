@@ -12,12 +12,12 @@ A sent output shrinks to one element at once. While recording, every action leav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.events import active_recorder, observers, span
+from labkit.events import active_recorder, observers, span, timed
 from labkit.parallel.communication.stream_clock import StreamClock
 from labkit.parallel.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
 from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
@@ -123,12 +123,16 @@ class Execution:
         if step.ends_chunk:
             self.sync.before_last_backward(step.chunk)
         received = None if step.needs is None else self.messages.pop(step.needs)
-        with self._event(step), timed(self.setup.timers, timer, 2):
+        with self._event(step), self.timed(timer, 2):
             made = compute(step, received)
         if step.gives is not None:
             self._keep(step.gives, made)
         if step.ends_chunk:
             self.sync.after_last_backward(step.chunk)
+
+    def timed(self, name: str, log_level: int) -> AbstractContextManager[None]:
+        """Start and stop a named timer of the caller's, if there is one."""
+        return nullcontext() if self.setup.timers is None else timed(self.setup.timers, name, log_level)
 
     def _event(self, step: Compute) -> AbstractContextManager[None]:
         """An Event for the step, or a profiler's range, if somebody observes."""
@@ -210,17 +214,3 @@ _RUN: dict[str, Callable[[Execution, Any], None]] = {
     **dict.fromkeys(("gather", "synchronise"), Execution._sync),
 }
 """Method that runs each kind of instruction."""
-
-
-def timed(timers: Any, name: str, log_level: int) -> AbstractContextManager[None]:
-    """Start and stop a named timer of the caller's, if there is one."""
-    return nullcontext() if timers is None else _running(timers(name, log_level=log_level))
-
-
-@contextmanager
-def _running(timer: Any) -> Iterator[None]:
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.stop()

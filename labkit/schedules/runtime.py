@@ -21,7 +21,7 @@ from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.p2p import MessageSpec, P2PCommunicator, second_communicator
 from labkit.parallel.pipeline.handshake import handshake
 from labkit.schedules.builders import without_backward
-from labkit.schedules.execution import Execution, RankSetup, timed
+from labkit.schedules.execution import Execution, RankSetup
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.lowering import Program, Transport, check_transport, lower
@@ -204,7 +204,7 @@ class PipelineRuntime:
         )
         sync = GradientSync(() if forward_only else chunks, **self.sync_functions)
         step = Execution(self.setup, losses, sync, forward_only=forward_only)
-        with timed(self.setup.timers, "forward-backward", 1), torch.set_grad_enabled(not forward_only):
+        with step.timed("forward-backward", 1), torch.set_grad_enabled(not forward_only):
             if self._is_plain:
                 step.loop(iterators[0], wanted)
             else:

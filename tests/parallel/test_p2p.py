@@ -1,5 +1,10 @@
 """The nine send/receive functions in every mode: the right tensor, from the right side, in its own shape."""
 
+import importlib.util
+import re
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +14,7 @@ from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.parallel import p2p as p
 from labkit.parallel.pipeline import posting_order
 from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
+from labkit.train import Timers
 
 MODES = [(batched, variable) for batched in (True, False) for variable in (True, False)]
 MODE_IDS = [f"{'batched' if b else 'even-odd'}{'-variable' if v else ''}" for b, v in MODES]
@@ -97,6 +103,83 @@ def _crossed():
 def test_the_order_of_posting_is_what_keeps_them_apart():
     """With each send beside the receive from the same side, two stages get each other's gradient as activation."""
     assert run(_crossed, 2) == [([-11.0] * 2, [11.0] * 2), ([-10.0] * 2, [10.0] * 2)]
+
+
+TIMERS = {
+    "recv_forward": "forward-recv",
+    "recv_backward": "backward-recv",
+    "send_forward": "forward-send",
+    "send_backward": "backward-send",
+    "send_forward_recv_backward": "forward-send-backward-recv",
+    "send_backward_recv_forward": "backward-send-forward-recv",
+    "send_forward_recv_forward": "forward-send-forward-recv",
+    "send_backward_recv_backward": "backward-send-backward-recv",
+    "send_forward_backward_recv_forward_backward": "forward-backward-send-forward-backward-recv",
+}
+"""Megatron's timer of each function; all have level 2."""
+
+
+@pytest.mark.oracle
+def test_the_names_of_the_timers_are_megatrons():
+    spec = importlib.util.find_spec("megatron")
+    if spec is None or not (folders := list(spec.submodule_search_locations or ())):
+        pytest.skip("needs megatron-core")
+    source = (Path(folders[0]) / "core/pipeline_parallel/p2p_communication.py").read_text()
+    bodies = re.findall(r"    def (\w+)\((.*?)(?=\n    def |\Z)", source, re.S)
+    theirs = {name: set(re.findall(r"timers\('([\w-]+)', log_level=2\)\.start", body)) for name, body in bodies}
+    assert {name: theirs[name] for name in TIMERS} == {name: {timer} for name, timer in TIMERS.items()}
+
+
+class _MegatronTimers:
+    """Megatron's interface: what is called, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, name, log_level=None):
+        timer = type("Timer", (), {})()
+        timer.start = lambda: self.calls.append((name, log_level, "start"))
+        timer.stop = lambda: self.calls.append((name, log_level, "stop"))
+        return timer
+
+
+def _all_nine(c, timers):
+    """Each function once on the rank whose peer needs its counterpart; at the ends four functions do nothing."""
+    x, shape, down = torch.ones(2), (2,), {"tensor_shape": (2,), "dtype": torch.float32, "timers": timers}
+    for _ in range(2):
+        p.recv_forward(c, shape, torch.float32, timers=timers)
+        p.send_forward(c, x, timers=timers)
+        p.recv_backward(c, shape, torch.float32, timers=timers)
+        p.send_backward(c, x, timers=timers)
+        p.send_forward_recv_backward(c, x, shape, torch.float32, timers=timers)
+        p.send_backward_recv_forward(c, x, shape, torch.float32, timers=timers)
+        p.send_forward_recv_forward(c, x, recv_prev=True, **down)
+        p.send_backward_recv_backward(c, x, recv_next=True, **down)
+        p.send_forward_backward_recv_forward_backward(c, x, x, recv_prev=True, recv_next=True, **down)
+
+
+def _timed():
+    groups, c = _communicator(2, (False, False))
+    theirs, levels = _MegatronTimers(), [Timers(2), Timers(1)]
+    for timers in (None, theirs, *levels):
+        _all_nine(c, timers)
+    failing = _MegatronTimers()
+    with pytest.raises(ValueError, match=r"\(2, 2\)"):
+        lengths = p.p2p_communicator(groups, batch_p2p_comm=False, variable_seq_lengths=True)
+        p.send_forward(lengths, torch.ones(2, 2), is_last_stage=False, timers=failing)
+    return theirs.calls, [sorted(timers.take()) for timers in levels], failing.calls
+
+
+def test_the_nine_run_megatrons_timers():
+    idle = ({"recv_forward", "send_backward", "send_backward_recv_forward"},)
+    idle += ({"recv_backward", "send_forward", "send_forward_recv_backward"},)
+    for (calls, (finest, coarse), failing), nothing in zip(run(_timed, 2), idle, strict=True):
+        names = [TIMERS[name] for name in TIMERS if name not in nothing]
+        assert Counter(calls) == {(name, 2, what): 2 for name in names for what in ("start", "stop")}
+        assert [name for name, _, what in calls if what == "start"] == [n for n, _, what in calls if what == "stop"]
+        assert [what for *_, what in calls] == ["start", "stop"] * (len(calls) // 2)
+        assert (finest, coarse) == (sorted(names), [])
+        assert failing == [("forward-send", 2, "start"), ("forward-send", 2, "stop")]
 
 
 def _ledger():
