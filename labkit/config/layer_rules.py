@@ -18,6 +18,11 @@ NOT_WITH_MAMBA = (
 )
 """A field's values that a Mamba model does not take, and the reason."""
 # fmt: on
+READ_BY = {
+    "*": ("model.kv_heads", "model.position", "model.attention_dropout", "model.attention_backend"),
+    "-": ("model.ffn_hidden", "model.activation"),
+}
+"""Letter of a Mamba model's pattern -> fields that only such layers read; `model.position` where it is `rope`."""
 
 
 def moe_rules(found: Findings) -> None:
@@ -134,7 +139,7 @@ def mamba_rules(found: Findings) -> None:
     if found.config.model.family == "mamba":
         for condition, rule in NOT_WITH_MAMBA:
             found.excludes(condition, "", rule)
-        found.check(_letters, _mamba_heads)
+        found.check(_letters, _parts_there, _mamba_heads)
 
 
 def _letters(found: Findings) -> None:
@@ -147,6 +152,15 @@ def _letters(found: Findings) -> None:
         found.add(name, f"has {len(pattern)} letters, but model.layers = {layers}; give a letter for each layer")
     elif "M" not in pattern:
         found.add(name, "has no Mamba layer (M); add one, or set model.family = gpt")
+
+
+def _parts_there(found: Findings) -> None:
+    """Fields of a part that no layer has do nothing."""
+    pattern = found.config.model.hybrid_override_pattern or "M"
+    for part, names in READ_BY.items():
+        for name in filter(found.changed, names if part not in pattern else ()):
+            if name != "model.position" or found.values[name] == "rope":
+                found.add(name, f"has no effect: {part} is in no layer of model.hybrid_override_pattern; leave it out")
 
 
 def _mamba_heads(found: Findings) -> None:

@@ -21,6 +21,7 @@ _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
 _ROUTED = "moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss|none"
 _MAMBA = "model.family=mamba"
 _PROFILED = "train.profile=pytorch|nsys"
+_DECAYS = "optim.lr_schedule=cosine|linear|inverse-square-root|wsd"
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _INTERLEAVED = "parallel.vpp schedule.path=null schedule.name=auto|interleaved"
 REASONS = {
@@ -29,6 +30,9 @@ REASONS = {
     _ROUTED: "which assigns by itself",
     "moe.score_function=sigmoid": "as the bias moves sigmoid scores",
     **dict.fromkeys(_INTERLEAVED.split(), "and only the interleaved schedule reads this"),
+    "schedule.path=null": "which takes the place of the name",
+    "schedule.variable_seq_lengths=false": "where sizes go ahead of every tensor, so nothing is one batch",
+    _DECAYS: "which does not decay",
     "optim.precision=fp16": "which scales no loss",
     "optim.precision=bf16": "which has no gradients in bf16",
     "optim.loss_scale=null": "a constant that never moves",
@@ -58,7 +62,7 @@ class ModelConfig:
         "Key/value heads of grouped-query attention (arXiv 2305.13245), a multiple or a divisor of tp; None means "
         "`heads`. Fewer than tp: neighbouring ranks hold copies and sum their gradients.", ge=1,
         aliases="num_query_groups")
-    ffn_hidden: int | None = field(None, "Width of the MLP; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size")
+    ffn_hidden: int | None = field(None, "Width of a dense MLP; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size")
     vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (bundled: 1024).", ge=1)
     make_vocab_size_divisible_by: int = field(128,
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
@@ -75,7 +79,8 @@ class ModelConfig:
         aliases="relative_attention_num_buckets", needs="model.position=relative")
     relative_max_distance: int = field(128, "`relative` puts all distances from this on into one bucket.", ge=4,
         aliases="relative_attention_max_distance", needs="model.position=relative")
-    rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base")
+    rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base",
+        needs="model.position=rope")
     norm: str = field("layernorm", "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm",
         aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
     norm_placement: str = field("pre",
@@ -163,9 +168,9 @@ class ParallelConfig:
     rank_offset: int = field(0, "Number of the first global rank of this layout.", ge=0)
     cp_comm_type: str = field("p2p",
         "Context parallelism: `p2p` sends keys and values round a ring (arXiv 2310.01889); `all_gather` collects.",
-        choices="p2p all_gather", synonyms={"allgather": "all_gather"})
+        choices="p2p all_gather", synonyms={"allgather": "all_gather"}, needs="parallel.cp")
     sequence_parallel: bool = field(False,
-        "Split activations along the sequence between tensor-parallel regions (arXiv 2205.05198).")
+        "Split activations along the sequence between tensor-parallel regions (arXiv 2205.05198).", needs="parallel.tp")
     split_rank: int | None = field(None, "First pipeline rank of the decoder in an encoder-decoder model.", ge=1,
         aliases="pipeline_model_parallel_split_rank")
     standalone_embedding_stage: bool = field(False, "The first stage holds the embedding and no layer.")
@@ -193,7 +198,7 @@ class ScheduleConfig:
     """The way of microbatches through the pipeline."""
 
     name: str = field("auto", "`auto` is 1f1b, or interleaved where parallel.vpp is above 1.",
-        choices="auto gpipe 1f1b interleaved zero_bubble_h1 zbv dualpipe_v")
+        choices="auto gpipe 1f1b interleaved zero_bubble_h1 zbv dualpipe_v", needs="schedule.path=null")
     path: str | None = field(None, "A CSV file with a schedule of one's own; takes the place of `name`.", file=True)
     microbatch_group_size: int | None = field(None,
         "Microbatches a rank runs on one chunk before the next (interleaving); None means pp.", ge=1,
@@ -203,15 +208,18 @@ class ScheduleConfig:
         "Interleaving with as many microbatches as pp: every rank runs all forwards before its first backward, as "
         "Megatron-LM did in 2023.", needs=_INTERLEAVED)
     overlap_p2p_comm: bool = field(False,
-        "Interleaving: post receives ahead and let sends run behind the computation; not with batch_p2p_comm = true.")
+        "Interleaving: post receives ahead and let sends run behind the computation; not with batch_p2p_comm = true. "
+        "Megatron sets batch_p2p_comm = false beside it, which is the same here as null.")
     batch_p2p_comm: bool | None = field(None,
         "Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in "
-        "opposite order; null posts receives ahead and lets sends run behind the computation.")
+        "opposite order; null posts receives ahead and lets sends run behind the computation.",
+        needs="parallel.pp schedule.variable_seq_lengths=false")
     variable_seq_lengths: bool = field(False,
-        "Exchange shapes before each tensor. With CUDA graphs of layers on several ranks, capture them anew where "
-        "microbatches stay in another shape (one rank alone always does).")
+        "Exchange shapes before each tensor, whose receive is then not posted ahead. With CUDA graphs of layers on "
+        "several ranks, capture them anew where microbatches stay in another shape (one rank alone always does).")
     use_ring_exchange_p2p: bool = field(False, "Megatron's custom ring exchange; torch has none, so True is refused.")
-    deallocate_pipeline_outputs: bool = field(True, "Free a sent activation, keeping only its graph.")
+    deallocate_pipeline_outputs: bool = field(True, "Free a sent activation, keeping only its graph.",
+        needs="parallel.pp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +304,8 @@ class GraphConfig:
         "Parts of a layer to capture: `attn`, `mlp` (of dense layers), `moe` (drop-and-pad only), `moe_router`, "
         "`moe_preprocess`, `mamba`; empty is the whole layer. `full_iteration`, alone: all microbatches of a step.",
         aliases="cuda_graph_modules")
-    cuda_graph_warmup_steps: int = field(3, "Eager steps before capture.", ge=0)
+    cuda_graph_warmup_steps: int = field(3, "Eager steps before capture.", ge=0,
+        needs="graph.cuda_graph_impl=local|transformer_engine|emulated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,11 +352,12 @@ class OptimConfig:
     """AdamW, the learning-rate schedule, clipping and precision."""
 
     lr: float = field(1e-3, "Peak learning rate.", ge=0)
-    min_lr: float = field(0.0, "Learning rate at the end of the decay.", ge=0)
+    min_lr: float = field(0.0, "Learning rate at the end of the decay.", ge=0, needs=_DECAYS)
     lr_schedule: str = field("cosine", "Decay after the linear warm-up.",
         choices="constant cosine linear inverse-square-root wsd", aliases="lr_decay_style")
     warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0, aliases="lr_warmup_iters")
-    decay_steps: int | None = field(None, "Last step of the decay; None: train.steps.", ge=1, aliases="lr_decay_iters")
+    decay_steps: int | None = field(None, "Last step of the decay; None: train.steps.", ge=1, aliases="lr_decay_iters",
+        needs=_DECAYS)
     wsd_decay_steps: int | None = field(None, "Steps of the tail of `wsd`; None: a tenth of decay_steps.", ge=1,
         aliases="lr_wsd_decay_iters", needs="optim.lr_schedule=wsd")
     wsd_decay_style: str = field("exponential", "Tail of `wsd`.", choices="exponential linear cosine minus-sqrt",
@@ -422,14 +432,16 @@ class TrainConfig:
         "A loss or gradient that is not finite ends the run (`stop`), or all ranks skip the step (`skip`) and ten such "
         "steps in a row end the run. Adaptive loss scales always skip a gradient's overflow.", choices="stop skip")
     label_smoothing: float = field(0.0, "Share of the target given to all tokens but padding.", ge=0, lt=1)
-    eval_interval: int = field(0, "Steps between validations; 0 validates only at the end.", ge=0)
+    eval_interval: int = field(0, "Steps between validations; 0 validates only at the end.", ge=0,
+        needs="train.eval_steps")
     eval_steps: int = field(0, "Global batches of one validation; 0 does none.", ge=0, aliases="eval_iters")
     log_interval: int = field(1, "Steps between lines of metrics.jsonl.", ge=1)
     timing_log_level: int = field(0, "Detail of the named timers.", ge=0, le=2)
     record_events: bool = field(True,
         "Keep an Event of every forward, backward, send, receive and collective for `TrainResult.events`; on a GPU "
         "each waits for the device. `labkit train` returns none and records for --trace alone.")
-    keep_event_steps: int = field(100, "Last steps whose Events stay in memory (TrainResult.events, --trace).", ge=1)
+    keep_event_steps: int = field(100,
+        "Last steps whose Events stay in memory for TrainResult.events (with record_events) and for --trace.", ge=1)
     write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step.",
         needs="train.output_dir")
     profile: str = field("none",

@@ -56,7 +56,7 @@ class P2PCommunicator:
     second: Group
     """A second communicator over the ranks of `groups.pp`; with one stage `groups.pp` itself."""
     batch_p2p_comm: bool = True
-    """One batch per exchange (True), or one by one in even/odd order."""
+    """One batch per exchange (True), or one by one in even/odd order; with variable lengths neither, see above."""
     variable_seq_lengths: bool = False
     """Send the shape ahead of every tensor."""
 

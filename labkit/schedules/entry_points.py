@@ -75,7 +75,7 @@ class StepArguments(TypedDict, total=False):
     """Send three sizes ahead of each tensor; no shape is needed."""
     batch_p2p_comm: bool | None
     """True batches the transfers between two actions, False orders them even/odd, None posts receives ahead and lets
-    sends run behind the computation."""
+    sends run behind the computation. With variable_seq_lengths nothing is one batch: True and False then only wait."""
     overlap_p2p_comm: bool
     """As batch_p2p_comm None; interleaving only, and not together with batch_p2p_comm=True."""
     use_ring_exchange_p2p: bool

@@ -88,6 +88,15 @@ RULES: list[tuple[dict, object, str, str]] = [
      "multiple or a divisor of parallel.tp = 4"),
     ({"tp": 4, "heads": 24, "hidden": 48, "kv_heads": 3}, None, "model.kv_heads",
      "choose kv_heads from 1, 2 or 4, or tp from 1 or 3"),
+    ({"rope_theta": 5e5}, None, "model.rope_theta", "no effect with model.position = learned; set that to rope"),
+    ({"sequence_parallel": True}, None, "parallel.sequence_parallel", "no effect with parallel.tp = 1; set that above"),
+    ({"cp_comm_type": "all_gather"}, None, "parallel.cp_comm_type", "no effect with parallel.cp = 1; set that above"),
+    *[({"family": "mamba", "mamba_head_dim": 16, "hybrid_override_pattern": pattern, name: value}, None,
+       "model." + name.removeprefix("model."), f"no effect: {part} is in no layer of model.hybrid_override_pattern")
+      for part, pattern, name, value in (
+        ("*", None, "kv_heads", 4), ("*", "MMMM-M-M", "position", "rope"), ("*", "MMMM-M-M", "attention_dropout", 0.1),
+        ("*", None, "attention_backend", "math"), ("-", "M*M*M*M*", "model.ffn_hidden", 64),
+        ("-", None, "activation", "gelu"))],
     ({"tp": 4, "model.ffn_hidden": 30}, None, "model.ffn_hidden", "multiple of parallel.tp = 4"),
     ({"cp": 2, "seq_length": 66}, None, "model.seq_length", "2 x cp = 4"),
     ({"cp": 3}, None, "model.seq_length", "2 x cp = 6: context parallelism cuts"),
@@ -134,6 +143,14 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"overlap_p2p_comm": True, "pp": 2}, None, "schedule.overlap_p2p_comm", "set parallel.vpp above 1"),
     ({"overlap_p2p_comm": True, "batch_p2p_comm": True, "pp": 2, "vpp": 2}, None, "schedule.overlap_p2p_comm",
      "schedule.batch_p2p_comm to false"),
+    *[({"pp": 2, "variable_seq_lengths": True, "batch_p2p_comm": batched}, None, "schedule.batch_p2p_comm",
+       "no effect with schedule.variable_seq_lengths = true, where sizes go ahead of every tensor, so nothing is one")
+      for batched in (True, False)],
+    *[({name: value}, None, f"schedule.{name}", "no effect with parallel.pp = 1") for name, value in (
+        ("batch_p2p_comm", True), ("batch_p2p_comm", False), ("deallocate_pipeline_outputs", False),
+        ("variable_seq_lengths", True))],
+    ({"schedule.name": "gpipe", "schedule.path": TWO_BY_TWO, "pp": 2}, None, "schedule.name",
+     "no effect with schedule.path = " + TWO_BY_TWO + ", which takes the place of the name; set that to null"),
     ({"use_ring_exchange_p2p": True}, None, "schedule.use_ring_exchange_p2p", "torch has no ring exchange"),
     ({"schedule.name": "gpipe", "pp": 2, "vpp": 2}, None, "schedule.name", "runs one model chunk a rank"),
     ({"schedule.name": "zbv", "pp": 4, "vpp": 4, "layers": 16}, None, "schedule.name", "2 model chunks a rank"),
@@ -239,6 +256,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**MOE, **ZERO, "ep": 4, "num_distributed_optimizer_instances": 2}, 4,
      "optim.num_distributed_optimizer_instances", "must divide edp = world size / (etp x ep x pp) = 1"),
     # graphs
+    ({"cuda_graph_warmup_steps": 1}, None, "graph.cuda_graph_warmup_steps", "no effect with graph.cuda_graph_impl = n"),
     ({"cuda_graph_scope": ["attn"]}, None, "graph.cuda_graph_scope", "nothing is captured"),
     ({"cuda_graph_scope": ["attention"]}, None, "graph.cuda_graph_scope", 'did you mean "attn"?'),
     ({"cuda_graph_scope": ["attn", "attn"]}, None, "graph.cuda_graph_scope", "names a part twice"),
@@ -328,6 +346,10 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"warmup_steps": 20}, None, "optim.warmup_steps", "must be below train.steps = 20"),
     ({"lr_schedule": "wsd", "warmup_steps": 19}, None, "optim.wsd_decay_steps", "a tenth of the decay, 2 steps"),
     ({"lr_schedule": "wsd", "warmup_steps": 10, "wsd_decay_steps": 11}, None, "optim.wsd_decay_steps", "at most 10"),
+    *[({"lr_schedule": "constant", name: value}, None, f"optim.{name}",
+       "no effect with optim.lr_schedule = constant, which does not decay; set that to cosine")
+      for name, value in (("min_lr", 1e-4), ("decay_steps", 10))],
+    ({"eval_interval": 4}, None, "train.eval_interval", "no effect with train.eval_steps = 0; set that above 0"),
     ({"wsd_decay_steps": 2}, None, "optim.wsd_decay_steps", "no effect with optim.lr_schedule = cosine; set that to"),
     ({"wsd_decay_style": "linear"}, None, "optim.wsd_decay_style", "no effect with optim.lr_schedule = cosine"),
     ({"profile": "pytorch"}, None, "train.profile", "pytorch writes traces into train.output_dir; set"),

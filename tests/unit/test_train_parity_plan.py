@@ -20,6 +20,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"optim.precision": "bf16"},
     {"optim.fp8": "hybrid"},
     {"optim.lr_schedule": "wsd"},
+    {"model.position": "rope"},
     {"parallel.cp": 2},
     {"parallel.pp": 2},
     {"parallel.pp": 4},

@@ -59,7 +59,7 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
         "optim.eps": max(optim.eps, 1e-5),
         "optim.lr": min(optim.lr, 1e-3),
         "optim.min_lr": min(optim.min_lr, 1e-3),
-        "optim.decay_steps": optim.decay_steps or config.train.steps,
+        "optim.decay_steps": None if optim.lr_schedule == "constant" else optim.decay_steps or config.train.steps,
         "graph.cuda_graph_warmup_steps": max(1, min(config.graph.cuda_graph_warmup_steps, steps - 1)),
         "train.steps": steps,
         "train.record_events": False,
@@ -145,7 +145,7 @@ def alone(base: RunConfig) -> RunConfig:
     Gradients lie in the one buffer of `NaiveDataParallel`. Experts run one after the other, and no tokens travel.
     """
     sections = ("parallel", "schedule", "graph")
-    kept = ("graph.cuda_graph_warmup_steps", "parallel.distributed_backend", "parallel.distributed_timeout_minutes")
+    kept = ("parallel.distributed_backend", "parallel.distributed_timeout_minutes")
     layout = [n for n, spec in SPECS.items() if spec.section in sections and n not in kept]
     plain = _usual(*layout, *_PLAIN) | {"optim.data_parallel": "naive"}
     if base.moe.num_experts:
@@ -181,6 +181,8 @@ def plan_layout(
     changed = base.override({key: value for key, value in layout.items() if key != "world_size"})
     world_size = int(layout.get("world_size", changed.parallel.smallest_world_size))
     problems = _decided_by_the_comparison(base, changed, dtype) or list(filter(None, [_incomparable(changed, dtype)]))
+    if changed.graph.cuda_graph_impl == "none":
+        changed = changed.replaced(_usual("graph.cuda_graph_warmup_steps"))
     problems = problems or changed.problems(world_size)
     if not problems and (problem := schedule_problem(changed, world_size)):
         problems = [problem]
