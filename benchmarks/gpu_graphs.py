@@ -138,7 +138,7 @@ def dense(
     kinds = {"graphs of layers, ours": graph}
     if why_no_transformer_engine() is None:
         kinds["graphs of layers, Transformer Engine"] = replace(graph, cuda_graph_impl="transformer_engine")
-    kinds |= {"one graph of the iteration": replace(graph, cuda_graph_scope=("full_iteration",)), "eager": EAGER}
+    kinds |= {"one graph of the iteration": replace(graph, cuda_graph_impl="full_iteration"), "eager": EAGER}
     for case, (model, micro_batch) in sizes.items():
         make = partial(iteration, model, micro_batch=micro_batch, precision=precision, device=device)
         builds = {name: partial(make, kind) for name, kind in kinds.items()}
@@ -155,7 +155,7 @@ def experts_in_part(
     """G6: aim at 1.10 of eager's rate where the GPU idles 15% of the time or more; neutral cases are reported too."""
     model, moe = case
     make = partial(iteration, model, moe=moe, precision=precision, device=device)
-    builds = {f"scope {name}": partial(make, replace(graph, cuda_graph_scope=scope)) for name, scope in PARTS.items()}
+    builds = {f"scope {name}": partial(make, replace(graph, cuda_graph_modules=scope)) for name, scope in PARTS.items()}
     sizes = f"{moe.num_experts} experts, top {moe.top_k}, {model.layers} layers, h{model.hidden} s{model.seq_length} b1"
     yield from compared(f"G6: {sizes}: partial graphs", builds | {"eager": make}, device)
 
@@ -189,9 +189,9 @@ def equality() -> Iterator[dict[str, Any]]:
     """F25 and G6: weights change between replays, and nothing else does."""
     small = ModelConfig(layers=2, hidden=256, heads=8, vocab_size=1024, seq_length=256, **PLAIN)
     yield from same_losses(
-        small, {"graphs of layers": LOCAL, "one graph": replace(LOCAL, cuda_graph_scope=("full_iteration",))}
+        small, {"graphs of layers": LOCAL, "one graph": replace(LOCAL, cuda_graph_impl="full_iteration")}
     )
-    scopes = {f"scope {name}": replace(LOCAL, cuda_graph_scope=scope) for name, scope in PARTS.items()}
+    scopes = {f"scope {name}": replace(LOCAL, cuda_graph_modules=scope) for name, scope in PARTS.items()}
     yield from same_losses(replace(small, activation="swiglu"), scopes, MoEConfig(num_experts=8, top_k=2))
 
 

@@ -214,7 +214,7 @@ def split(changes: dict[str, Any], shapes: list[tuple[int, int, int, int]]) -> l
     return layouts
 
 
-SCOPE_MAMBA = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["mamba"]}
+SCOPE_MAMBA = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_modules": ["mamba"]}
 MAMBA_LAYOUTS = [
     *grid({}, [(2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1), (2, 1, 2, 2), (1, 1, 1, 2)]),
     *grid(SEQUENCE_PARALLEL, [(2, 1, 1, 1), (4, 1, 2, 1)]),

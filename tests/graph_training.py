@@ -11,7 +11,7 @@ from labkit.train.stepping import train_step
 
 LAYERS, MICROBATCHES, STEPS = 2, 4, 5
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 1}
-FULL = {"graph.cuda_graph_scope": ("full_iteration",)}
+FULL = {"graph.cuda_graph_impl": "full_iteration"}
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1, "model.embedding_dropout": 0.1}
 
 

@@ -1,4 +1,4 @@
-"""Rules of `graph.cuda_graph_scope`: the parts that can be captured, and those that exclude each other.
+"""Rules of `graph.cuda_graph_modules`: the parts that can be captured, and those that exclude each other.
 
 Python does not run inside a captured part: its shapes and addresses are fixed and the host reads no number. So every
 part stays outside that waits for a count, resizes memory, or draws random numbers of forward again in backward. The
@@ -11,34 +11,42 @@ from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
 from labkit.config.pipeline_rules import SPLIT_BACKWARDS
 
-SCOPE = "graph.cuda_graph_scope"
-GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-"""Parts that the scope may name."""
+MODULES = "graph.cuda_graph_modules"
+GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+"""Parts of a layer that can be captured."""
 _RECOMPUTED_WITH = {"core_attn": "attn", "mlp": "mlp", "moe": "moe", "shared_experts": "moe_router"}
 """The captured part in which a recomputed one lies."""
 
 
 def graph_rules(found: Findings) -> None:
-    """All rules of the section; the first that the scope breaks is told."""
+    """All rules of the section; the first that the modules break is told."""
     graph = found.config.graph
-    if rule := _scope_rule(graph.cuda_graph_scope):
-        found.add(SCOPE, rule)
+    if rule := _words_rule(graph.cuda_graph_modules):
+        found.add(MODULES, rule)
+    elif graph.cuda_graph_impl == "full_iteration" and graph.cuda_graph_modules:
+        found.add(MODULES, "graph.cuda_graph_impl = full_iteration captures all parts of all layers; leave this out")
     elif graph.cuda_graph_impl != "none":
         found.check(_full_iteration, _parts_there, _experts, _split_backwards, _recompute, _constant_loss_scale)
-    elif graph.cuda_graph_scope:
-        found.add(SCOPE, "nothing is captured with graph.cuda_graph_impl = none; set that, or leave this out")
+    elif graph.cuda_graph_modules:
+        found.add(MODULES, "nothing is captured with graph.cuda_graph_impl = none; set that, or leave this out")
 
 
 def _scope(found: Findings) -> frozenset[str]:
-    """The parts to capture, as long as the scope breaks no rule."""
-    return frozenset(found.config.graph.cuda_graph_scope)
+    """The parts to capture; `full_iteration` alone where a graph holds the whole step."""
+    graph = found.config.graph
+    return frozenset(["full_iteration"] if graph.is_full_iteration else graph.cuda_graph_modules)
 
 
-def _scope_rule(scope: tuple[str, ...]) -> str:
+def _refuse(found: Findings, rule: str) -> None:
+    """Note that what is captured breaks `rule`, at the field that says what is captured."""
+    found.add("graph.cuda_graph_impl" if found.config.graph.cuda_graph_impl == "full_iteration" else MODULES, rule)
+
+
+def _words_rule(scope: tuple[str, ...]) -> str:
     """The rule that the words themselves break."""
-    if unknown := [part for part in scope if part not in GRAPH_SCOPES]:
-        known = ", ".join(GRAPH_SCOPES)
-        return f"{shown(unknown[0])} is no part of a layer; choose from {known}{nearest(unknown[0], GRAPH_SCOPES)}"
+    if unknown := [part for part in scope if part not in (*GRAPH_MODULES, "full_iteration")]:
+        known = ", ".join(GRAPH_MODULES)
+        return f"{shown(unknown[0])} is no part of a layer; choose from {known}{nearest(unknown[0], GRAPH_MODULES)}"
     if len(set(scope)) < len(scope):
         return "names a part twice; name it once"
     if "full_iteration" in scope and len(scope) > 1:
@@ -57,10 +65,10 @@ def _full_iteration(found: Findings) -> None:
         return
     if found.config.graph.cuda_graph_impl == "transformer_engine":
         rule = "full_iteration is not to be had from Transformer Engine, which captures layer by layer"
-        found.add(SCOPE, f"{rule}; set graph.cuda_graph_impl to local or emulated")
+        found.add(MODULES, f"{rule}; set graph.cuda_graph_impl to full_iteration, and leave this out")
     elif pp > 1:
         rule = f"full_iteration would hold messages between parallel.pp = {pp} stages, which wait for other ranks"
-        found.add(SCOPE, f"{rule}; capture parts of layers, as in attn,mlp, or set pp = 1")
+        _refuse(found, f"{rule}; capture parts of layers, as in attn,mlp, or set pp = 1")
 
 
 def _parts_there(found: Findings) -> None:
@@ -68,15 +76,15 @@ def _parts_there(found: Findings) -> None:
     moe, scope, held = found.config.moe, _scope(found), _captured_by_part(found)
     if absent := sorted((scope & {"mamba", "attn", "mlp"}) - held):
         rule = f"{absent[0]} is a part of no layer of this model"
-        found.add(SCOPE, f"{rule}; choose from {', '.join(sorted(held))}")
+        _refuse(found, f"{rule}; choose from {', '.join(sorted(held))}")
         return
     with_experts = sorted(scope & {"moe", "moe_router"})
     if with_experts and not moe.num_experts:
         rule = f"{with_experts[0]} is a part of layers with experts, but moe.num_experts = 0"
-        found.add(SCOPE, f"{rule}; set the number of experts, or name attn and mlp")
+        _refuse(found, f"{rule}; set the number of experts, or name attn and mlp")
     elif "mlp" in scope and moe.num_experts and 0 not in moe.layer_freq:
         rule = "mlp is that of a dense layer, and moe.layer_freq has none"
-        found.add(SCOPE, f"{rule}; name moe_router and moe_preprocess")
+        _refuse(found, f"{rule}; name moe_router and moe_preprocess")
 
 
 def _captured_by_part(found: Findings) -> set[str]:
@@ -95,16 +103,16 @@ def _experts(found: Findings) -> None:
         return
     whole, padded = _holds(scope, "moe"), moe.capacity_factor is not None and moe.pad_to_capacity
     if whole and not padded:
-        part = "moe" if "moe" in scope else "full_iteration" if scope else "the whole layer (an empty scope)"
+        part = "moe" if "moe" in scope else "full_iteration" if scope else "the whole layer (no module named)"
         rule = f"{part} holds the experts, and how many rows each of them gets is known only after routing"
         advice = "set moe.capacity_factor and moe.pad_to_capacity, or capture attn, moe_router and moe_preprocess"
-        found.add(SCOPE, f"{rule}; {advice}")
+        _refuse(found, f"{rule}; {advice}")
     elif "moe_preprocess" in scope and moe.dispatcher != "allgather" and moe.capacity_factor is not None and not padded:
         rule = "moe_preprocess would count on the host what moe.capacity_factor leaves of the rows"
-        found.add(SCOPE, f"{rule}; set moe.pad_to_capacity, or leave moe_preprocess out")
+        _refuse(found, f"{rule}; set moe.pad_to_capacity, or leave moe_preprocess out")
     elif (whole or "moe_router" in scope) and moe.load_balancing == "sinkhorn":
         rule = "moe.load_balancing = sinkhorn looks at its factors on the host until they have settled"
-        found.add(SCOPE, f"{rule}; choose another, or leave {'moe' if whole else 'moe_router'} out")
+        _refuse(found, f"{rule}; choose another, or leave {'moe' if whole else 'moe_router'} out")
 
 
 def _split_backwards(found: Findings) -> None:
@@ -122,7 +130,7 @@ def _split_backwards(found: Findings) -> None:
     elif scope and not needed <= scope:
         rule = f"schedule.name = {s.name} splits backwards, and of these layers a part stays eager"
         why = "its weight gradients would read outputs of graphs that others have overwritten by then"
-        found.add(SCOPE, f"{rule}: {why}; capture whole layers (an empty scope), or {advice}")
+        _refuse(found, f"{rule}: {why}; capture whole layers (no module named), or {advice}")
 
 
 def _recompute(found: Findings) -> None:
@@ -131,15 +139,15 @@ def _recompute(found: Findings) -> None:
     modules = m.recompute_modules if m.recompute_granularity == "selective" else ()
     if m.recompute_granularity == "full" and "full_iteration" not in scope:
         rule = "model.recompute_granularity = full recomputes across layers, each of which would be a graph"
-        found.add(SCOPE, f"{rule}; set it to selective, or the scope to full_iteration")
+        _refuse(found, f"{rule}; set it to selective, or graph.cuda_graph_impl to full_iteration")
     elif m.recompute_granularity == "full":
         _draws(found, "the layers are", ["model.hidden_dropout", "model.attention_dropout", "moe.input_jitter"])
     elif "moe" in modules and "moe_router" in scope:
         rule = "model.recompute_modules has moe: that part would begin in the graph, with the router, and end outside"
-        found.add(SCOPE, f"{rule}; recompute shared_experts, or leave moe_router out")
+        _refuse(found, f"{rule}; recompute shared_experts, or leave moe_router out")
     elif "layernorm" in modules:
         rule = "model.recompute_modules has layernorm, which frees the norm's output and fills it again elsewhere"
-        found.add(SCOPE, f"{rule}, but a graph has fixed its address; leave layernorm out")
+        _refuse(found, f"{rule}, but a graph has fixed its address; leave layernorm out")
     elif captured := [name for name in modules if _holds(scope, _RECOMPUTED_WITH[name])]:
         if "core_attn" in captured:
             _draws(found, "core_attn is", ["model.attention_dropout"], ", or leave attn out")
@@ -149,7 +157,7 @@ def _recompute(found: Findings) -> None:
         if "full_iteration" not in scope and found.changed(name):
             rule = f"{captured[0]} is recomputed inside graphs of layers, for all microbatches alike, but {name} ="
             advice = "leave that out, or capture other parts"
-            found.add(SCOPE, f"{rule} {found.values[name]} is to keep some whole; {advice}")
+            _refuse(found, f"{rule} {found.values[name]} is to keep some whole; {advice}")
 
 
 def _draws(found: Findings, subject: str, names: list[str], advice: str = "") -> None:
@@ -157,7 +165,7 @@ def _draws(found: Findings, subject: str, names: list[str], advice: str = "") ->
     if drawing := [name for name in names if found.value(name)]:
         numbers = " and ".join(f"{name} = {found.values[name]:g}" for name in drawing)
         rule = f"{subject} recomputed in a graph and would draw random numbers ({numbers})"
-        found.add(SCOPE, f"{rule}: a graph cannot draw the same again; set them to 0, or recompute less{advice}")
+        _refuse(found, f"{rule}: a graph cannot draw the same again; set them to 0, or recompute less{advice}")
 
 
 def _constant_loss_scale(found: Findings) -> None:
@@ -165,9 +173,9 @@ def _constant_loss_scale(found: Findings) -> None:
     o = found.config.optim
     if "full_iteration" in _scope(found) and o.precision == "fp16" and o.loss_scale is None:
         rule = "full_iteration multiplies the loss inside the graph, by the loss scale at capture, and fp16's adapts"
-        found.add(SCOPE, f"{rule}; set optim.loss_scale to a constant, or optim.precision to bf16")
+        _refuse(found, f"{rule}; set optim.loss_scale to a constant, or optim.precision to bf16")
 
 
 def _holds(scope: frozenset[str], part: str) -> bool:
-    """`part` is captured: named, or in the whole layer (an empty scope), or in the whole iteration."""
+    """`part` is captured: named, or in the whole layer (no module named), or in the whole iteration."""
     return not scope or not scope.isdisjoint({part, "full_iteration"})

@@ -62,7 +62,7 @@ class ModelConfig:
         "Key/value heads of grouped-query attention (arXiv 2305.13245), a multiple or a divisor of tp; None means "
         "`heads`. Fewer than tp: neighbouring ranks hold copies and sum their gradients.", ge=1,
         aliases="num_query_groups")
-    ffn_hidden: int | None = field(None, "Width of a dense MLP; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size")
+    ffn_hidden: int | None = field(None, "Width of dense MLPs; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size")
     vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (bundled: 1024).", ge=1)
     make_vocab_size_divisible_by: int = field(128,
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
@@ -298,14 +298,20 @@ class GraphConfig:
     """CUDA graphs: a computation is recorded once and then replayed, without Python."""
 
     cuda_graph_impl: str = field("none",
-        "On a GPU `local` (torch's graphs) or `transformer_engine` (its `make_graphed_callables`); on the host "
-        "`emulated`, with the same rules.", choices="none local transformer_engine emulated")
-    cuda_graph_scope: tuple[str, ...] = field((),
+        "Graphs of layers: on a GPU `local` (torch's graphs) or `transformer_engine` (its `make_graphed_callables`); "
+        "on the host `emulated`, with the same rules. `full_iteration`: one graph of all microbatches of a step, on a "
+        "GPU torch's and on the host emulated.", choices="none local transformer_engine full_iteration emulated")
+    cuda_graph_modules: tuple[str, ...] = field((),
         "Parts of a layer to capture: `attn`, `mlp` (of dense layers), `moe` (drop-and-pad only), `moe_router`, "
-        "`moe_preprocess`, `mamba`; empty is the whole layer. `full_iteration`, alone: all microbatches of a step.",
-        aliases="cuda_graph_modules")
+        "`moe_preprocess`, `mamba`; empty is the whole layer. Alone, `full_iteration` is Megatron's older way to say "
+        "what cuda_graph_impl says today.", aliases="cuda_graph_scope")
     cuda_graph_warmup_steps: int = field(3, "Eager steps before capture.", ge=0,
-        needs="graph.cuda_graph_impl=local|transformer_engine|emulated")
+        needs="graph.cuda_graph_impl=local|transformer_engine|full_iteration|emulated")
+
+    @property
+    def is_full_iteration(self) -> bool:
+        """One graph holds a whole step. Megatron named that among the modules until #4292."""
+        return "full_iteration" in (self.cuda_graph_impl, *self.cuda_graph_modules)
 
 
 @dataclass(frozen=True, kw_only=True)

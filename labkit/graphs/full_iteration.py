@@ -1,4 +1,4 @@
-"""One graph for all microbatches of a step, forward and backward (`graph.cuda_graph_scope: [full_iteration]`).
+"""One graph for all microbatches of a step, forward and backward (`graph.cuda_graph_impl: full_iteration`).
 
 For dense models without pipelining. The first steps run eagerly and read their data from static slots, one for each
 microbatch. Then one step is captured. From then on a step copies its batches into the slots and replays the graph.

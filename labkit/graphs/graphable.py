@@ -4,7 +4,7 @@ A layer knows nothing of graphs. It declares its halves (`parts()`, a `LayerPart
 
 | call                                   | goes to              | does                                                |
 |----------------------------------------|----------------------|-----------------------------------------------------|
-| during warm-up and capture             | `cuda_graph_capture` | the part that `graph.cuda_graph_scope` names        |
+| during warm-up and capture             | `cuda_graph_capture` | the parts that `graph.cuda_graph_modules` names     |
 | training, with graphs                  | `cuda_graph_replay`  | hooks, graph [microbatch mod count], then the rest  |
 | otherwise (no graphs, evaluation, ..)  | the layer's forward  | the whole layer                                     |
 

@@ -74,9 +74,9 @@ class CudaGraphHelper:
         """
         if not captures_layers(config):
             raise ValueError(
-                f"graph.cuda_graph_impl = {config.cuda_graph_impl} with scope {list(config.cuda_graph_scope)} captures "
-                "no layers: CudaGraphHelper is for emulated, local and transformer_engine, FullIterationGraph for "
-                "full_iteration"
+                f"graph.cuda_graph_impl = {config.cuda_graph_impl} with modules {list(config.cuda_graph_modules)} "
+                "captures no layers: CudaGraphHelper is for emulated, local and transformer_engine, FullIterationGraph "
+                "for full_iteration"
             )
         self.chunks, self.config, self.optimizers = list(model), config, list(optimizers)
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -117,9 +117,9 @@ class CudaGraphHelper:
         order = capture_order(schedule, pp_rank, weight_gradients=not engine)
         if any(step != int(step) for step in order) and not self._whole:
             raise ValueError(
-                f"{schedule.name} splits backwards, and with graph.cuda_graph_scope = "
-                f"{list(self.config.cuda_graph_scope)} a part of the layers stays eager. Its weight gradients would "
-                "read outputs of graphs that later replays have overwritten. Capture whole layers (an empty scope, or "
+                f"{schedule.name} splits backwards, and with graph.cuda_graph_modules = "
+                f"{list(self.config.cuda_graph_modules)} a part of the layers stays eager. Its weight gradients would "
+                "read outputs of graphs that later replays have overwritten. Capture whole layers (no module named, or "
                 "attn and mlp without experts), or choose a schedule with whole backwards (1f1b, interleaved, gpipe)"
             )
         return order

@@ -1,4 +1,4 @@
-"""The captured parts of one transformer layer: `graph.cuda_graph_scope`, read for a layer with experts or without.
+"""The captured parts of one transformer layer: `graph.cuda_graph_modules`, read for a layer with experts or without.
 
 | scope            | dense layer      | layer with experts                                              |
 |------------------|------------------|-----------------------------------------------------------------|
@@ -22,7 +22,7 @@ from labkit.config import GraphConfig
 
 def captures_layers(graph: GraphConfig) -> bool:
     """True where layers have graphs of their own; else there is no graph, or one of the whole iteration."""
-    return graph.cuda_graph_impl != "none" and "full_iteration" not in graph.cuda_graph_scope
+    return graph.cuda_graph_impl != "none" and not graph.is_full_iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def layer_scope(graph: GraphConfig, *, has_experts: bool, only_part: str | None 
 
     only_part: the word of the scope for a layer of a single part; None for a layer of two.
     """
-    scope = graph.cuda_graph_scope
+    scope = graph.cuda_graph_modules
     if not captures_layers(graph):
         return NOTHING
     if not scope:

@@ -338,7 +338,7 @@ def profile_problem(config: RunConfig, device: str) -> str:
 def graph_problem(config: RunConfig, device: str) -> str:
     """Return why the chosen CUDA graphs cannot be captured on `device`, or an empty string."""
     impl = config.graph.cuda_graph_impl
-    if impl == "none":
+    if impl in ("none", "full_iteration"):  # an iteration is captured, or emulated, on any device
         return ""
     kind, needed = info.device_kind(device), "cpu" if impl == "emulated" else "cuda"
     missing = why_no_transformer_engine() if impl == "transformer_engine" and kind == "cuda" else None

@@ -1,9 +1,9 @@
 """The CUDA graphs of a training run: one for each layer and microbatch, or one for the whole iteration.
 
-| `graph.cuda_graph_impl`, scope | training                                     | validation                    |
-|--------------------------------|----------------------------------------------|-------------------------------|
-| any, parts of layers           | eager warm-up steps, then layers replay (1)  | eager                         |
-| any, `full_iteration`          | eager warm-up steps, then a step is a replay | likewise, a graph of its own  |
+| `graph.cuda_graph_impl`                   | training                                    | validation                |
+|-------------------------------------------|---------------------------------------------|---------------------------|
+| `local`, `transformer_engine`, `emulated` | eager warm-up steps, then layers replay (1) | eager                     |
+| `full_iteration`                          | eager warm-up steps, then a step replays    | likewise, its own graph   |
 
 (1) `labkit.train.layer_graphs`: microbatches of other shapes are eager, and captured anew if they stay.
 
@@ -114,7 +114,7 @@ def build_step_graphs(
     refuse_gloo(inside, groups.device, graph.cuda_graph_impl)
     shared: dict[str, Any] = {
         "num_microbatches": schedule.num_microbatches,
-        "impl": graph.cuda_graph_impl,
+        "impl": "auto" if graph.cuda_graph_impl == "full_iteration" else graph.cuda_graph_impl,
         "device": groups.device,
         "warmup_steps": graph.cuda_graph_warmup_steps,
         "rng": next((chunk.rng for chunk in chunks if getattr(chunk, "rng", None) is not None), None),

@@ -55,7 +55,7 @@ AHEAD = {"moe.shared_expert_overlap": True}
 BUCKETS = {"optim.overlap_grad_reduce": True, "optim.bucket_size": 20_000}
 ZERO = {"optim.distributed_optimizer": True}
 ZERO_AHEAD = ZERO | BUCKETS | {"optim.overlap_param_gather": True}
-IN_PART = {"graph.cuda_graph_scope": ("attn", "moe_router", "moe_preprocess")}
+IN_PART = {"graph.cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")}
 GRAPHS = {"graph.cuda_graph_impl": "local", "graph.cuda_graph_warmup_steps": 1}
 FP32, FP16 = {"optim.precision": "fp32"}, {"optim.precision": "fp16"}
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1, "model.embedding_dropout": 0.1}
@@ -104,7 +104,7 @@ CASES = {
     "moe shared overlap": Case(MOE | SHARED | AHEAD, WAITS + COUNTS),
     "moe expert bias": Case(MOE | {"moe.score_function": "sigmoid", "moe.expert_bias": True}, WAITS + COUNTS),
     "graphs gpt": Case(GRAPHS, **REPLAYS),
-    "graphs gpt full iteration": Case(GRAPHS | {"graph.cuda_graph_scope": ("full_iteration",)}, **REPLAYS),
+    "graphs gpt full iteration": Case(GRAPHS | {"graph.cuda_graph_impl": "full_iteration"}, **REPLAYS),
     "graphs mamba": Case(MAMBA | GRAPHS, **REPLAYS),
     "graphs gpt fp8": Case(fp8("delayed") | GRAPHS, **REPLAYS),
     "graphs moe shared overlap": Case(MOE | PADDED | SHARED | AHEAD | GRAPHS, **REPLAYS),

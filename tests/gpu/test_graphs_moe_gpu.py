@@ -20,7 +20,7 @@ PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 
 def trained(impl: str, scope: tuple[str, ...], changes: dict[str, Any]) -> TrainResult:
     config = presets.tiny_moe().override({"model.layers": 2, "train.steps": 6, "train.global_batch_size": 4, **changes})
-    graph = {"graph.cuda_graph_impl": impl, "graph.cuda_graph_scope": scope, "graph.cuda_graph_warmup_steps": 2}
+    graph = {"graph.cuda_graph_impl": impl, "graph.cuda_graph_modules": scope, "graph.cuda_graph_warmup_steps": 2}
     return pretrain(config if impl == "none" else config.override(graph))
 
 

@@ -11,8 +11,8 @@ from labkit.train import TrainResult, pretrain
 pytestmark = pytest.mark.gpu
 
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
-ATTENTION = {"graph.cuda_graph_scope": ("attn",)}
-FULL = {"graph.cuda_graph_scope": ("full_iteration",)}
+ATTENTION = {"graph.cuda_graph_modules": ("attn",)}
+FULL = {"graph.cuda_graph_impl": "full_iteration"}
 
 
 def trained(impl: str, changes: dict) -> TrainResult:
@@ -32,7 +32,7 @@ def trained(impl: str, changes: dict) -> TrainResult:
 
 
 @pytest.mark.parametrize(
-    "scope", [{}, {"graph.cuda_graph_scope": ("attn",)}, FULL], ids=["layers", "attn", "iteration"]
+    "scope", [{}, {"graph.cuda_graph_modules": ("attn",)}, FULL], ids=["layers", "attn", "iteration"]
 )
 @pytest.mark.parametrize("changes", [{}, DROPOUT, {"optim.precision": "bf16"}], ids=["fp32", "dropout", "bf16"])
 def test_losses_are_bit_equal_to_those_without_graphs(changes: dict, scope: dict) -> None:

@@ -22,7 +22,7 @@ from labkit.train.stepping import train_step
 pytestmark = pytest.mark.gpu
 
 MICROBATCHES = 3
-FULL = {"graph.cuda_graph_impl": "local", "graph.cuda_graph_scope": ("full_iteration",)}
+FULL = {"graph.cuda_graph_impl": "full_iteration"}
 
 
 def made(**changes: Any) -> tuple[Pipeline, Any, Iterator[dict[str, Tensor]]]:

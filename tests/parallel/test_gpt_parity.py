@@ -45,8 +45,8 @@ MORE_FEW_KV_HEADS = {
         {"tp": 4, "pp": 2, "schedule.name": "zero_bubble_h1", **MATRIX["FULL"], **SP},
         {"tp": 2, "world_size": 4, "calculate_per_token_loss": True, "bucket_size": 10_000},
         {"tp": 4, "pp": 2, "schedule.name": "interleaved", "vpp": 2},
-        {"tp": 2, "graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["full_iteration"]},
-        {"tp": 2, "graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["attn"]},
+        {"tp": 2, "graph.cuda_graph_impl": "full_iteration"},
+        {"tp": 2, "graph.cuda_graph_impl": "emulated", "graph.cuda_graph_modules": ["attn"]},
     ],
     ("deepseek_tiny", 1): [{"tp": 2, "etp": 1, "ep": 2, **SP, **ZERO, "world_size": 4}],
 }

@@ -10,10 +10,7 @@ from labkit.launch import RankError
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 
-FULL = {
-    "graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 1,
-    "graph.cuda_graph_scope": ("full_iteration",),
-}  # fmt: skip
+FULL = {"graph.cuda_graph_impl": "full_iteration", "graph.cuda_graph_warmup_steps": 1}
 MICROBATCHES, BAD_STEP = 2, 3
 
 

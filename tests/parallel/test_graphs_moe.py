@@ -192,7 +192,7 @@ def _of_the_machine(name: str) -> bool:
 def config_of(changes: dict[str, Any], scope: tuple[str, ...] | None) -> RunConfig:
     config = presets.tiny_moe().override({**SHAPE, **changes})
     return config if scope is None else config.override(
-        {"cuda_graph_impl": "emulated", "cuda_graph_scope": list(scope)})  # fmt: skip
+        {"cuda_graph_impl": "emulated", "cuda_graph_modules": list(scope)})  # fmt: skip
 
 
 @cache

@@ -15,7 +15,7 @@ from labkit.train.forward_step import gpt_forward_step
 MICROBATCHES = 4
 VARIABLE = {"schedule.variable_seq_lengths": True}
 DISTRIBUTED = {"optim.distributed_optimizer": True, "optim.overlap_param_gather": True}
-ROUTER = {"graph.cuda_graph_scope": ("attn", "moe_router", "moe_preprocess")}
+ROUTER = {"graph.cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")}
 STEADY = [[16] * 4] * 2 + [[8] * 4] * 3 + [[16, 8, 8, 16], [8] * 4, [16] * 4]
 """Lengths by step, on all replicas."""
 ONE_REPLICA = [[16] * 4] * 8, [[16] * 4] * 2 + [[8] * 4] * 4 + [[16, 8, 16, 8], [8] * 4]

@@ -10,7 +10,7 @@ from labkit.schedules import build_schedule
 from labkit.train import pretrain
 
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 1}
-FULL = {"graph.cuda_graph_scope": ("full_iteration",)}
+FULL = {"graph.cuda_graph_impl": "full_iteration"}
 DISTRIBUTED = {"optim.distributed_optimizer": True, "optim.overlap_param_gather": True}
 VALIDATION = {"train.eval_steps": 1, "train.eval_interval": 2}
 LAYERS, MICROBATCHES = 4, 4
@@ -135,5 +135,5 @@ def test_twenty_steps_of_the_tiny_preset_are_bit_equal_in_every_layout(on_ranks,
 def test_parts_of_layers_in_a_pipeline_are_bit_equal(on_ranks, layout, replicas, part):
     config = presets.tiny().override({**PIPELINES[layout], **REPLICAS[replicas], "train.global_batch_size": 8})
     assert config.train.steps == 20
-    graphs = GRAPHS | {"graph.cuda_graph_scope": part}
+    graphs = GRAPHS | {"graph.cuda_graph_modules": part}
     assert_equal(on_ranks(with_and_without, PIPELINES[layout]["pp"], config, graphs))

@@ -55,7 +55,7 @@ def interrupted(config: RunConfig, rank: int, step: int) -> tuple[int, int, bool
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
     (2, {"distributed_optimizer": True, "overlap_param_gather": True}),
-    (2, {"cuda_graph_impl": "emulated", "cuda_graph_scope": ("full_iteration",), "cuda_graph_warmup_steps": 1}),
+    (2, {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 1}),
     (4, {"tp": 2, "pp": 2}),
 ]
 

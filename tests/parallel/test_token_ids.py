@@ -27,10 +27,7 @@ from labkit.train.stepping import train_step
 MICROBATCHES, BAD_STEP = 2, 2
 PLACE = {"tokens_BS": 0, "labels_BS": 15}
 """Of the bad id: tokens and labels share memory in between."""
-FULL = {
-    "graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 1,
-    "graph.cuda_graph_scope": ("full_iteration",),
-}  # fmt: skip
+FULL = {"graph.cuda_graph_impl": "full_iteration", "graph.cuda_graph_warmup_steps": 1}
 
 
 @contextmanager

@@ -21,13 +21,13 @@ TINY = ModelConfig(layers=2, hidden=16, heads=2, vocab_size=64, seq_length=16, *
 
 
 def test_dense_steps_with_graphs_are_the_eager_ones() -> None:
-    graphs = {"layers": EMULATED, "whole": replace(EMULATED, cuda_graph_scope=("full_iteration",))}
+    graphs = {"layers": EMULATED, "whole": replace(EMULATED, cuda_graph_impl="full_iteration")}
     rows = same_losses(TINY, graphs, steps=4, precision="fp32", device=HOST)
     assert [row["equal"] for row in rows] == [True, True]
 
 
 def test_partial_steps_with_graphs_are_the_eager_ones() -> None:
-    graphs = {name: replace(EMULATED, cuda_graph_scope=scope) for name, scope in PARTS.items()}
+    graphs = {name: replace(EMULATED, cuda_graph_modules=scope) for name, scope in PARTS.items()}
     moe = MoEConfig(num_experts=4, top_k=2)
     rows = same_losses(replace(TINY, activation="swiglu"), graphs, moe, steps=3, precision="fp32", device=HOST)
     assert [row["equal"] for row in rows] == [True] * len(PARTS)

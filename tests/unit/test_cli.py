@@ -114,7 +114,7 @@ def test_values_of_the_command_line_are_read_as_the_fields_type() -> None:
     )  # fmt: skip
     assert config == presets.tiny().override({
         "lr": 1e-4, "sequence_parallel": True, "bias": False, "warmup_steps": 3, "output_dir": "123",
-        "cuda_graph_scope": ["attn", "moe_router"], "min_lr": 0.0, "optim.precision": "bf16",
+        "cuda_graph_modules": ["attn", "moe_router"], "min_lr": 0.0, "optim.precision": "bf16",
     })  # fmt: skip
     assert config.train.output_dir == "123" and isinstance(config.optim.min_lr, float)
 

@@ -1,4 +1,4 @@
-"""What `graph.cuda_graph_scope` may name, and what excludes what."""
+"""What `graph.cuda_graph_impl` and `cuda_graph_modules` may name, and what excludes what."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from labkit.config import ConfigError, GraphConfig, presets
-from labkit.graphs.scope import NOTHING, LayerScope, layer_scope
+from labkit.graphs.scope import NOTHING, LayerScope, captures_layers, layer_scope
 
 GRAPH = {"cuda_graph_impl": "emulated"}
 MOE = {**GRAPH, "num_experts": 8}
@@ -29,7 +29,7 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     (
         GRAPH,
         ["experts"],
-        "'experts' is no part of a layer; choose from full_iteration, attn, mlp, moe, moe_router, moe_",
+        "'experts' is no part of a layer; choose from attn, mlp, moe, moe_router, moe_preprocess, mamba",
     ),
     (GRAPH, ["mamba"], "mamba is a part of no layer of this model; choose from attn, mlp"),
     (MAMBA, ["mamba"], ""),
@@ -47,7 +47,7 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     (MOE, PREPROCESS, ""),
     (MOE, ["attn", "mlp"], "mlp is that of a dense layer, and moe.layer_freq has none; name moe_router"),
     ({**MOE, "layer_freq": [1, 0]}, ["attn", "mlp"], ""),
-    (MOE, [], "the whole layer (an empty scope) holds the experts, and how many rows each of them gets is known only"),
+    (MOE, [], "the whole layer (no module named) holds the experts, and how many rows each of them gets is known only"),
     (MOE, ["moe"], "moe holds the experts"),
     (MOE, ["full_iteration"], "full_iteration holds the experts"),
     ({**MOE, "capacity_factor": 1.0}, ["moe"], "set moe.capacity_factor and moe.pad_to_capacity, or capture attn"),
@@ -105,14 +105,14 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
 
 @pytest.mark.parametrize(("changes", "scope", "rule"), CASES)
 def test_scope(changes: dict[str, Any], scope: list[str], rule: str) -> None:
-    config = presets.tiny().override({**changes, "graph.cuda_graph_scope": scope})
+    config = presets.tiny().override({**changes, "graph.cuda_graph_modules": scope})
     if not rule:
         config.validate()
         return
     with pytest.raises(ConfigError) as caught:
         config.validate()
     (problem,) = caught.value.problems
-    assert problem.startswith("graph.cuda_graph_scope = ") and rule in problem, problem
+    assert problem.startswith("graph.cuda_graph_modules = ") and rule in problem, problem
 
 
 def test_the_engine_computes_both_gradients_of_a_linear_layer_together() -> None:
@@ -124,7 +124,7 @@ def test_the_engine_computes_both_gradients_of_a_linear_layer_together() -> None
 
 @pytest.mark.parametrize("scope", [[], ["full_iteration"]])
 def test_delayed_scales_need_a_step_of_history(scope: list[str]) -> None:
-    changes = {**GRAPH, "fp8": "hybrid", "cuda_graph_warmup_steps": 0, "graph.cuda_graph_scope": scope}
+    changes = {**GRAPH, "fp8": "hybrid", "cuda_graph_warmup_steps": 0, "graph.cuda_graph_modules": scope}
     with pytest.raises(ConfigError, match=r"must be at least 1 with optim\.fp8_recipe = delayed") as caught:
         presets.tiny().override(changes).validate()
     (problem,) = caught.value.problems
@@ -133,9 +133,35 @@ def test_delayed_scales_need_a_step_of_history(scope: list[str]) -> None:
         presets.tiny().override({**changes, **allowed}).validate()
 
 
-def test_newer_name_of_the_scope() -> None:
-    config = presets.tiny().override({**GRAPH, "cuda_graph_modules": ["attn"]})
-    assert config.graph.cuda_graph_scope == ("attn",)
+ITERATION = [
+    (changes, rule) for changes, scope, rule in CASES if scope == ["full_iteration"] and "captures layer" not in rule
+]
+
+
+@pytest.mark.parametrize(("changes", "rule"), ITERATION)
+def test_a_whole_iteration_is_an_implementation(changes: dict[str, Any], rule: str) -> None:
+    """As the old module of that name it is refused for the same reasons, and captures as much."""
+    config = presets.tiny().override({**changes, "cuda_graph_impl": "full_iteration"})
+    assert [problem.partition(": ")[0] for problem in config.problems()] == (
+        ["graph.cuda_graph_impl = 'full_iteration'"] if rule else []
+    )
+    assert all(rule in problem for problem in config.problems())
+    assert config.graph.is_full_iteration and not captures_layers(config.graph)
+
+
+def test_no_module_stands_beside_a_whole_iteration() -> None:
+    (problem,) = (
+        presets.tiny().override({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": ["mlp"]}).problems()
+    )
+    assert problem.startswith("graph.cuda_graph_modules = ") and "all parts of all layers; leave this out" in problem
+
+
+@pytest.mark.parametrize("word", ["cuda_graph_scope", "graph.cuda_graph_scope", "cuda-graph-scope"])
+def test_older_name_of_the_modules(word: str) -> None:
+    for modules in (("attn",), ("full_iteration",)):
+        config = presets.tiny().override({**GRAPH, word: modules}).validate()
+        assert config.graph.cuda_graph_modules == modules
+        assert config.graph.is_full_iteration == (modules == ("full_iteration",))
 
 
 @pytest.mark.parametrize(
@@ -153,15 +179,15 @@ def test_newer_name_of_the_scope() -> None:
 )  # fmt: skip
 def test_scope_of_a_layer(scope: tuple[str, ...], dense: LayerScope, experts: LayerScope) -> None:
     for impl in ("local", "emulated", "transformer_engine"):
-        graph = GraphConfig(cuda_graph_impl=impl, cuda_graph_scope=scope)
+        graph = GraphConfig(cuda_graph_impl=impl, cuda_graph_modules=scope)
         assert layer_scope(graph, has_experts=False) == dense
         assert layer_scope(graph, has_experts=True) == experts
-    assert not layer_scope(GraphConfig(cuda_graph_scope=scope), has_experts=True)
+    assert not layer_scope(GraphConfig(cuda_graph_modules=scope), has_experts=True)
 
 
 def test_where_a_graph_ends() -> None:
     ends = {
-        scope: layer_scope(GraphConfig(cuda_graph_impl="local", cuda_graph_scope=scope), has_experts=True).ends_at
+        scope: layer_scope(GraphConfig(cuda_graph_impl="local", cuda_graph_modules=scope), has_experts=True).ends_at
         for scope in ((), ("attn",), ("moe",), ("moe_router",), ("moe_router", "moe_preprocess"))
     }
     assert list(ends.values()) == [None, None, None, "route", "preprocess"]

@@ -149,7 +149,7 @@ def test_a_hook_too_few_is_unsafe_and_one_too_many_is_not() -> None:
 def test_hooks_are_asked_for_the_modules_that_labkit_hooks(scope: tuple[str, ...]) -> None:
     moe = MoEConfig(num_experts=4, ffn_hidden=16, shared_expert_ffn_hidden=16)
     gpt = GPTModel(presets.tiny().model, single_process_groups(), layers=range(1), moe=moe, seed=0)
-    (wrapper,) = wrap_layers(gpt, GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=scope))
+    (wrapper,) = wrap_layers(gpt, GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=scope))
     called: list[torch.nn.Module] = []
     wrapper.setup_manual_hooks(lambda: called.append)
     names = {module: name for name, module in gpt.layers["0"].named_modules()}

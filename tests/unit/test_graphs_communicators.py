@@ -91,7 +91,7 @@ def test_the_helper_refuses_such_layers(backend, impl):
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp"])
 def test_an_iteration_holds_messages_of_all_groups(backend, axis):
-    config = presets.tiny().override({"graph.cuda_graph_impl": "local", "graph.cuda_graph_scope": ("full_iteration",)})
+    config = presets.tiny().override({"graph.cuda_graph_impl": "full_iteration"})
     groups = replace(initialize_model_parallel(ParallelConfig()), device=GPU, **{axis: replace(PAIR, name=axis)})
     schedule = build_schedule(config.schedule, pp=1, microbatches=2)
     with pytest.raises(ConfigError, match=rf"over {axis} \(2 ranks\)"):
@@ -102,7 +102,7 @@ def test_an_iteration_holds_messages_of_all_groups(backend, axis):
 def test_linears_in_fp8_agree_on_scales_over_cp(scope):
     """All ranks that hold parts of a sample do, so cp's messages are in the graph of an MLP too."""
     fp8 = {"model.layers": 1, "optim.fp8": "hybrid", "graph.cuda_graph_impl": "emulated"}
-    config = presets.tiny().override({**fp8, "graph.cuda_graph_scope": tuple(scope.split(","))})
+    config = presets.tiny().override({**fp8, "graph.cuda_graph_modules": tuple(scope.split(","))})
     spec = layer_spec(config.model, config.optim)
     (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()), spec=spec)
     (layer,) = wrap_layers(chunk, config.graph)
@@ -133,7 +133,10 @@ LAYERS = {
 def test_a_layer_names_the_groups_of_its_captured_part(scope):
     changes, expected = LAYERS[scope]
     words = scope.split(" ", maxsplit=1)[0]
-    captured = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": tuple(words.split(",")) if words else ()}
+    captured = {
+        "graph.cuda_graph_impl": "emulated",
+        "graph.cuda_graph_modules": tuple(words.split(",")) if words else (),
+    }
     config = presets.tiny().override({"model.layers": 1, **changes, **captured})
     config.validate()
     spec = layer_spec(config.model, config.optim)

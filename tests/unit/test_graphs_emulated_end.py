@@ -44,7 +44,7 @@ def test_a_run_lets_its_graphs_go(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Report, "step", step)
-    config = small(**GRAPHS, **scope, **{"train.steps": 3})
+    config = small(**GRAPHS | scope, **{"train.steps": 3})
     if fails:
         with pytest.raises(KeyboardInterrupt):
             pretrain(config)

@@ -36,7 +36,7 @@ def chunk(**changes) -> GPTModel:
 
 @pytest.mark.parametrize(("scope", "covered"), [((), "attention mlp"), (("attn",), "attention"), (("mlp",), "mlp")])
 def test_the_scope_says_which_half_is_under_a_graph(scope, covered):
-    layer, _ = wrap_layers(chunk(), replace(EMULATED, cuda_graph_scope=scope))
+    layer, _ = wrap_layers(chunk(), replace(EMULATED, cuda_graph_modules=scope))
     assert layer.is_graphable() and layer.is_wholly_captured() == (not scope)
     assert layer.get_submodules_under_cudagraphs() == [getattr(layer.layer, half) for half in covered.split()]
     called = []
@@ -61,7 +61,7 @@ def test_static_inputs_have_the_shapes_of_the_layers_inputs():
 
 
 @pytest.mark.parametrize(
-    "graph", [GraphConfig(), replace(EMULATED, cuda_graph_scope=("full_iteration",))], ids=["none", "iteration"]
+    "graph", [GraphConfig(), replace(EMULATED, cuda_graph_impl="full_iteration")], ids=["none", "iteration"]
 )
 def test_a_layer_of_which_nothing_is_captured_is_left_as_it_is(graph):
     model = chunk()
@@ -82,7 +82,7 @@ def test_wrapping_changes_no_name_and_no_number_and_can_be_undone():
 
 
 def test_another_configuration_wraps_anew_where_there_are_no_graphs_left():
-    model, attention = chunk(), replace(EMULATED, cuda_graph_scope=("attn",))
+    model, attention = chunk(), replace(EMULATED, cuda_graph_modules=("attn",))
     helper = CudaGraphHelper([model], EMULATED, 64, 1, schedule=one_f_one_b(1, 2))
     helper.create_cudagraphs()
     with pytest.raises(ValueError, match="the graphs of another CudaGraphHelper: call its reset"):

@@ -46,14 +46,14 @@ def test_a_recapture_stays_on_its_row_of_the_schedule():
 
 def test_a_recapture_refuses_what_the_constructor_refuses_and_leaves_the_graphs():
     """Weight gradients that eager code puts off would read what graphs have written over by then."""
-    training = Training(small(**GRAPHS, **{"graph.cuda_graph_scope": ("attn",)}))
+    training = Training(small(**GRAPHS, **{"graph.cuda_graph_modules": ("attn",)}))
     split = pp2("zero_bubble_h1")
-    with pytest.raises(ValueError, match=r"splits backwards, and with graph\.cuda_graph_scope"):
+    with pytest.raises(ValueError, match=r"splits backwards, and with graph\.cuda_graph_modules"):
         helper_of(training, split, pp_rank=1)
     helper = helper_of(training, pp2("1f1b"), pp_rank=1)
     helper.create_cudagraphs()
     before = helper.order, [layer.cuda_graphs for layer in helper.layers]
-    with pytest.raises(ValueError, match=r"splits backwards, and with graph\.cuda_graph_scope"):
+    with pytest.raises(ValueError, match=r"splits backwards, and with graph\.cuda_graph_modules"):
         helper.recapture(schedule=split)
     assert (helper.order, [layer.cuda_graphs for layer in helper.layers]) == before and helper.graphs_created()
 
@@ -117,7 +117,7 @@ def test_two_helpers_do_not_have_graphs_of_one_layer():
 
 
 def test_a_full_iteration_holds_whole_layers_whatever_wrapped_them_before():
-    config = small(**EMULATED | {"graph.cuda_graph_scope": ("mlp",)})
+    config = small(**EMULATED | {"graph.cuda_graph_modules": ("mlp",)})
     (chunk,) = build_model_chunks(config, single_process_groups())
     layer = next(iter(chunk.layers.values()))
     x = torch.randn(4, 1, config.model.hidden)
@@ -151,7 +151,7 @@ def test_a_runtime_tells_layers_that_were_wrapped_later_whose_forward_is_next():
 def test_a_model_with_a_cut_layer_of_experts_is_not_copied():
     config = presets.tiny_moe().override({"model.layers": 1})
     (chunk,) = build_model_chunks(config, single_process_groups())
-    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=("attn", "moe_router"))
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=("attn", "moe_router"))
     wrap_layers(chunk, graph)
     with pytest.raises(TypeError, match=r"layers\.0\.mlp .* Copy the model before"):
         copy.deepcopy(chunk)

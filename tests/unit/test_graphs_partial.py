@@ -62,7 +62,7 @@ def layer(moe: MoEConfig, dtype: torch.dtype = torch.float32) -> MoELayer:
 
 
 def cut_layer(moe: MoEConfig, scope: tuple[str, ...]) -> CutMoELayer:
-    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=scope)
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=scope)
     return CutMoELayer(layer(moe), layer_scope(graph, has_experts=True))
 
 
@@ -196,7 +196,7 @@ def test_only_training_forwards_that_are_captured_are_cut() -> None:
 def test_a_layer_that_is_cut_no_more_is_as_it_was() -> None:
     plain = layer(SHARED)
     before = sorted(vars(plain))
-    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=SCOPES["preprocess"])
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=SCOPES["preprocess"])
     made = CutMoELayer(plain, layer_scope(graph, has_experts=True))
     assert sorted(plain.state_dict()) == sorted(layer(SHARED).state_dict())
     made.undo()
@@ -256,7 +256,7 @@ def test_the_shape_is_that_of_the_replay() -> None:
 
 def test_a_record_of_choices_is_refused() -> None:
     padded = KINDS["drop and pad"]
-    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=SCOPES["route"])
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=SCOPES["route"])
     model = GPTModel(MODEL, GROUPS, layers=range(1), moe=padded, seed=1)
     helper, [alone] = CudaGraphHelper([model], graph, 16, 1, schedule=one_f_one_b(1, 2)), model.moe_layers()
     alone.router.record = []
@@ -307,17 +307,17 @@ def test_the_signal_says_what_it_is() -> None:
 @pytest.mark.parametrize("scope", [("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess"), ("mlp",)])
 def test_a_part_that_stays_eager_cannot_put_its_weight_gradients_off(scope: tuple[str, ...]) -> None:
     """Its W would read graph outputs that later replays overwrite: losses differed from the fourth step on."""
-    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=scope)
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=scope)
     moe = replace(MOE, layer_freq=(1, 0))
     made = GPTModel(MODEL, GROUPS, layers=range(2), moe=moe, seed=1)
-    with pytest.raises(ValueError, match=r"ZB-H1 splits backwards, and with graph.cuda_graph_scope = \["):
+    with pytest.raises(ValueError, match=r"ZB-H1 splits backwards, and with graph.cuda_graph_modules = \["):
         CudaGraphHelper([made], graph, 16, 1, schedule=zero_bubble_h1(2, 4))
     CudaGraphHelper([made], graph, 16, 1, schedule=one_f_one_b(2, 4))
 
 
 def test_a_rest_that_fails_leaves_no_results_of_the_graph_behind() -> None:
     """An error in the eager half, such as a lack of memory for an expert, may be caught and the step tried again."""
-    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=("attn", "moe_router"))
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=("attn", "moe_router"))
     made = GPTModel(MODEL, GROUPS, layers=range(1), moe=MOE, seed=1)
     helper = CudaGraphHelper([made], graph, 16, 1, schedule=one_f_one_b(1, 2))
     [one] = helper.layers
@@ -336,7 +336,7 @@ def test_a_rest_that_fails_leaves_no_results_of_the_graph_behind() -> None:
 @pytest.mark.parametrize("dispatcher", ["alltoall", "local"])
 def test_a_padded_layer_is_captured_whole(dispatcher: str) -> None:
     """How many rows an expert has is a number of the host's then, which no operation computes or copies."""
-    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=("attn", "moe"))
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=("attn", "moe"))
     moe = replace(KINDS["drop and pad"], dispatcher=dispatcher)
     made = GPTModel(MODEL, GROUPS, layers=range(1), moe=moe, seed=1)
     helper = CudaGraphHelper([made], graph, 16, 1, schedule=one_f_one_b(1, 2))

@@ -97,7 +97,7 @@ def test_what_is_kept_grows_with_microbatches_only_where_nothing_is_given_back()
 
 # ---- layers of a real model, captured by the helper of training ----
 
-ROUTER = {"graph.cuda_graph_scope": ("attn", "moe_router"), "moe.num_experts": 4, "moe.top_k": 2}
+ROUTER = {"graph.cuda_graph_modules": ("attn", "moe_router"), "moe.num_experts": 4, "moe.top_k": 2}
 TOKENS, HIDDEN, EXPERTS = 16, 32, 4
 
 

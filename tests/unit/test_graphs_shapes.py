@@ -65,8 +65,8 @@ CASES = {
     "gpt": {},
     "dropout": DROPOUT,
     "rotary positions": {"model.position": "rope"},
-    "attention alone": {"graph.cuda_graph_scope": ("attn",), **DROPOUT},
-    "mlp alone": {"graph.cuda_graph_scope": ("mlp",), "model.position": "rope"},
+    "attention alone": {"graph.cuda_graph_modules": ("attn",), **DROPOUT},
+    "mlp alone": {"graph.cuda_graph_modules": ("mlp",), "model.position": "rope"},
     "no fusion": {"optim.gradient_accumulation_fusion": False},
     "naive data parallelism": {"optim.data_parallel": "naive"},
     "fp8, delayed scales": {"optim.fp8": "hybrid"},
@@ -74,7 +74,7 @@ CASES = {
     "all forwards first": {"schedule.name": "gpipe"},
     "split backwards": {"schedule.name": "zero_bubble_h1", **DROPOUT},
     "experts, router and attention": {
-        "moe.num_experts": 4, "moe.top_k": 2, "graph.cuda_graph_scope": ("attn", "moe_router", "moe_preprocess"),
+        "moe.num_experts": 4, "moe.top_k": 2, "graph.cuda_graph_modules": ("attn", "moe_router", "moe_preprocess"),
     },
 }  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_validation_may_have_any_shape_and_changes_nothing():
 
 def test_a_full_iteration_starts_over_for_other_shapes():
     lengths = [[16] * 4] * 3 + [[8] * 4] * 3 + [[8, 16, 16, 8]] * 3
-    eager, full = Training(small()), Training(small(**GRAPHS, **FULL))
+    eager, full = Training(small()), Training(small(**GRAPHS | FULL))
     assert losses_of(eager, lengths)[0] == losses_of(full, lengths)[0]
 
 

@@ -31,8 +31,8 @@ CASES = {
     "validation between replays": {"train.eval_steps": 1, "train.eval_interval": 2},
     "dropout": DROPOUT,
     "rotary positions": {"model.position": "rope", "model.kv_heads": 2, "model.norm": "rmsnorm"},
-    "attention alone": {"graph.cuda_graph_scope": ("attn",), **DROPOUT},
-    "mlp alone": {"graph.cuda_graph_scope": ("mlp",), **DROPOUT},
+    "attention alone": {"graph.cuda_graph_modules": ("attn",), **DROPOUT},
+    "mlp alone": {"graph.cuda_graph_modules": ("mlp",), **DROPOUT},
     "recomputed core attention": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
     "recomputed mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     "no fusion": {"optim.gradient_accumulation_fusion": False},
@@ -95,7 +95,7 @@ def test_a_counter_in_a_captured_body_counts_warm_up_and_capture_and_nothing_mor
 
 def test_evaluation_is_eager_with_graphs_of_layers_and_replays_with_one_of_the_iteration():
     changes = {"train.eval_steps": 2, "train.eval_interval": 1, "data.split": "90,10,0"}
-    events = pretrain(small(**GRAPHS, **FULL, **changes)).events
+    events = pretrain(small(**GRAPHS | FULL, **changes)).events
     replays = Counter(event.name for event in events if event.kind == "graph_replay")
     # The first of two batches of the first validation is the warm-up of the second graph.
     assert replays == {"full iteration, training": STEPS - 1, "full iteration, validation": 2 * STEPS - 1}
@@ -106,10 +106,10 @@ def test_evaluation_is_eager_with_graphs_of_layers_and_replays_with_one_of_the_i
 
 SAID = {
     "layers": ({}, [(2, 2 * LAYERS)]),
-    "attention alone": ({"graph.cuda_graph_scope": ("attn",)}, [(2, 2 * LAYERS)]),
+    "attention alone": ({"graph.cuda_graph_modules": ("attn",)}, [(2, 2 * LAYERS)]),
     "iteration": ({**FULL, "train.eval_steps": 2, "train.eval_interval": 2}, [(2, 1), (2, 2)]),
     "never captured": ({"graph.cuda_graph_warmup_steps": STEPS}, []),
-    "eager": ({"graph.cuda_graph_impl": "none"}, []),
+    "eager": ({"graph.cuda_graph_impl": "none", "graph.cuda_graph_warmup_steps": 3}, []),
 }
 
 
@@ -165,7 +165,7 @@ def test_rows_that_cannot_be_captured_are_refused():
 @pytest.mark.parametrize("scope", [(), ("full_iteration",)])
 def test_graphs_of_a_gpu_are_refused_on_the_host_before_the_first_step(scope):
     with pytest.raises(ValueError, match="cuda_graph_impl = local: it captures on cuda, and this run is on cpu"):
-        Training(small(**{"graph.cuda_graph_impl": "local", "graph.cuda_graph_scope": scope}))
+        Training(small(**{"graph.cuda_graph_impl": "local", "graph.cuda_graph_modules": scope}))
 
 
 PRECISION = {

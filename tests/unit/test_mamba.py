@@ -128,8 +128,8 @@ def test_it_learns_in_every_precision() -> None:
 
 SCOPES = {
     "whole layers": {},
-    "mamba": {"graph.cuda_graph_scope": ("mamba",)},
-    "attention and mlp": {"graph.cuda_graph_scope": ("attn", "mlp")},
+    "mamba": {"graph.cuda_graph_modules": ("mamba",)},
+    "attention and mlp": {"graph.cuda_graph_modules": ("attn", "mlp")},
     "full iteration": FULL,
     "full iteration, recomputed": {**FULL, "recompute_granularity": "full"},
     "rotary positions, dropout": {"model.position": "rope", "model.hidden_dropout": 0.1},
@@ -144,7 +144,7 @@ def test_graphs_give_the_bits_of_eager_layers(name: str) -> None:
 
 
 def test_the_scope_mamba_captures_the_mamba_layers_alone() -> None:
-    events = pretrain(small(**GRAPHS, **{"graph.cuda_graph_scope": ("mamba",)})).events
+    events = pretrain(small(**GRAPHS, **{"graph.cuda_graph_modules": ("mamba",)})).events
     replays = Counter(event.name for event in events if event.kind == "graph_replay")
     assert len(replays) == 2 * 2  # forward and backward of two of the four layers
     assert set(replays.values()) == {4 * 3}  # microbatches, steps behind the warm-up

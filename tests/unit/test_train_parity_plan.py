@@ -57,7 +57,7 @@ GIVEN = {
     "moe.layer_freq": [(1, 0)],
     "moe.num_groups": [4, 1],
     "moe.group_topk": [2],
-    "graph.cuda_graph_scope": [("attn",)],
+    "graph.cuda_graph_modules": [("attn",)],
     "model.recompute_modules": [("mlp",), ("core_attn", "layernorm")],
     "optim.min_lr": [1e-4],
     "data.split": ["80,10,10"],

@@ -118,6 +118,8 @@ def test_ranks_that_share_a_gpu_are_summed_there(monkeypatch: pytest.MonkeyPatch
         ("transformer_engine", "cpu", "it captures on cuda, and this run is on cpu; set it to emulated or none"),
         ("emulated", "cuda", "it captures on cpu, and this run is on cuda; set it to local or none"),
         ("local", "cuda", ""),
+        ("full_iteration", "cuda", ""),
+        ("full_iteration", "cpu", ""),
         (
             "transformer_engine",
             "cuda",

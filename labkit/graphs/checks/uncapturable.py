@@ -163,5 +163,5 @@ def refuse_records(module: nn.Module) -> None:
         if router.record is not None or router.replay is not None:
             raise GraphCaptureError(
                 f"{router.name}: Python records and repeats a router's choices, and a CUDA graph does not run Python: "
-                "take moe_router out of graph.cuda_graph_scope, or leave out the record"
+                "take moe_router out of graph.cuda_graph_modules, or leave out the record"
             )

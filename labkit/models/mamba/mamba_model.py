@@ -32,7 +32,7 @@ class Part(NamedTuple):
     name: str
     """Of the module in its layer: the parameters are `layers.3.<name>. ...`."""
     scope: str
-    """Its word in `graph.cuda_graph_scope`."""
+    """Its word in `graph.cuda_graph_modules`."""
     make: Callable[[str, Build], nn.Module]
     """(name in the whole model, build) -> the module, with its norm inside."""
     run: Callable[[Any, Tensor, Rotary | None], Tensor]
@@ -69,7 +69,7 @@ class SinglePartLayer(nn.Module):
 
     @property
     def graph_scope(self) -> str:
-        """The word of `graph.cuda_graph_scope` that captures this layer."""
+        """The word of `graph.cuda_graph_modules` that captures this layer."""
         return self.kind.scope
 
     def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:

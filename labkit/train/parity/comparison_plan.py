@@ -207,8 +207,11 @@ def _graphs(config: RunConfig, dtype: str) -> str:
         )
     holds_router = not captures_layers(graph) or layer_scope(graph, has_experts=True).router
     if dtype == "float32" and config.moe.num_experts and holds_router:
+        named = f"graph.cuda_graph_modules = {graph.cuda_graph_modules}"
+        if graph.cuda_graph_impl == "full_iteration":
+            named = "graph.cuda_graph_impl = 'full_iteration'"
         return (
-            f"graph.cuda_graph_scope = {graph.cuda_graph_scope}: in float32 layouts replay the choice of experts of "
+            f"{named}: in float32 layouts replay the choice of experts of "
             "one process, and a graph that holds the router would make the choice of its capture for ever; compare in "
             "float64, or capture attn alone"
         )

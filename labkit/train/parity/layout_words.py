@@ -75,6 +75,6 @@ def _gradients(optim: OptimConfig) -> list[str]:
 
 
 def _graphs(graph: GraphConfig) -> list[str]:
-    if graph.cuda_graph_impl == "none":
-        return []
-    return [f"{graph.cuda_graph_impl} graphs {'+'.join(graph.cuda_graph_scope) or 'of layers'}"]
+    if graph.cuda_graph_impl in ("none", "full_iteration"):
+        return [] if graph.cuda_graph_impl == "none" else ["graphs full_iteration"]
+    return [f"{graph.cuda_graph_impl} graphs {'+'.join(graph.cuda_graph_modules) or 'of layers'}"]
