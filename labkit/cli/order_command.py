@@ -6,6 +6,7 @@ Numbers are those of the simulator at unit costs: F, I and W take 1, B takes 2, 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -56,6 +57,7 @@ def execute(arguments: Arguments) -> int:
         raise
     written = _write(timeline, arguments)  # before any text, so that a failure to write comes alone
     if options["rank"] is not None:
+        print(f"rank {options['rank']}, {_legend(schedule)}", file=sys.stderr)  # stdout has the list alone, to paste
         print(_list(schedule.order(options["rank"])))
     else:
         print("\n".join([*lines, *_text(timeline, _warm_ups(options, schedule)), *written]))
@@ -182,8 +184,9 @@ def _read(arguments: Arguments) -> Schedule:
 
 
 def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
-    """One line per transport. If one refuses, raises CommandFailedError with every verdict, refusals first."""
-    asked = options["transport"] or ("batched",)
+    """One line per transport, and the choice of a run. If one refuses, raises CommandFailedError with every verdict,
+    refusals first."""
+    asked = options["transport"] or ("posted",)
     verify(schedule, "posted")  # a schedule that it refuses runs over no transport
     runs, refused = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
@@ -198,7 +201,7 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
         interleaving_rules(schedule)
     except ScheduleError as error:
         runs.append(f"in Megatron: no, {error}")
-    return [*runs, ""]
+    return [*runs, _TRANSPORT_OF_A_RUN, ""]
 
 
 def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
@@ -234,15 +237,20 @@ def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
             f"more than {MOST_SHOWN:,} actions: --rank R prints one rank's order, --csv FILE writes all rows",
         ]
     orders = [schedule.order(rank) for rank in range(schedule.pp)]
-    halves = "" if (schedule.kinds != KINDS.index("W")).all() else ", -c - 0.5 its weight gradient"
     return [
         *lines,
-        f"order: c is a forward of model chunk c (counted from 1), -c its backward{halves}",
+        _legend(schedule),
         *_rows([_order_words(order, warm_ups[r] if warm_ups else 0) for r, order in enumerate(orders)]),
         "",
-        "actions: stage, direction, microbatch, counted from 0",
+        "actions: stage, direction, microbatch; all counted from 0, as ranks and positions are",
         *_rows([[str(action) for action in schedule.actions(rank)] for rank in range(schedule.pp)]),
     ]
+
+
+def _legend(schedule: Schedule) -> str:
+    """The meaning of the numbers of an order."""
+    halves = "" if (schedule.kinds != KINDS.index("W")).all() else ", -c - 0.5 its weight gradient"
+    return f"order: c is a forward of model chunk c (counted from 1), -c its backward{halves}"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:
@@ -329,6 +337,9 @@ _FILES: dict[str, Callable[[Timeline, Path], None] | None] = {
     "verify": None,
 }
 """Option that names a file -> function that writes it; None for --verify, which is read."""
+_TRANSPORT_OF_A_RUN = (
+    "training uses posted transfers; schedule.batch_p2p_comm = true makes them batched, false even_odd"
+)
 _EXAMPLES = {"pp": 4, "microbatches": 8}
 """Sizes that every schedule needs, with an example."""
 _SPLIT = ("zero_bubble_h1", "zbv", "dualpipe_v")
@@ -355,12 +366,16 @@ COMMAND = Command(
             False,
             aliases=("schedule.all_warmup",),
         ),
-        Option("rank", "int", "only the order of this rank, as one list"),
+        Option("rank", "int", "only the order of this rank, as one list (its legend goes to stderr)"),
         Option("plot", "str", "draw timeline and memory into this file (png, svg, pdf)"),
         Option("trace", "str", "write a trace for ui.perfetto.dev into this file (json)"),
         Option("csv", "str", "write the schedule into this file, one row a rank"),
         Option("verify", "str", "check the schedule in this file (CSV, or as `str(schedule)` prints it)"),
-        Option("transport", "tuple[str, ...]", f"check over these: {', '.join(TRANSPORTS)}, or all; batched if none"),
+        Option(
+            "transport",
+            "tuple[str, ...]",
+            f"check over these: {', '.join(TRANSPORTS)}, or all; posted, as training, if none",
+        ),
     ),
     execute=execute,
     example="labkit order --pp 4 --vpp 2 --microbatches 8",

@@ -260,7 +260,7 @@ class Schedule:
         The cells give the numbers of stages and microbatches. Raises ScheduleError for a cell that is no action, with
         rank, position and text, and for a line that is not the next rank's.
         """
-        lines = [line.strip() for line in text.strip().splitlines()]
+        lines = [line.strip() for line in _lines(text.strip())]
         name = "text" if not lines or RANK_LINE.match(lines[0]) else lines.pop(0)
         rows = []
         for rank, line in enumerate(lines):
@@ -281,17 +281,18 @@ class Schedule:
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
         """Read `to_csv`'s form. The cells give the numbers of stages and microbatches.
 
-        Raises ScheduleError with row, column and text of the first cell that is no action.
+        Raises ScheduleError with rank, position (counted from 0, as in every error) and text of the first cell that is
+        no action.
         """
-        lines = text.strip("\r\n").splitlines()
+        lines = _lines(text.strip("\r\n"))
         if not any(line.strip() for line in lines):
             raise ScheduleError("the text has no rows: write one line per rank, such as 0F0,0F1,0B0,0B1")
         rows = []
-        for row, line in enumerate(lines, start=1):
+        for rank, line in enumerate(lines):
             if not line.strip():
-                raise ScheduleError(f"row {row} is empty: every rank needs its line of actions")
-            cells = enumerate(line.split(","), start=1)
-            rows.append([_parse_cell(cell, f"row {row}, column {column}", _SEPARATORS) for column, cell in cells])
+                raise ScheduleError(f"rank {rank} has an empty line: every rank needs its line of actions")
+            places = ((f"rank {rank}, position {position}", cell) for position, cell in enumerate(line.split(",")))
+            rows.append([_parse_cell(cell, where, _SEPARATORS) for where, cell in places])
         return cls(name, *_counted(rows), rows)
 
 
@@ -315,8 +316,13 @@ def read_schedule(path: str | Path) -> Schedule:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text: save it as CSV UTF-8") from None
-    is_text = any(RANK_LINE.match(line.strip()) for line in text.splitlines())
+    is_text = any(RANK_LINE.match(line.strip()) for line in _lines(text))
     return Schedule.from_text(text) if is_text else Schedule.from_csv(text, name=path.stem)
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a file; `splitlines` would also end one at U+2028 or a form feed, inside a name."""
+    return re.split(r"\r\n?|\n", text)
 
 
 def _signed_chunks(schedule: Schedule) -> np.ndarray:

@@ -29,20 +29,21 @@ class LiveFigure:
         import ipywidgets as widgets
 
         self.picture = widgets.Image(value=figure.png, format="png")
-        self.words = widgets.HTML(value=_spoken(figure.sentence))
+        self._spoken = _spoken(figure.sentence)
+        self.words = widgets.HTML(value=self._spoken)
 
     @property
     def parts(self) -> tuple[Any, Any]:
-        """Words, then picture: a reader sees a reason at the same place as the picture that it replaces."""
-        return self.words, self.picture
+        """Picture, then words: a reason is beneath the picture, which is the last one that could be drawn."""
+        return self.picture, self.words
 
     def show(self, figure: Figure | None, reasons: Sequence[str] = ()) -> None:
-        """Show a figure, below the reasons for what it leaves out; without a figure the reasons alone."""
-        self.words.value = "<br>".join(f"<b>{html.escape(reason)}</b>" for reason in reasons)
-        self.picture.layout.visibility = "visible" if figure else "hidden"
+        """Show a figure, with the reasons for what it leaves out beneath; without a figure the last one stays."""
         if figure:
-            self.picture.value = figure.png
-            self.words.value += _spoken(figure.sentence)
+            self.picture.value, self._spoken = figure.png, _spoken(figure.sentence)
+        else:
+            reasons = [*reasons, "The picture above is that of the last settings that fit."]
+        self.words.value = "<br>".join(f"<b>{html.escape(reason)}</b>" for reason in reasons) + self._spoken
 
     def try_to_show(self, draw: Callable[[], Figure]) -> None:
         """Show the figure that `draw` returns, or the reason of its ValueError."""

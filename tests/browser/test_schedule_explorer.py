@@ -144,7 +144,7 @@ def _redrawn(page: Any, before: str | None) -> None:
     page.wait_for_function("src => document.querySelector('.jp-OutputArea img').src !== src", arg=before)
 
 
-def test_a_slider_redraws_and_a_refusal_takes_the_place_of_the_picture(page: Any) -> None:
+def test_a_slider_redraws_and_a_refusal_is_beneath_the_last_picture(page: Any) -> None:
     picture = page.locator(".jp-OutputArea img")
     # (p - 1)/(m + p - 1): 3/11, then 3/12 for one microbatch more
     _says(page, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight, 33 units of time")
@@ -156,17 +156,17 @@ def test_a_slider_redraws_and_a_refusal_takes_the_place_of_the_picture(page: Any
 
     # interleaving needs groups of at least p microbatches, the last one too: 9 are refused, and groups of 1
     page.locator(".widget-dropdown select").select_option("interleaved")
-    page.locator(".widget-html b").wait_for()
-    picture.wait_for(state="hidden")
+    kept = picture.get_attribute("src")
+    page.locator(".widget-html b").first.wait_for()
+    assert picture.is_visible() and picture.get_attribute("src") == kept
+    assert page.locator(".widget-html b").first.bounding_box()["y"] > picture.bounding_box()["y"]
     _screenshot(page, "refused")
     _slider(page, "microbatches").press("ArrowLeft")
     _says(page, "interleaved 1F1B, 8 stages, 8 microbatches: bubble 15.8%, peak 5.5 in flight, 28.5 units of time")
-    picture.wait_for(state="visible")
     _slider(page, "group_size").press("ArrowRight")
     page.locator(".widget-html b", has_text="group size is 1").wait_for()
-    picture.wait_for(state="hidden")
     _slider(page, "group_size").press("ArrowLeft")
-    picture.wait_for(state="visible")
+    page.locator(".widget-html b").first.wait_for(state="detached")
     _screenshot(page, "interleaved")
 
 
@@ -219,9 +219,9 @@ def test_a_layout_that_folding_alone_allows_is_refused_without_it(lab: str, page
     _screenshot(page, "folding")
     page.get_by_label("folded").uncheck()
     page.locator(".widget-html b", has_text="ep 4 does not divide dp 2").wait_for()
-    picture.wait_for(state="hidden")
+    assert picture.is_visible()
     page.get_by_label("folded").check()
-    picture.wait_for(state="visible")
+    page.locator(".widget-html b").first.wait_for(state="detached")
 
 
 @pytest.mark.parametrize("lab", [POOL], indirect=True)

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from labkit.cli import main
+from labkit.config import presets
 from labkit.schedules import Schedule, interleaved, one_f_one_b, simulate, zero_bubble_h1
+from labkit.train.preflight import transport_of
 
 RANK_0 = "1 1 1 1 2 2 2 2 1 1 | 1 -2 1 -2 2 -2 2 -2 2 -1 2 -1 | -1 -1 -2 -2 -2 -2 -1 -1 -1 -1"
 """Rank 0 of pp 4, vpp 2, 8 microbatches in groups of 4: the golden row of the sources."""
+LEGEND = "order: c is a forward of model chunk c (counted from 1), -c its backward"
 SIZES = ("--pp", "4", "--vpp", "2", "--microbatches", "8")
 
 
@@ -24,6 +27,12 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
+
+
+def row_of(capsys: pytest.CaptureFixture[str], rank: str, *words: str) -> tuple[str, str]:
+    """The list that `--rank` prints, and its legend, which is no part of it."""
+    assert main(["order", *words, "--rank", rank]) == 0
+    return capsys.readouterr()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -52,24 +61,25 @@ def test_the_order_table_of_the_sources(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_one_rank_is_one_list_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
-    line = told(capsys, *SIZES, "--rank", "0")
-    assert line.count("\n") == 1
+    line, legend = row_of(capsys, "0", *SIZES)
+    assert line.count("\n") == 1 and legend == f"rank 0, {LEGEND}\n"
     assert json.loads(line) == [int(word) for word in RANK_0.split() if word != "|"]
-    split = told(capsys, "--pp", "4", "--microbatches", "8", "--name", "zero_bubble_h1", "--rank", "1")
+    split, legend = row_of(capsys, "1", "--pp", "4", "--microbatches", "8", "--name", "zero_bubble_h1")
     assert json.loads(split) == zero_bubble_h1(4, 8).order(1)
-    assert -1.5 in json.loads(split)
+    assert -1.5 in json.loads(split) and legend == f"rank 1, {LEGEND}, -c - 0.5 its weight gradient\n"
+    assert f"\n{LEGEND}\n" in told(capsys, *SIZES)
 
 
 def test_group_size_changes_the_order(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--pp", "2", "--vpp", "2", "--microbatches", "8", "--rank", "0")
-    by_default = json.loads(told(capsys, *words))
-    wider = json.loads(told(capsys, *words, "--microbatch_group_size_per_vp_stage", "4"))
+    words = ("--pp", "2", "--vpp", "2", "--microbatches", "8")
+    by_default = json.loads(row_of(capsys, "0", *words)[0])
+    wider = json.loads(row_of(capsys, "0", *words, "--microbatch_group_size_per_vp_stage", "4")[0])
     assert (by_default[:3], wider[:5]) == ([1, 1, 2], [1, 1, 1, 1, 2])
 
 
 def test_all_warmup_runs_every_forward_first(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--pp", "2", "--vpp", "2", "--microbatches", "2", "--schedule.all_warmup")
-    assert json.loads(told(capsys, *words, "--rank", "1")) == [1, 1, 2, 2, -2, -2, -1, -1]
+    assert json.loads(row_of(capsys, "1", *words)[0]) == [1, 1, 2, 2, -2, -2, -1, -1]
     assert "  rank 1   1 3      4         4                4                3\n" in told(capsys, *words)
 
 
@@ -98,7 +108,16 @@ def test_files_are_written_and_named(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_a_schedule_as_text_is_verified_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(str(one_f_one_b(2, 3)))
-    assert told(capsys, "--verify", str(file)).startswith("batched: yes, it runs\n\n1F1B: 2 ranks, 2 stages")
+    for words, verdicts in (((), ["posted"]), (("--transport", "batched"), ["batched"])):
+        lines = told(capsys, "--verify", str(file), *words).splitlines()
+        assert lines[: len(verdicts)] == [f"{transport}: yes, it runs" for transport in verdicts]
+        assert lines[len(verdicts)].startswith("training uses posted transfers; schedule.batch_p2p_comm = true")
+        assert lines[len(verdicts) + 1 :][:2] == ["", "1F1B: 2 ranks, 2 stages, 3 microbatches, 12 actions"]
+
+
+def test_the_transport_that_is_verified_is_that_of_a_run() -> None:
+    for value, transport in ((None, "posted"), (True, "batched"), (False, "even_odd")):
+        assert transport_of(presets.tiny().override({"pp": 2, "batch_p2p_comm": value})) == transport
 
 
 def test_a_deadlock_is_refused_with_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -175,9 +194,9 @@ def test_mistakes_are_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("0F0,zero,0B0", "row 1, column 2: 'zero' is no action"),
+        ("0F0,zero,0B0", "rank 0, position 1: 'zero' is no action"),
         ("", "the text has no rows"),
-        ("0F0,0B0\n\n1F0,1B0", "row 2 is empty"),
+        ("0F0,0B0\n\n1F0,1B0", "rank 1 has an empty line"),
         ("0F0\n1F0,1B0", "0B0 is missing"),
         ("\x00\xff\n", "not UTF-8 text: save it as CSV UTF-8"),
         ("0F0,0B99999999999", "'0B99999999999' is no action"),

@@ -511,8 +511,14 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["parity", "--preset", "tiny", "--drop", "operation=allreduce"], 'did you mean "all_reduce"?'),
     (["parity", "--preset", "tiny", "--drop", "operation=all_reduce,group=tpp"], 'did you mean "tp"?'),
     (["parity", "--preset", "tiny", "--drop", "phase=forwards"], 'did you mean "forward"?'),
-    (["train", "--preset", "tiny", "--schedule.path", "/etc/hostname"], "schedule.path = '/etc/hostname': row 1"),
-    (["parity", "--preset", "tiny", "--schedule.path", "/etc/hostname"], "schedule.path = '/etc/hostname': row 1"),
+    (
+        ["train", "--preset", "tiny", "--schedule.path", "/etc/hostname"],
+        "schedule.path = '/etc/hostname': rank 0, position 0",
+    ),
+    (
+        ["parity", "--preset", "tiny", "--schedule.path", "/etc/hostname"],
+        "schedule.path = '/etc/hostname': rank 0, position 0",
+    ),
     (["train", "--preset", "tiny", "--schedule.path", TWO_BY_TWO, "--pp", "2"], "2 microbatches, the run has 16"),
     (
         ["train", "--preset", "tiny", "--schedule.path", TWO_BY_TWO, "--global-batch-size", "2"],

@@ -34,18 +34,19 @@ def test_csv_round_trip(builder, pp, microbatches):
 @pytest.mark.parametrize(
     ("text", "needle"),
     [
-        ("0F0,0B0\n1F0,1G0\n", "row 2, column 2: '1G0'"),
-        ("0F0,,0B0", "row 1, column 2 is blank"),
-        ("0F0,0B0\n\n1F0,1B0", "row 2 is empty"),
+        ("0F0,0B0\n1F0,1G0\n", "rank 1, position 1: '1G0'"),
+        ("0F0,,0B0", "rank 0, position 1 is blank"),
+        ("0F0,0B0\n\n1F0,1B0", "rank 1 has an empty line"),
         ("  \n", "no rows"),
-        ("rank,0F0", "row 1, column 1: 'rank'"),
-        ("0F-1", "row 1, column 1: '0F-1'"),
-        ("0F0 0B0", "row 1, column 1.*; separate actions by commas"),
-        ("0F0;0B0", "row 1, column 1: '0F0;0B0' is no action.*; separate actions by commas, without quotes"),
-        ("0F0\t0B0", "row 1, column 1.*; separate actions by commas"),
-        ('"0F0","0B0"', "row 1, column 1.*; separate actions by commas, without quotes"),
-        ("\u0660F0,0B0", "row 1, column 1: '\u0660F0' is no action"),  # a digit, and no number of ours
-        ("0F0" * 1000, "row 1, column 1: '(0F0){13}0' is no action"),
+        ("rank,0F0", "rank 0, position 0: 'rank'"),
+        ("0F-1", "rank 0, position 0: '0F-1'"),
+        ("0F0,0B0\u20281F0,1B0", "rank 0, position 1"),  # which ends no line of a file
+        ("0F0 0B0", "rank 0, position 0.*; separate actions by commas"),
+        ("0F0;0B0", "rank 0, position 0: '0F0;0B0' is no action.*; separate actions by commas, without quotes"),
+        ("0F0\t0B0", "rank 0, position 0.*; separate actions by commas"),
+        ('"0F0","0B0"', "rank 0, position 0.*; separate actions by commas, without quotes"),
+        ("\u0660F0,0B0", "rank 0, position 0: '\u0660F0' is no action"),  # a digit, and no number of ours
+        ("0F0" * 1000, "rank 0, position 0: '(0F0){13}0' is no action"),
         (
             "0F0,0B0\n1F0,1B999999999",
             "1B999999999 makes 2 stages x 1000000000 microbatches of 4 actions: is it mistyped",

@@ -119,7 +119,7 @@ def test_a_live_notebook_gets_a_player(monkeypatch):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert repr(explore_pool(SMALL)) == repr(pool_frames(SMALL))
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter")
-    controls, words, picture = explore_pool(SMALL).children
+    controls, picture, words = explore_pool(SMALL).children
     _, slider = controls.children
     assert slider.max == 3
     before = picture.value

@@ -140,7 +140,7 @@ def test_the_skew_slider_redraws_only_where_somebody_sits(monkeypatch):
     figure = explore_skew(rows_at, chosen=1.0, largest=2.0)
     assert "1.50 at skew 1, 2.00 at skew 2; at skew 1 the ranks compute for 67%" in figure.sentence
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
-    slider, words, picture = explore_skew(rows_at, chosen=1.0, largest=2.0).children
+    slider, picture, words = explore_skew(rows_at, chosen=1.0, largest=2.0).children
     before = picture.value
     assert figure.sentence in words.value
     slider.value = 2.0

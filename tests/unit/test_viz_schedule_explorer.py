@@ -34,7 +34,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 
 def controls(box: Any) -> tuple[Any, Any, dict[str, Any]]:
     """(words, picture, control by description) of the explorer."""
-    words, picture, rows = box.children
+    picture, words, rows = box.children
     return words, picture, {control.description: control for column in rows.children for control in column.children}
 
 
@@ -74,12 +74,17 @@ def test_several_stages_a_rank_share_the_same_work(limits: list[tuple[float, flo
 
 
 @pytest.mark.usefixtures("live")
-def test_a_refusal_takes_the_place_of_the_picture() -> None:
+def test_a_refusal_leaves_the_last_picture() -> None:
     words, picture, inputs = controls(explore_schedule(builder="1f1b", pp=4, microbatches=4))
+    inputs["microbatches"].value = 5
+    kept, spoken = picture.value, words.value
     inputs["builder"].value = "dualpipe_v"  # which needs 2p microbatches
-    assert words.value.startswith("<b>") and "8" in words.value and picture.layout.visibility == "hidden"
+    assert words.value.startswith("<b>") and "8" in words.value and "last settings that fit" in words.value
+    assert picture.value == kept and picture.layout.visibility in (None, "visible") and words.value.endswith(spoken)
+    inputs["fit axes"].click()
+    assert words.value.startswith("<b>") and picture.value == kept
     inputs["microbatches"].value = 8
-    assert not words.value.startswith("<b>") and picture.layout.visibility == "visible"
+    assert not words.value.startswith("<b>") and picture.value != kept
 
 
 @pytest.mark.usefixtures("live")

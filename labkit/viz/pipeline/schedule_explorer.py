@@ -64,7 +64,7 @@ def explore_schedule(
     message: time of a message between two ranks.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. The axes stay while the
-    controls move. If the builder refuses a setting, its sentence takes the place of the picture.
+    controls move. If the builder refuses a setting, its sentence is beneath the picture of the last setting that fit.
     """
     setting = {
         "builder": builder, "pp": pp, "vpp": vpp, "microbatches": microbatches, "group_size": group_size,
