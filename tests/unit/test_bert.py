@@ -305,10 +305,11 @@ def test_parts_of_the_loss_are_those_that_are_reported() -> None:
 
 
 def test_the_papers_rows_are_as_section_4_trains_them() -> None:
-    for name in ("table4_336m", "table4_1_3b", "table4_3_9b"):
+    for name in ("table4_336m", "table4_1_3b", "table4_3_9b", "figure7_752m"):
         config = presets.get(name)
         assert config.problems() == [] and config.model.hidden // config.model.heads == 64
         assert (config.optim.precision, config.optim.loss_scale, config.optim.lr) == ("fp16", None, 1e-4)
+        assert config.data.split == "97,3,0"  # section 5.3: perplexity on a 3% held-out set; it reports no test set
         assert (config.optim.warmup_steps, config.train.steps, config.train.global_batch_size) == (
             10_000,
             2_000_000,

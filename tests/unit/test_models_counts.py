@@ -105,6 +105,17 @@ def test_the_papers_models_have_their_size(name: str, billions: float, places: i
     assert round(counts.model_parameters(presets.get(name).model) / 1e9, places) == billions
 
 
+def test_one_shape_makes_the_752_million_of_figure_7() -> None:
+    """Dozens of layers, heads of 64 features, vocabulary padded as the preset does."""
+    bert = replace(presets.get("figure7_752m").model, vocab_size=30592)
+    shapes = [(layers, 64 * heads) for layers in (12, 24, 36, 48) for heads in range(8, 41)]
+    millions = {
+        (layers, hidden): counts.model_parameters(replace(bert, layers=layers, hidden=hidden, heads=hidden // 64)) / 1e6
+        for layers, hidden in shapes
+    }
+    assert [shape for shape, count in millions.items() if round(count) == 752] == [(bert.layers, bert.hidden)]
+
+
 @pytest.mark.parametrize("name", presets.names())
 def test_parameters_of_every_preset(name: str) -> None:
     """One layer and both ends are built for real; the rest are more layers of the same kind."""
