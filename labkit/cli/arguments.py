@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.cli.output import folded, room
 from labkit.config import ConfigError, RunConfig, fields
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import BadValueError, FieldSpec
@@ -23,7 +24,7 @@ class Option(FieldSpec):
     """One option of a command. Names have dashes, aliases underscores; either is accepted for both."""
 
     pairs: bool = False
-    """Takes two words, a name and a value, and may be repeated."""
+    """Takes two words, a name and a value, or both as NAME=VALUE, and may be repeated."""
 
     @property
     def key(self) -> str:
@@ -106,13 +107,18 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
                 rest.pop(0)  # the value of the unknown option
             continue
         pairs = option is not None and option.pairs
-        taken = [text] if equals else _take(rest, 2 if pairs else 1, is_bool=spec.kind == "bool", words=command.words)
-        if not taken:
-            problems.append(f"--{written}: needs {'a name and a value' if pairs else 'a value'} after it")
+        if pairs and not equals and rest and "=" in rest[0] and not rest[0].startswith("--"):
+            equals, text = "=", rest.pop(0)
+        taken = [text] if equals else _take(rest, 1 + pairs, is_bool=spec.kind == "bool", words=command.words)
+        if pairs and equals:
+            taken = text.split("=", 1)
+        if len(taken) <= pairs:
+            needed = "a name and a value, as in -p steps 5 or -p 10:steps=5" if pairs else "a value after it"
+            problems.append(f"--{written}: needs {needed}")
         elif option is None:
             entries.append(Entry(f"--{written}", spec.dotted, taken[0]))
         elif pairs:
-            name, value = taken[0], "".join(taken[1:])
+            name, value = taken
             values[option.key].append((name, value))
             problems += given.add(f"-{option.name[0]} {name}", value, shown(value))
         else:
@@ -181,22 +187,25 @@ def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:
 
 
 def help_text(command: Command) -> str:
-    """`labkit COMMAND --help`: every option, and every field with its text."""
+    """`labkit COMMAND --help`: every option, and every field with its text. Lines fit the terminal, or 80 columns."""
+    width = min(118, room() or 80)
     words = f" {command.words}" if command.words else ""
-    lines = [f"usage: labkit {command.name}{words} [options]", "", *textwrap.wrap(command.summary, 118), "", "options:"]
+    lines = [f"usage: labkit {command.name}{words} [options]", "", *textwrap.wrap(command.summary, width)]
+    lines += ["", "options:"]
     for option in command.all_options:
-        lines += _row(option, "-p, " if option.pairs else "")
+        lines += _row(option, width, "-p, " if option.pairs else "")
     for section, cls in SECTIONS.items() if command.configurable else ():
-        lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", 118)]
+        lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", width)]
         for spec in (spec for spec in SPECS.values() if spec.section == section):
-            lines += _row(spec)
-    return "\n".join([*lines, "", f"example: {command.example}"])
+            lines += _row(spec, width)
+    return "\n".join([*lines, "", *folded(command.example, "example: ", width)])
 
 
-def _row(spec: FieldSpec, short: str = "") -> list[str]:
+def _row(spec: FieldSpec, width: int, short: str = "") -> list[str]:
     """`  --option INT   its text`, the text on lines of its own behind a long option."""
     values = {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}
     value = " NAME VALUE" if short else values.get(spec.kind, f" {spec.kind.upper()}")
-    word = f"{short}--{spec.dotted}{value}"
-    lines = textwrap.wrap(spec.help, 118, initial_indent=" " * 26, subsequent_indent=" " * 26, break_on_hyphens=False)
-    return [f"  {word:<23} {lines[0].strip()}", *lines[1:]] if len(word) < 24 else [f"  {word}", *lines]
+    word = f"  {short}--{spec.dotted}{value}"
+    if len(word) < 26:
+        return folded(spec.help, f"{word:<26}", width)
+    return [word, *folded(spec.help, " " * 26, width)]

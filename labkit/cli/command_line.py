@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from labkit.cli.arguments import Command, help_text, read
-from labkit.cli.output import readers_may_leave
+from labkit.cli.output import readers_may_leave, show
 from labkit.config import ConfigError
 from labkit.config.errors import nearest, shown
 
@@ -112,9 +112,9 @@ def _say(message: str, code: int, *, may_be_everybodys: bool = False) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if may_be_everybodys and os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(SILENCE)
-        print(f"rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
+        show(f"rank {os.environ.get('RANK', '?')}: {message}", stream=sys.stderr)
         os._exit(code)  # an orderly end would wait for ranks that wait for this one
-    print(message, file=sys.stderr, flush=True)
+    show(message, stream=sys.stderr)
     return code
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
+from labkit.cli.output import show
 from labkit.config.errors import nearest, shown
 
 
@@ -54,7 +55,7 @@ def _prepare(arguments: Arguments, words: Sequence[str]) -> int:
     with _bar(inputs, "tokenising") as advance, _sigterm_interrupts():
         done = prepare(inputs, prefix, recipe, workers=workers, overwrite=options["overwrite"], progress=advance)
     empty = f", {done.empty} without a token left out" if done.empty else ""
-    print(f"{prefix}: {done.documents} documents, {done.tokens} tokens{empty}")
+    show(f"{prefix}: {done.documents} documents, {done.tokens} tokens{empty}")
     print(f"train on it by --data.path {prefix}")
     return 0
 
@@ -69,13 +70,13 @@ def _clean(arguments: Arguments, words: Sequence[str]) -> int:
     rules = Rules(**{name: options[name] for name in names})
     with _bar(inputs, "cleaning") as advance, _sigterm_interrupts():
         done = clean(inputs, target, rules, tests=options["tests"], overwrite=options["overwrite"], progress=advance)
-    print(
+    show(
         f"{target}: {done.kept} of {done.read} documents kept; {done.short} short, {done.evaluation} of the test sets, "
         f"{done.duplicates} near-duplicates"
     )
     if options["tests"]:
         share = done.overlapping / max(1, done.test_ngrams)
-        print(
+        show(
             f"{OVERLAP}-grams of the test sets in kept documents: "
             f"{done.overlapping} of {done.test_ngrams} ({share:.1%})"
         )
@@ -89,7 +90,7 @@ def _show(_arguments: Arguments, words: Sequence[str]) -> int:
     for prefix in words:
         data = IndexedDataset(prefix)
         longest = int(data.sequence_lengths.max()) if len(data) else 0
-        print(
+        show(
             f"{prefix}: {data.num_documents} documents, {len(data)} sequences of at most {longest} tokens, "
             f"{data.num_tokens} tokens of {data.dtype.name}"
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from dataclasses import asdict
 
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.output import show
 
 _MARKS = {"good": "ok", "note": "note", "bad": "BAD"}
 
@@ -23,8 +23,7 @@ def execute(arguments: Arguments) -> int:
         width = max(len(finding.topic) for finding in findings)
         for finding in findings:
             text = finding.text + (f"; {finding.advice}" if finding.advice else "")
-            head = f"{_MARKS[finding.level]:<5} {finding.topic:<{width}}  "
-            print(textwrap.fill(text, 118, initial_indent=head, subsequent_indent=" " * len(head)))
+            show(text, f"{_MARKS[finding.level]:<5} {finding.topic:<{width}}  ")
     return 1 if any(finding.level == "bad" for finding in findings) else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.output import folded, room, show
 from labkit.config import ParallelConfig
 from labkit.config.rules import layout_problems
 
@@ -49,7 +49,7 @@ def execute(arguments: Arguments) -> int:
         print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": groups}))
     else:
         lines = _world_lines(plan, world_size) if rank is None else _rank_lines(plan, rank)
-        print("\n".join([*_head(parallel, world_size), "", *lines]))
+        show("\n".join([*_head(parallel, world_size), "", *lines]))
     return 0
 
 
@@ -80,8 +80,8 @@ def _rank_lines(plan: dict[str, Sequence[int]], rank: int) -> list[str]:
     width = max(map(len, plan))
     lines = [f"groups of rank {rank}", ""]
     for kind, members in plan.items():
-        words = f"{_group(members)}{_runs_words(members)}" if members else "none"
-        lines.append(f"  {kind:<{width}}  {words}")
+        words = [f"{_group(members)}{_runs_words(members)}" if members else "none"]
+        lines += _listed(f"  {kind:<{width}}  ", words)
     return lines
 
 
@@ -119,13 +119,21 @@ def _world_lines(plan: dict[str, np.ndarray], world_size: int) -> list[str]:
     lines = [f"  {'kind':<{width}}  groups of size", ""]
     for kind, groups in plan.items():
         shown = groups if world_size <= FULLY_SHOWN_RANKS else groups[:4]
-        words = [_group(group).replace(" ", "\u00a0") for group in shown]
         left = len(groups) - len(shown)
-        words += [f"... {left:,} more".replace(" ", "\u00a0")] if left else []
-        head = f"  {kind:<{width}}  {len(groups):>6} x {len(groups[0]):<5}  "
-        body = textwrap.wrap(" ".join(words), 118 - len(head), break_long_words=False, break_on_hyphens=False)
-        lines += [(head if i == 0 else " " * len(head)) + line.replace("\u00a0", " ") for i, line in enumerate(body)]
+        words = [*map(_group, shown), *([f"... {left:,} more"] if left else [])]
+        lines += _listed(f"  {kind:<{width}}  {len(groups):>6} x {len(groups[0]):<5}  ", words)
     return lines
+
+
+def _listed(head: str, words: Sequence[str]) -> list[str]:
+    """`head` and `words`. A terminal's line ends between two words; if one word is longer, each begins a line."""
+    wide = room()
+    if wide and any(len(head + word) > wide for word in words):
+        return [
+            line for i, word in enumerate(words) for line in folded(word, head if i == 0 else " " * len(head), wide)
+        ]
+    held = " ".join(word.replace(" ", "\u00a0") for word in words)
+    return [line.replace("\u00a0", " ") for line in folded(held, head, wide)]
 
 
 def _group(ranks: Sequence[int] | np.ndarray) -> str:

@@ -1,17 +1,84 @@
-"""stdout and stderr of a command whose reader may leave, as `head` does in `labkit train ... | head -1`.
+"""stdout and stderr of a command: lines that fit the terminal, and readers that may leave.
 
-The command goes on without printing, and ends with the same exit code as with a reader. So a run that writes files is
-not lost, and `parity` still answers by its exit code. Any other failure to write, such as a full disk, is raised once.
+On a terminal a long line is broken at blanks, so that no number and no word is cut; `table` breaks inside its cells. A
+file or pipe gets whole lines, which are the same whatever the width of a terminal.
+
+A reader may leave, as `head` does in `labkit train ... | head -1`. The command goes on without printing, and ends with
+the same exit code as with a reader. So a run that writes files is not lost, and `parity` still answers by its exit
+code. Any other failure to write, such as a full disk, is raised once.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TextIO
+
+_GAP = "  "
+"""Between columns of a table."""
+
+
+def room(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal at `stream` (stdout by default), 80 if it does not tell; None for a file or pipe."""
+    target: TextIO = stream or sys.stdout
+    return os.get_terminal_size(target.fileno()).columns or 80 if target.isatty() else None
+
+
+def show(text: str, head: str = "", stream: TextIO | None = None) -> None:
+    """Print `text`, as `folded` breaks it for the stream (stdout by default)."""
+    print("\n".join(folded(text, head, room(stream))), file=stream, flush=True)
+
+
+def folded(text: str, head: str = "", width: int | None = None) -> list[str]:
+    """Return `head` and `text` in lines of at most `width` columns, broken at blanks; without a width in whole lines.
+
+    A line goes on below `text`; one without a head below its own first word, after a number such as `1.`. A word
+    longer than the width stays whole.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        start = head or re.match(r" *(?:\d+\. )?", line).group()  # pyright: ignore[reportOptionalMemberAccess]
+        body = line if head else line[len(start) :]
+        indent = " " * len(start if head else start or _GAP)
+        lines += _wrapped(body, width, start, indent) if width else [start + body]
+    return lines
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None) -> list[str]:
+    """Return aligned lines for `rows` of cells, the first of which has the heads; columns in `right` end together.
+
+    If a line is longer than `width`, its widest cells are broken at blanks. If that is not enough, each cell gets a
+    line of its own, after its head.
+    """
+    columns = list(zip(*rows))
+    widths = [max(map(len, column)) for column in columns]
+    least = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns]
+    excess = 0 if width is None else sum(widths) + len(_GAP) * (len(widths) - 1) - width
+    for _ in range(excess):
+        able = [i for i, size in enumerate(widths) if size > least[i]]
+        if not able:
+            pairs = ["\n".join(": ".join(cells) for cells in zip(rows[0], row)) for row in rows[1:]]
+            return folded("\n\n".join(pairs), "", width)
+        widths[max(able, key=widths.__getitem__)] -= 1
+    parts = [[_wrapped(cell, size) for cell, size in zip(row, widths)] for row in rows]
+    widths = [max(len(line) for cell in column for line in cell) for column in zip(*parts)]
+    lines = []
+    for row in parts:
+        for cells in zip_longest(*row, fillvalue=""):
+            sides = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths))]
+            lines.append(_GAP.join(sides).rstrip())
+    return lines
+
+
+def _wrapped(text: str, width: int, head: str = "", indent: str = "") -> list[str]:
+    wrapper = textwrap.TextWrapper(max(1, width), head, indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text) or [head]
 
 
 class _Pipe(io.FileIO):

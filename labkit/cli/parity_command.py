@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.output import room, show, table
 from labkit.cli.train_command import TIMEOUT_HELP, data_problem, device_problems, refusing_arguments, timeout_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
@@ -54,9 +55,9 @@ def execute(arguments: Arguments) -> int:
             fault=fault,
             timeout=options["timeout"],
             device=options["device"],
-            on_row=lambda row: print(f"compared {row.name} ({row.world_size} ranks): {row.verdict}", flush=True),
+            on_row=lambda row: show(f"compared {row.name} ({row.world_size} ranks): {row.verdict}"),
         )
-    print(report)
+    show("\n".join([*table(report.cells(), range(1, 5), room()), report.sentence]))
     return 0 if report.ok else 1
 
 

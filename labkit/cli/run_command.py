@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 from labkit.check.parameters import SIMPLE, Parameter, broken_rules, can_be_written, declared
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.output import show
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import BadValueError, FieldSpec
+from labkit.config.fields import Given
 
 OUTPUT_PARAMETER = "output_dir"
 """A chapter with this parameter writes its files there; it is set to --out unless -p names it."""
@@ -38,9 +40,11 @@ def execute(arguments: Arguments) -> int:
     if options["timeout"] < 1:
         problems.append(f"--timeout {options['timeout']:g}: must be at least 1 second")
     sources, missing = find_chapters(arguments.words, folder)
+    given, bad = by_chapter(options["parameter"], sources, folder)
+    problems += bad
     chapters: list[Chapter] = []
     for source in sources:
-        parameters, bad = check_parameters(source, options["parameter"], out)
+        parameters, bad = check_parameters(source, given[source], out, alone=len(sources) == 1)
         problems += bad
         chapters.append(Chapter(source, out / source.name, parameters))
     arguments.refuse(missing + problems)
@@ -49,7 +53,7 @@ def execute(arguments: Arguments) -> int:
     started = time.time()
     for chapter in chapters:
         written += _run(chapter, options["timeout"], html=options["html"])
-    print("\n".join(summary(out, written, started)))
+    show("\n".join(summary(out, written, started)))
     return 0
 
 
@@ -77,14 +81,41 @@ def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]
             found += [path] if path.is_file() else []
             problems += [] if path.is_file() else [f"{shown(word)}: no such file"]
         else:
-            matches = [p for stem, p in known.items() if stem == word or stem.split("_")[0] == word.zfill(2)]
+            number = word and word.zfill(2)
+            matches = [p for stem, p in known.items() if word == stem or number == stem.split("_")[0]]
             found += matches
             to_come = " (README.md lists those to come)" if word.isdecimal() else ""
             problems += [] if matches else [f"{shown(word)}: no such chapter{to_come}; {listed}{nearest(word, known)}"]
     return list(dict.fromkeys(found)), problems
 
 
-def check_parameters(source: Path, given: list[tuple[str, str]], out: Path) -> tuple[dict[str, Any], list[str]]:
+def by_chapter(
+    given: list[tuple[str, str]], sources: list[Path], folder: Path
+) -> tuple[dict[Path, list[tuple[str, str]]], list[str]]:
+    """The parameters of each chapter, and what is wrong with the chapters that they name.
+
+    `10:steps` is for chapter 10 alone, where it replaces a `steps` for all of them.
+    """
+    values = {source: {name: text for name, text in given if ":" not in name} for source in sources}
+    once = {source: Given() for source in sources}
+    problems: list[str] = []
+    for name, text in dict(given).items():
+        word, colon, parameter = name.rpartition(":")
+        found, missing = find_chapters([word], folder) if colon else ([], [])
+        problems += [f"-p {name}: {rule}" for rule in missing]
+        for source in found:
+            if source not in values:
+                named = ", ".join(path.stem for path in sources) or "none"
+                problems.append(f"-p {name}: {source.stem} is not among the chapters of this command: {named}")
+            else:
+                problems += once[source].add(f"-p {parameter} of {source.stem}", text, f"-p {name}={text}")
+                values[source][parameter] = text
+    return {source: list(pairs.items()) for source, pairs in values.items()}, problems
+
+
+def check_parameters(
+    source: Path, given: list[tuple[str, str]], out: Path, *, alone: bool = True
+) -> tuple[dict[str, Any], list[str]]:
     """Typed parameters of one chapter, and what is wrong with their names, types, and values.
 
     papermill itself ignores a name that the notebook does not have, and exits with 0.
@@ -99,7 +130,9 @@ def check_parameters(source: Path, given: list[tuple[str, str]], out: Path) -> t
     for name, text in given:
         if name not in known:
             listed = ", ".join(known) or "none"
-            problems.append(f"-p {name}: {source.stem} has no such parameter; it has {listed}{nearest(name, known)}")
+            other = "" if alone else f"; -p CHAPTER:{name}=... sets it in one chapter"
+            rule = f"{source.stem} has no such parameter; it has {listed}{nearest(name, known)}{other}"
+            problems.append(f"-p {name}: {rule}")
             continue
         try:
             values[name] = _typed(known[name], text)
@@ -156,9 +189,12 @@ def _execute(chapter: Chapter, timeout: float) -> str:
     from papermill.exceptions import PapermillExecutionError
 
     from labkit.cli.chapter_kernel import chapter_kernel
+    from labkit.cli.chapter_progress import showing_cells
 
     failure = ""
-    with warnings.catch_warnings(), chapter_kernel() as kernel:
+    cells = len(json.loads(chapter.source.read_text(encoding="utf-8"))["cells"]) + bool(chapter.parameters)
+    progress = showing_cells(chapter.source.stem, cells)
+    with warnings.catch_warnings(), chapter_kernel() as kernel, progress as begin:
         warnings.simplefilter("ignore")
         try:
             papermill.execute_notebook(
@@ -166,7 +202,8 @@ def _execute(chapter: Chapter, timeout: float) -> str:
                 str(chapter.target),
                 parameters=chapter.parameters,
                 kernel_name="python3",
-                progress_bar={"desc": chapter.source.stem, "unit": "cell"},  # pyright: ignore[reportArgumentType]
+                progress_bar=False,
+                on_cell_start=begin,
                 execution_timeout=int(timeout),
                 **kernel.options,
             )
@@ -232,7 +269,12 @@ COMMAND = Command(
     summary="Run chapters as notebooks, with parameters, and keep what they show.",
     options=(
         Option("out", "str", "folder for the executed notebooks and their files", "build"),
-        Option("parameter", "str", "set a chapter's parameter; may be repeated", pairs=True),
+        Option(
+            "parameter",
+            "str",
+            "set a parameter of every chapter named; 10:NAME=VALUE is for chapter 10 alone; may be repeated",
+            pairs=True,
+        ),
         Option("html", "bool", "write each notebook as HTML, too", False),
         Option("notebooks", "str", "folder of the chapters; notebooks where not given"),
         Option("timeout", "float", "seconds that one cell may take", 600.0),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
+from labkit.cli.output import show
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 from labkit.events import Event
@@ -269,7 +270,7 @@ def write_trace_of(results: Sequence[Trained], path: Path) -> None:
     events = [event for result in results for event in result.events]
     steps = sorted({event.step for event in events if event.step is not None})
     write_trace(events, path)
-    print(f"trace of steps {steps[0]} to {steps[-1]} for ui.perfetto.dev: {path}", flush=True)
+    show(f"trace of steps {steps[0]} to {steps[-1]} for ui.perfetto.dev: {path}")
 
 
 def graph_words(held: Mapping[str, tuple[int, int]]) -> str:
@@ -305,7 +306,7 @@ def first_rank() -> bool:
 def on_first_rank(line: str) -> None:
     """Print once, however many ranks execute the command."""
     if first_rank():
-        print(line, flush=True)
+        show(line)
 
 
 COMMAND = Command(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +41,11 @@ def folder(tmp_path: Path) -> Path:
     end = nbformat.v4.new_code_cell(
         "assert mode != 'bad', 'asked to fail'\n"
         "if mode == 'dead':\n    os.write(2, b'out of everything\\n') and time.sleep(0.5)\n    os._exit(1)\n"
+        "if mode == 'still':\n    time.sleep(2.5)\n"
         "if ranks:\n    ranks.run(lambda: time.sleep(60))"
     )
-    notebook = nbformat.v4.new_notebook(cells=[parameters, work, end])
+    heading = nbformat.v4.new_markdown_cell("## 2 Work for two\nand a long story")
+    notebook = nbformat.v4.new_notebook(cells=[parameters, heading, work, end])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "07_toy.ipynb")
     return tmp_path
@@ -58,7 +63,33 @@ def test_run_sets_parameters_and_says_where_the_results_are(folder: Path) -> Non
     for name in ("07_toy.ipynb", "07_toy.html", "report.json"):
         assert str(out / name) in done.stdout
     assert done.stdout.endswith("final loss 1.5\nlargest difference 2e-16\n")
-    assert "07_toy: 100%" in done.stderr and "<html" in (out / "07_toy.html").read_text()
+    assert "<html" in (out / "07_toy.html").read_text()
+    first, *cells, last = done.stderr.splitlines()  # whole lines
+    assert first == "07_toy: running" and last.startswith("07_toy: done in ")
+    assert cells == [
+        f"07_toy: cell {number} of 5, {name}"
+        for number, name in ((1, "steps: int = 3"), (2, "# Parameters"), (4, "2 Work for two"))
+    ]
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_shows_the_running_cell_and_its_seconds(folder: Path, columns: int) -> None:
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    running = subprocess.Popen(_command(folder, "-p", "mode", "still"), stderr=theirs, stdout=subprocess.DEVNULL)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert running.wait(timeout=60) == 0
+    pictures = [picture for picture in re.split(r"[\r\n]", shown.decode()) if picture.strip()]
+    assert max(map(len, pictures)) <= columns
+    last = [picture for picture in pictures if "2 Work for two: assert mode != 'bad'" in picture]
+    assert len(last) >= 2 and all(picture.startswith("  4/5 |") for picture in last), "drawn anew while the cell runs"
+    assert len({re.search(r"\d\d:\d\d", picture).group() for picture in last}) >= 2
+    assert pictures[0] == "07_toy: running" and pictures[-1].startswith("07_toy: done in ")
 
 
 def test_a_failed_cell_is_one_message_and_code_1(folder: Path) -> None:
@@ -134,8 +165,7 @@ def test_interrupt_is_one_line_and_ends_kernel_and_ranks(folder: Path, temporary
     assert running.returncode == 130 and out == ""
     kept = folder / "out" / "07_toy.ipynb"
     last = f"interrupted; what 07_toy showed so far is in {kept}"
-    bars = [line for line in err.splitlines() if line and "cell/s" not in line and "s/cell" not in line]
-    assert bars == ["07_toy: running", last]
+    assert [line for line in err.splitlines() if ": cell " not in line] == ["07_toy: running", last]
     ran = [cell.get("execution_count") is not None for cell in json.loads(kept.read_text())["cells"]]
     assert any(ran) == (moment == "cell runs")
     assert list(temporary.glob("labkit-*")) == []

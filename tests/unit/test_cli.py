@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
 import subprocess
 import sys
+import termios
+import threading
 from pathlib import Path
 
 import nbformat
@@ -18,8 +21,10 @@ from hypothesis import strategies as st
 from labkit.cli import main
 from labkit.cli.arguments import CONFIG_OPTIONS, help_text, read
 from labkit.cli.command_line import COMMANDS
+from labkit.cli.output import table
 from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS, read_layouts
 from labkit.cli.run_command import COMMAND as RUN
+from labkit.cli.run_command import Chapter
 from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.config import RunConfig, presets
 from labkit.config.fields import ALIASES, SPECS
@@ -341,6 +346,96 @@ def test_groups_and_errors_import_neither_torch_nor_other_commands() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def _on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, words: list[str]) -> list[str]:
+    """The lines of both streams on a terminal of so many columns."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    printed: list[bytes] = []
+
+    def read_all() -> None:
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(ours, 65536):
+                printed.append(part)
+
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    with monkeypatch.context() as patched, open(theirs, "w") as stream:
+        patched.setattr(sys, "stdout", stream)
+        patched.setattr(sys, "stderr", stream)
+        main(words)
+    reader.join()
+    os.close(ours)
+    return b"".join(printed).decode().split("\r\n")
+
+
+SCREENS = [
+    "groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4",
+    "groups --world-size 64",
+    "groups --world-size 131072 --tp 8 --pp 16",
+    "groups --world-size 131072 --order pp-tp-cp-ep-dp --tp 2 --pp 32768",
+    "groups --world-size 128 --tp 8 --pp 4 --rank 127",
+    "train --preset tiny --tp 3 --heads eight --sequence-length 5",
+    "train --preset tiny --checkpoint.dir runs --train.profile nothing",
+    "run 00 44 -p 00:steps=5",
+    *(f"{name} --help" for name in COMMANDS),
+]
+
+
+@pytest.mark.parametrize("line", SCREENS)
+def test_a_terminal_breaks_lines_at_blanks_and_a_pipe_gets_whole_ones(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(line.split())
+    whole = "".join(capsys.readouterr()).split()
+    for columns in (80, 100, 200):
+        lines = _on_terminal(monkeypatch, columns, line.split())
+        assert max(map(len, lines)) <= columns
+        assert " ".join(lines).split() == whole, "the same words and numbers in the same order, none of them cut"
+
+
+def test_a_pipe_gets_one_line_for_a_kind_of_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["groups", "--world-size", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[6:]] == list(_groups(capsys, "--world-size", "64"))
+
+
+def test_a_wide_table_breaks_inside_its_cells() -> None:
+    head = ("layout", "ranks", "worst gradient", "first difference")
+    rows = [head, ("tp2 pp2 dp1 sp", "1024", "1.0e-10", "layers.1.mlp.fc2.weight gradient")]
+    assert table(rows, (1, 2)) == [
+        "layout          ranks  worst gradient  first difference",
+        "tp2 pp2 dp1 sp   1024         1.0e-10  layers.1.mlp.fc2.weight gradient",
+    ]
+    assert table(rows, (1, 2), 60) == [
+        "layout       ranks     worst  first difference",
+        "                    gradient",
+        "tp2 pp2 dp1   1024   1.0e-10  layers.1.mlp.fc2.weight",
+        "sp                            gradient",
+    ]
+    assert table(rows, (1, 2), 44) == [  # narrower than the longest words together
+        "layout: tp2 pp2 dp1 sp",
+        "ranks: 1024",
+        "worst gradient: 1.0e-10",
+        "first difference: layers.1.mlp.fc2.weight",
+        "  gradient",
+    ]
+
+
+def test_paritys_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit.train.parity.comparison import ParityReport, ParityRow
+
+    name = "tp2 cp2 pp2 dp2 vpp2 sp recompute full uniform 2 buckets of 4000 no overlap zero"
+    row = ParityRow({}, 16, name, 1.5e-9, 2.5e-9, 3.5e-9, "decoder.layers.1.mlp.fc2.weight gradient", "fault")
+    report = ParityReport([row, row], 3, "float64", 1e-10, [5.0])
+    monkeypatch.setattr("labkit.train.compare", lambda *_args, **_options: report)
+    for columns in (80, 200):
+        lines = _on_terminal(monkeypatch, columns, ["parity", "--preset", "tiny", "--layouts", "tp=2"])
+        assert max(map(len, lines)) <= columns
+        shown, whole = (set(text.replace(":", "").split()) for text in (" ".join(lines), str(report)))
+        assert shown == whole, "no word and no number is cut"
+        assert sum("2.5e-09" in line for line in lines) == 2
+
+
 READERS = [
     ("groups --world-size 4096 --tp 2 --json | head -c 1", "{", "0"),
     ("groups --world-size 4096 --tp 2 | head -1", "4,096 ranks, order tp-cp-ep-dp-pp (fastest first)\n", "0"),
@@ -457,6 +552,64 @@ def test_run_types_parameters_by_the_notebook(chapter: Path) -> None:
         "flag": False,
         "sizes": [2, 4],
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("07 08", [3, 3]),
+        ("07 08 -p steps 5", [5, 5]),
+        ("07 08 -p steps=5", [5, 5]),
+        ("07 08 --parameter=steps=5", [5, 5]),
+        ("7 8 -p 8:steps=5", [3, 5]),
+        ("07 08 -p 08_copy:steps 5", [3, 5]),
+        ("all -p 7:steps=4 -p 8:steps=5", [4, 5]),
+        ("07 08 -p 8:steps=5 -p steps=4", [4, 5]),
+        ("07 08 -p 8:steps=5 -p 08_copy:steps=5", [3, 5]),
+    ],
+)
+def test_run_gives_a_parameter_to_one_chapter_or_to_all(
+    chapter: Path, monkeypatch: pytest.MonkeyPatch, words: str, steps: list[int]
+) -> None:
+    (chapter / "08_copy.ipynb").write_text((chapter / "07_toy.ipynb").read_text())
+    ran: list[int] = []
+
+    def run(done: Chapter, _timeout: float, *, html: bool) -> list[Path]:
+        ran.append(done.parameters.get("steps", 3))
+        return []
+
+    monkeypatch.setattr("labkit.cli.run_command._run", run)
+    out = str(chapter / "out")
+    assert main(["run", *words.split(), "--notebooks", str(chapter), "--out", out]) == 0 and ran == steps
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("07 08 -p 9:steps=5", "-p 9:steps: '9': no such chapter"),
+        ("07 08 -p :steps=5", "-p :steps: '': no such chapter"),
+        ("07 -p 8:steps=5", "-p 8:steps: 08_copy is not among the chapters of this command: 07_toy"),
+        ("07 08 -p 8:step=5", '-p step: 08_copy has no such parameter; it has steps, lr, name, flag, sizes'),
+        ("07 08 -p step=5", "-p CHAPTER:step=... sets it in one chapter"),
+        ("07 08 -p 8:steps=five", "-p steps 'five': must be an integer in 08_copy"),
+        ("07 08 -p 8:steps=4 -p 08:steps=5", "given twice, as -p 8:steps=4 and as -p 08:steps=5; keep one"),
+        ("07 08 -p 8:steps=4 -p 8:steps=5", "-p 8:steps: given twice, as '4' and as '5'; keep one"),
+        ("07 -p steps", "--parameter: needs a name and a value, as in -p steps 5 or -p 10:steps=5"),
+        ("07 --parameter=name", "--parameter: needs a name and a value, as in -p steps 5 or -p 10:steps=5"),
+        ("07 -p --html", "--parameter: needs a name and a value, as in -p steps 5 or -p 10:steps=5"),
+    ],
+)  # fmt: skip
+def test_run_refuses_a_parameter_for_no_chapter(
+    chapter: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    (chapter / "08_copy.ipynb").write_text((chapter / "07_toy.ipynb").read_text())
+    assert main(["run", *words.split(), "--notebooks", str(chapter), "--out", str(chapter / "out")]) == 2
+    assert message in capsys.readouterr().err and not (chapter / "out").exists()
+
+
+def test_an_empty_word_names_no_chapter(chapter: Path) -> None:
+    (chapter / "00_tour.ipynb").write_text((chapter / "07_toy.ipynb").read_text())
+    assert main(["run", "", "--notebooks", str(chapter), "--out", str(chapter / "out")]) == 2
 
 
 def test_reference_page_is_up_to_date() -> None:

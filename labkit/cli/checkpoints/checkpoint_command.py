@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
+from labkit.cli.output import show
 from labkit.config.errors import nearest, shown
 from labkit.train.checkpoint.inventory import checkpoints_at, chosen, row_of, size_words, strays
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
@@ -53,7 +54,7 @@ def _list(arguments: Arguments, folder: Path) -> int:
         words = [f"{fact:<{width}}" for fact, width in zip(row.facts, widths)]
         state = f"damaged: {row.damage}" if row.damage else "complete"
         mark = ["latest"] if latest is not None and row.folder.name == step_folder(folder, latest).name else []
-        print("   ".join([row.folder.name, *words, state, *mark]))
+        show("   ".join([row.folder.name, *words, state, *mark]))
     return 0
 
 
@@ -64,9 +65,9 @@ def _verify(arguments: Arguments, folder: Path) -> int:
         problems = list(_problems(path))
         bad += problems
         if problems:
-            print(f"{path}: damaged", flush=True)
+            show(f"{path}: damaged")
     for cut in remains_in(folder):
-        print(f"{cut}: a checkpoint that was never finished; no run reads it, and the next run here removes it")
+        show(f"{cut}: a checkpoint that was never finished; no run reads it, and the next run here removes it")
     if bad:
         raise CommandFailedError("\n  ".join([f"{len(bad)} problem{'s' if len(bad) > 1 else ''}", *bad]))
     return 0
@@ -88,7 +89,7 @@ def _problems(path: Path) -> Iterator[str]:
     if not problems:
         size = size_words(sum(file.size for file in stored.files.values()))
         files = f"{len(stored.files)} file{'' if len(stored.files) == 1 else 's'}"
-        print(f"{path}: good, {files}, {len(stored.tensors)} tensors, {size}", flush=True)
+        show(f"{path}: good, {files}, {len(stored.tensors)} tensors, {size}")
 
 
 def _export(arguments: Arguments, folder: Path, out: Path) -> int:
@@ -115,7 +116,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
         raise CommandFailedError(f"export of {path} to {target}: {error}") from error
     beside = "" if as_file else ", with config.json"
     size = size_words(written.size)
-    print(f"{target}: {len(export.likes)} tensors of a {export.family}, {size}, from {path.name}{beside}")
+    show(f"{target}: {len(export.likes)} tensors of a {export.family}, {size}, from {path.name}{beside}")
     return 0
 
 

@@ -17,6 +17,7 @@ from labkit.cli.checkpoints.model_options import (
     refusing,
     tokenizer_of,
 )
+from labkit.cli.output import show
 from labkit.cli.train_command import first_rank
 from labkit.config.errors import nearest, shown
 from labkit.train.checkpoint.inventory import checkpoints_at
@@ -59,7 +60,7 @@ def execute(arguments: Arguments) -> int:
             evaluate_on_rank, arguments, checkpoints, layout_of(arguments), task, options["out"], progress=bar.update
         )
     for row in rows if first_rank() else []:
-        print(json.dumps(row) if options["json"] else line_of(row), flush=True)
+        print(json.dumps(row), flush=True) if options["json"] else show(line_of(row))
     return 0
 
 

@@ -17,6 +17,7 @@ from labkit.cli.checkpoints.model_options import (
     refusing,
     tokenizer_of,
 )
+from labkit.cli.output import show
 from labkit.cli.train_command import first_rank, started_by_torchrun
 from labkit.config.errors import nearest, shown
 from labkit.finetune.table6 import DROPOUT, LENGTH, SIZES, WARMUP
@@ -51,7 +52,7 @@ def execute(arguments: Arguments) -> int:
             print(rows, file=sys.stderr, flush=True)
         return interruption.EXIT_CODE
     for row in rows if first_rank() else []:
-        print(json.dumps(row) if options["json"] else line_of(row), flush=True)
+        print(json.dumps(row), flush=True) if options["json"] else show(line_of(row))
     return 0
 
 

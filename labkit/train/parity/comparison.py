@@ -154,14 +154,19 @@ class ParityReport:
             f"rounding, since {self.reference} with sums in another order differs from itself as far."
         )
 
-    def table(self) -> str:
-        """The rows, aligned."""
+    def cells(self) -> list[tuple[str, ...]]:
+        """The heads of the table, and the words of each row."""
         lines = [("layout", "ranks", "loss", "worst gradient", "worst parameter", "verdict", "first difference")]
         lines += [
             (row.name, str(row.world_size), *(f"{d:.1e}" for d in (row.loss_diff, row.grad_diff, row.param_diff)),
              row.verdict, row.first_difference or "none")
             for row in self.rows
         ]  # fmt: skip
+        return lines
+
+    def table(self) -> str:
+        """The rows, aligned."""
+        lines = self.cells()
         widths = [max(len(line[i]) for line in lines) for i in range(7)]
         return "\n".join(
             "  ".join(cell.rjust(w) if 1 <= i <= 4 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths)))
