@@ -24,8 +24,8 @@ A run takes its fields from a YAML file with these sections, or from a preset, o
 change single fields:
 
 ```
-labkit train --preset tiny --print_config > mine.yaml
-labkit train --config mine.yaml --nproc 4 --parallel.tp 2 --lr 5e-4
+labkit train --preset tiny --print_config > runs/mine.yaml
+labkit train --config runs/mine.yaml --nproc 4 --parallel.tp 2 --lr 5e-4
 ```
 
 Write a field as `section.field`, or by its name in Megatron-LM. The last part alone is enough if only one section has

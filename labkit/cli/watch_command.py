@@ -60,7 +60,7 @@ def execute(arguments: Arguments) -> int:
     watched = Watched(arguments.words)
     arguments.refuse(watched.refresh())
     if arguments.options["once"] or not is_screen():
-        print("\n".join(frame(watched.runs)))
+        print("\n".join(frame(watched.runs, columns(sys.stdout) or None)))
         return 0
     try:
         follow(watched, interval)

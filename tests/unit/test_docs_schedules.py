@@ -140,7 +140,8 @@ def test_the_table_of_one_s_own_runs() -> None:
 
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (tmp_path / "mine.csv").write_text(OWN)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine.csv").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     exec(PAGE.partition("```python\n")[2].partition("```")[0], {})
     assert capsys.readouterr().out.startswith("7.0 [2, 2] 0.14")
@@ -149,7 +150,8 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("command", re.findall(r"^labkit (.*?)(?:  #.*)?$", PAGE, re.MULTILINE))
 def test_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.csv").write_text(OWN)
+    Path("runs").mkdir()
+    Path("runs/mine.csv").write_text(OWN)
     launches = ["--print_config"] if command.startswith("train") else []
     code = main([*command.split(), *launches])
     said = capsys.readouterr()

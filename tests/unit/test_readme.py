@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,24 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
         words.append("--print_config")
     assert main(words) == 0, capsys.readouterr().err
     assert capsys.readouterr().out
+
+
+PAGES = ["checkpoints", "config", "data", "evaluation", "finetune", "running", "schedules"]
+_WRITES = re.compile(r"(?:>|--(?:csv|plot|trace|out|save|train\.output_dir|checkpoint\.dir)) +(\S+)")
+
+
+def files_written(command: str) -> list[str]:
+    """Files and folders that a command names to write them."""
+    words = list(takewhile(lambda word: not word.startswith(("--", ">")), command.split()))
+    last = words[-1:] if words[1:3] in [["data", "prepare"], ["data", "clean"], ["checkpoint", "export"]] else []
+    return last + (words[3:4] if words[1:3] == ["checkpoint", "import"] else []) + _WRITES.findall(command)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_commands_write_is_in_a_folder_that_git_ignores(page):
+    lines = (re.split(r" {3,}| #", line.strip())[0] for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines())
+    written = [path for line in lines if line.startswith(("labkit ", "python ", "--")) for path in files_written(line)]
+    assert written
+    ignored = subprocess.run(["git", "check-ignore", *written], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ignored.stdout.split() == written
+    assert all((ROOT / path).parent.is_dir() for path in written if path.count("/") == 1), "there in a fresh checkout"

@@ -115,7 +115,7 @@ def test_the_command_of_the_example_is_one_that_labkit_understands(
     (words,) = re.findall(r"^#\s+sbatch examples/slurm/train.sbatch (.*)$", TRAIN.read_text(), re.M)
     config = tmp_path / "mine.yaml"
     config.write_text("model: {heads: 8}\n")
-    assert main(["train", *words.replace("mine.yaml", str(config)).split(), "--print-config"]) == 0
+    assert main(["train", *words.replace("runs/mine.yaml", str(config)).split(), "--print-config"]) == 0
     assert "tp: 8" in capsys.readouterr().out
 
 

@@ -147,6 +147,17 @@ def test_a_pipe_gets_the_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture
     run.let_go()
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_once_fits_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    finished(tmp_path / "a", *records(9.0, 3.0))
+    monkeypatch.setattr("labkit.cli.watch_command.columns", lambda _: columns)
+    assert main(["watch", "--once", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns and "grad norm 1.20" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
