@@ -15,7 +15,7 @@ from labkit.cli.output import folded, room
 from labkit.config import ConfigError, RunConfig, fields
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import BadValueError, FieldSpec
-from labkit.config.fields import KNOWN_NAMES, SPECS, Entry, Given, resolve
+from labkit.config.fields import KNOWN_NAMES, NOT_FIELDS, SPECS, Entry, Given, resolve
 from labkit.config.sections import SECTIONS
 
 
@@ -154,12 +154,16 @@ def _take(rest: list[str], count: int, *, is_bool: bool, words: str) -> list[str
 
 def _unknown(key: str, command: Command, why: str) -> str:
     """Why there is no option of this name, with the nearest name."""
+    if key in NOT_FIELDS:
+        return NOT_FIELDS[key]
     if why and "unknown field" not in why:
         return why.partition(": ")[2]
     names = [name.replace("_", "-") for option in command.all_options for name in option.names]
     names += KNOWN_NAMES if command.configurable else ()
     hint = nearest(key, [f"--{name}" for name in names]) or nearest(key.replace("_", "-"), names)
-    return f"unknown option{hint or f'; labkit {command.name} --help lists them'}"
+    pairs = any(option.pairs for option in command.options)
+    listed = f"a chapter's parameter is set by -p {key} VALUE" if pairs else f"labkit {command.name} --help lists them"
+    return f"unknown option{hint or f'; {listed}'}"
 
 
 def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:

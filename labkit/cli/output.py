@@ -38,12 +38,12 @@ def show(text: str, head: str = "", stream: TextIO | None = None) -> None:
 def folded(text: str, head: str = "", width: int | None = None) -> list[str]:
     """Return `head` and `text` in lines of at most `width` columns, broken at blanks; without a width in whole lines.
 
-    A line goes on below `text`; one without a head below its own first word, after a number such as `1.`. A word
-    longer than the width stays whole.
+    A line goes on below `text`; one without a head below its own first word, after a label such as `1.` or `rank 3`. A
+    word longer than the width stays whole.
     """
     lines: list[str] = []
     for line in text.split("\n"):
-        start = head or re.match(r" *(?:\d+\. )?", line).group()  # pyright: ignore[reportOptionalMemberAccess]
+        start = head or re.match(r" *(?:\d+\. |rank \d+ +)?", line).group()  # pyright: ignore[reportOptionalMemberAccess]
         body = line if head else line[len(start) :]
         indent = " " * len(start if head else start or _GAP)
         lines += _wrapped(body, width, start, indent) if width else [start + body]

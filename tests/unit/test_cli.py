@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from labkit.cli import main
 from labkit.cli.arguments import CONFIG_OPTIONS, help_text, read
 from labkit.cli.command_line import COMMANDS
-from labkit.cli.output import table
+from labkit.cli.output import folded, table
 from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS, read_layouts
 from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.run_command import Chapter
@@ -189,6 +189,19 @@ def test_parity_refuses_an_empty_layout(capsys: pytest.CaptureFixture[str], text
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"labkit parity: --layouts {text!r}: ")
     assert err.endswith("write axis=size, as in tp=2,pp=2;dp=2, or leave --layouts out\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("groups --world-size 8 --dp 4", "--dp: data parallelism is what is left of the world: dp = world size / (tp"),
+        ("run 10 --microbatches 16", "--microbatches: unknown option; a chapter's parameter is set by -p microbatches"),
+        ("run 10 --htm", '--htm: unknown option; did you mean "--html"?'),
+    ],
+)
+def test_unknown_options_lead_to_what_was_meant(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    assert main(line.split()) == 2
+    assert message in capsys.readouterr().err
 
 
 TWICE = [
@@ -397,6 +410,21 @@ def test_a_pipe_gets_one_line_for_a_kind_of_group(capsys: pytest.CaptureFixture[
     assert main(["groups", "--world-size", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[6:]] == list(_groups(capsys, "--world-size", "64"))
+
+
+def test_a_broken_line_goes_on_below_its_text() -> None:
+    text = "2 problems\n  1. heads = 7: choose 4 or 8\n  rank 10  0F0 0F1 0B0 0B1\nmetrics: runs/a_long_name"
+    assert folded(text, "", 20) == [
+        "2 problems",
+        "  1. heads = 7:",
+        "     choose 4 or 8",
+        "  rank 10  0F0 0F1",
+        "           0B0 0B1",
+        "metrics:",
+        "  runs/a_long_name",
+    ]
+    assert folded("a b c", "head  ", 8) == ["head  a", "      b", "      c"] and folded("", "head") == ["head"]
+    assert folded(text) == text.split("\n"), "whole lines in a file or pipe"
 
 
 def test_a_wide_table_breaks_inside_its_cells() -> None:
