@@ -73,10 +73,10 @@ def test_commands_are_found():
 def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     """Commands that would launch are only asked for their configuration, which checks every option."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
     assert main(["train", "--preset", "tiny", "--print_config"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     (tmp_path / "mine.csv").write_text(zero_bubble_h1(4, 8).to_csv())
-    (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     (tmp_path / "books.jsonl").write_text('{"text": "a book"}\n')
     if "--data.path corpus" in command:
