@@ -4,7 +4,9 @@ Tensors are compared as the files have them, put together by safetensors alone, 
 """
 
 import json
+import random
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from safetensors import safe_open
 
 from labkit.cli.train_command import train_on_rank
 from labkit.config import ConfigError, RunConfig, presets
+from labkit.data.datasets import build_datasets
 from labkit.launch import RankError, info, run
+from labkit.parallel.parameters.parameter_record import main_grad_of
 from labkit.train import pretrain
 from labkit.train.checkpoint import checkpoints as checkpoints_module
 from labkit.train.checkpoint.checkpoints import Checkpoints
@@ -138,7 +142,7 @@ def test_parameters_and_moments_pass_through_every_layout_unchanged(name, tmp_pa
         assert differing(first, tmp_path / str(i) / "step_00000002", but=("rng.",)) == [], step.parallel
 
 
-def test_evaluations_that_an_end_cut_off_are_made_up_for(tmp_path):
+def test_evaluations_that_an_end_cut_off_are_made_up_for(tmp_path, one_thread):
     folder = tmp_path / "run"
     config = PLAIN.override(
         {"steps": 4, "eval_interval": 2, "eval_steps": 1, "checkpoint.interval": 2, "output_dir": str(folder)}
@@ -181,43 +185,181 @@ RESUMED = {
 }
 
 
+class Draws:
+    """An observer that draws a Gaussian a step: code of the user, whose generators keep the second of a pair."""
+
+    def on_model(self, groups, chunks, schedule): ...
+    def on_update(self, step, chunks): ...
+    def on_gradients(self, step, chunks):
+        random.gauss(0.0, 1.0)
+        np.random.standard_normal()  # noqa: NPY002 (as a user may)
+
+
+def training(step: Path) -> dict[str, Any]:
+    """The state of the loop in a manifest."""
+    return json.loads((step / "manifest.json").read_text())["training"]
+
+
 @pytest.mark.parametrize("name", marked(RESUMED, "zero, dropout, bf16", "fp8 with a history"))
-def test_a_cut_run_ends_as_one_that_was_never_cut(name, tmp_path, on_ranks):
-    config = RESUMED[name].override({"steps": 6, "interval": 2, "keep": 9, "decay_steps": 6, "warmup_steps": 3})
+def test_a_run_that_was_cut_twice_ends_as_one_that_was_never_cut(name, tmp_path, on_ranks):
+    config = RESUMED[name].override({"steps": 6, "interval": 1, "keep": 9, "decay_steps": 6, "warmup_steps": 3})
     straight, cut = (config.override({"checkpoint.dir": str(tmp_path / folder)}) for folder in ("straight", "cut"))
-    whole = on_ranks(pretrain, 4, straight)
-    before = on_ranks(pretrain, 4, cut.override({"steps": 4}))
-    after = on_ranks(pretrain, 4, cut.override({"distributed_timeout_minutes": 9.0}))  # no part of the layout
-    assert [r.resumed_after for r in after] == [4] * 4
-    assert [before[0].losses + after[0].losses] * 4 == [r.losses for r in whole]
-    assert differing(tmp_path / "straight" / "step_00000006", tmp_path / "cut" / "step_00000006") == []
-    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
-        ".lock",
-        "latest",
-        *(f"step_0000000{n}" for n in (2, 4, 6)),
-    ]
+
+    def drawing(config):
+        return pretrain(config, observer=Draws())
+
+    whole = on_ranks(drawing, 4, straight)
+    parts = [on_ranks(drawing, 4, cut.override({"steps": steps})) for steps in (3, 4)]
+    parts.append(on_ranks(drawing, 4, cut.override({"distributed_timeout_minutes": 9.0})))  # no part of the layout
+    assert [part[3].resumed_after for part in parts] == [0, 3, 4]
+    for rank, result in enumerate(whole):
+        assert [loss for part in parts for loss in part[rank].losses] == result.losses
+    steps = [f"step_0000000{n}" for n in range(1, 7)]
+    for step in steps:
+        assert differing(tmp_path / "straight" / step, tmp_path / "cut" / step) == [], step
+        assert training(tmp_path / "straight" / step) == training(tmp_path / "cut" / step)
+    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [".lock", "latest", *steps]
     if "fp16" in name:
-        scales = [
-            json.loads((tmp_path / "cut" / f"step_0000000{n}" / "manifest.json").read_text())["training"]
-            for n in (2, 6)
-        ]
-        assert scales[0]["loss_scaler"]["scale"] != scales[1]["loss_scaler"]["scale"]
+        scales = [training(tmp_path / "cut" / step)["loss_scaler"]["scale"] for step in steps]
+        assert scales[0] != scales[-1]
 
 
-def test_another_layout_goes_on_with_the_same_samples_and_losses(tmp_path, on_ranks):
-    """In float64 the losses of a run that changed its layout in the middle are those of one that did not."""
-    config = PLAIN.override({"precision": "fp64", "steps": 6, "decay_steps": 6, "eps": 1e-5})
-    straight = on_ranks(pretrain, 4, config)[0].losses
-    folder = {"checkpoint.dir": str(tmp_path / "run")}
-    on_ranks(pretrain, 4, config.override({"tp": 2, "pp": 2, "steps": 3, **folder}))
-    resumed = on_ranks(pretrain, 4, config.override({"cp": 2, **ZERO, **folder}))[0]
-    assert resumed.losses == pytest.approx(straight[3:], rel=1e-10)
-    # Without learning, two steps of half a batch see the samples of one step.
-    still = config.override({"checkpoint.load": folder["checkpoint.dir"], "lr": 0.0})
-    one = on_ranks(pretrain, 4, still.override({"steps": 7}))[0].losses
-    two = on_ranks(pretrain, 4, still.override({"steps": 8, "global_batch_size": 4}))[0].losses
-    assert len(one) == 1 and len(two) == 2 and two[0] != two[1]
-    assert sum(two) / 2 == pytest.approx(one[0], rel=1e-10)
+class Overflows:
+    """An observer in whose steps a gradient is not finite."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_model(self, groups, chunks, schedule): ...
+    def on_update(self, step, chunks): ...
+    def on_gradients(self, step, chunks):
+        if step in self.steps:
+            main_grad_of(next(chunks[0].parameters())).fill_(float("inf"))
+
+
+SKIPPING = {
+    "fp16": {"precision": "fp16", "hysteresis": 3, "loss_scale_window": 2},
+    "fp16, smallest scale": {"precision": "fp16", "initial_loss_scale": 64.0, "min_loss_scale": 64.0},
+    "bf16, distributed optimizer": {"precision": "bf16", "on_not_finite": "skip", **ZERO},
+}
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_a_skipped_step_counts_as_none_whether_or_not_a_run_is_cut_after_it(name, tmp_path, one_thread):
+    """The first two steps are skipped, so there are checkpoints without moments too; then good ones lie between."""
+    config = PLAIN.override({**SKIPPING[name], "steps": 7, "decay_steps": 7, "warmup_steps": 3, "interval": 1})
+    straight, cut = (config.override({"keep": 9, "checkpoint.dir": str(tmp_path / f)}) for f in ("straight", "cut"))
+    skipped = Overflows(0, 1, 3, 6)
+    whole = pretrain(straight, observer=skipped)
+    assert [n for _, n in whole.series("skipped_steps")] == [1, 2, 2, 3, 3, 3, 4]
+    parts = [pretrain(cut.override({"steps": steps}), observer=skipped) for steps in range(1, 8)]
+    for series in ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps"):
+        assert [pair for part in parts for pair in part.series(series)] == whole.series(series), series
+    for n in range(1, 8):
+        step = f"step_0000000{n}"
+        assert differing(tmp_path / "straight" / step, tmp_path / "cut" / step) == [], step
+        assert training(tmp_path / "straight" / step) == training(tmp_path / "cut" / step)
+
+
+class Noted:
+    """A dataset that notes what is read of it."""
+
+    def __init__(self, dataset: Any, positions: list[int]) -> None:
+        self.dataset, self.positions, self.name = dataset, positions, dataset.name
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def ordered(self, position: int) -> Any:
+        self.positions.append(position)
+        return self.dataset.ordered(position)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "bert_tiny", "t5_tiny"])
+def test_every_sample_is_read_once_and_every_validation_reads_the_same(preset, tmp_path, one_thread):
+    """Through changes of the batch, each in a run that goes on from the last one's checkpoint."""
+    shape = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 32}
+    config = presets.get(preset).override({**shape, "eval_interval": 1, "eval_steps": 2})
+    read: dict[str, list[int]] = {"train": [], "valid": [], "test": []}
+    expected: dict[str, list[int]] = {"valid": [], "test": []}
+    steps = consumed = 0
+    for batch, more in ((8, 1), (4, 2), (16, 1), (8, 2)):
+        steps, consumed = steps + more, consumed + more * batch
+        pretrain(
+            config.override({"steps": steps, "global_batch_size": batch, "checkpoint.dir": str(tmp_path)}),
+            datasets_provider=lambda config: tuple(Noted(split, read[split.name]) for split in build_datasets(config)),
+            process_non_loss_data=lambda *_: None,  # reads a batch behind those of the validation
+        )
+        expected["valid"] += more * [*range(3 * batch)]
+        expected["test"] += range(2 * batch)
+        assert training(tmp_path / f"step_{steps:08d}")["consumed_samples"] == consumed
+    assert read == expected | {"train": [*range(consumed)]}
+
+
+def random_states(config: RunConfig) -> tuple[dict[str, bytes], list[str]]:
+    """The random states with which this rank would go on, and what rank 0 says."""
+    begun, said = initialize(config), []
+    with begun.groups:
+        chunks, optimizer, _ = setup_model_and_optimizer(begun)
+        with Checkpoints(config, begun.groups, chunks, optimizer, say=said.append) as checkpoints:
+            checkpoints.load(build_loss_scaler(config.optim))
+        states = RankState(chunks, optimizer, begun.groups)._random_states()
+    return {name: values.numpy().tobytes() for name, values in states.items()}, said
+
+
+def test_random_states_of_more_fewer_and_other_ranks_follow_seed_step_and_rank(tmp_path, on_ranks):
+    """Also where the configuration of the layout is the same and only the replicas are more or fewer."""
+    config = PLAIN.override({**DROPOUT, "tp": 2})
+    for ranks in (2, 4):
+        saving = {"steps": 2, "interval": 1, "checkpoint.dir": str(tmp_path / f"{ranks}")}
+        on_ranks(pretrain, ranks, config.override(saving))
+
+    def resumed(ranks: int, saved_by: int, step: int, **changes: Any) -> list[dict[str, bytes]]:
+        load = {"checkpoint.load": str(tmp_path / f"{saved_by}" / f"step_0000000{step}")}
+        results = on_ranks(random_states, ranks, config.override({**load, **changes}))
+        assert "derived from seed, step and rank, since the layout is another" in results[0][1][-1]
+        return [states for states, _ in results]
+
+    more, fewer = resumed(4, 2, 1), resumed(2, 4, 1)
+    assert more == fewer + fewer, "replicas draw alike, however many there are"
+    first, second = fewer
+    assert first["torch"] == second["torch"]
+    assert first["tracker.model-parallel-rng"] != second["tracker.model-parallel-rng"]
+    files = stored(tmp_path / "4" / "step_00000001")
+    others = {
+        "a fresh run": on_ranks(random_states, 2, config)[0][0],
+        "the run that saved": {name: files[f"rng.00000.{name}"].tobytes() for name in first},
+        "a later step": resumed(2, 4, 2)[0],
+        "another seed": resumed(2, 4, 1, seed=7)[0],
+    }
+    for whose, states in others.items():
+        assert [name for name in first if states[name] == first[name]] == [], whose
+    assert first.keys() == states.keys() and len(first) == 6
+    assert resumed(4, 4, 1, tp=1, pp=2)[0] == first, "as many ranks, cut otherwise"
+
+
+def test_an_asynchronous_save_holds_the_state_of_its_step(tmp_path, monkeypatch, one_thread):
+    """The file is written behind the next step; here not before that step has changed every weight."""
+    config = PLAIN.override({"steps": 2, "interval": 1})
+    pretrain(config.override({"checkpoint.dir": str(tmp_path / "at once")}))
+    updated, write_shard = threading.Event(), checkpoints_module.write_shard
+
+    class Updated:
+        def on_model(self, groups, chunks, schedule): ...
+        def on_gradients(self, step, chunks): ...
+        def on_update(self, step, chunks):
+            if step == 1:
+                updated.set()
+
+    def late(*given):
+        assert updated.wait(60)
+        return write_shard(*given)
+
+    monkeypatch.setattr(checkpoints_module, "write_shard", late)
+    behind = {"checkpoint.dir": str(tmp_path / "behind"), "checkpoint.asynchronous": True}
+    pretrain(config.override(behind), observer=Updated())
+    for step in ("step_00000001", "step_00000002"):
+        assert differing(tmp_path / "at once" / step, tmp_path / "behind" / step) == []
 
 
 def test_a_run_goes_on_on_another_device_with_derived_random_states(tmp_path, monkeypatch, capfd):
