@@ -10,6 +10,7 @@ spoils what lies below it; a wrong norm or update spoils the first parameter, th
 
 from __future__ import annotations
 
+import checkpoint_faults
 import expert_faults
 import graph_faults
 import layer_faults
@@ -28,6 +29,7 @@ FAULTS: dict[str, list[Fault]] = {
     "Precision": training_faults.PRECISION,
     "Pipeline": training_faults.PIPELINE,
     "Random states and groups": training_faults.RANDOM_STATES_AND_GROUPS,
+    "Checkpoints": checkpoint_faults.RESUMING,
     "Routing of experts": expert_faults.ROUTING,
     "Experts": expert_faults.EXPERTS,
     "Dispatch to experts": expert_faults.DISPATCH,

@@ -16,7 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_checkpoint_resume import EXPERTS, LLAMA, PLAIN, ZERO, stored
 
 from labkit.config import RunConfig
+from labkit.models.chunks import build_model_chunks
+from labkit.parallel import single_process_groups
 from labkit.train import pretrain
+from labkit.train.checkpoint.rank_state import RankWeights
+from labkit.train.checkpoint.shard_files import Reader
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 SP = {"sequence_parallel": True}
@@ -93,3 +97,17 @@ def test_moments_have_torchs_names(tmp_path, one_thread):
     for name in [n.removeprefix("exp_avg.") for n in found if n.startswith("exp_avg.")]:
         gradient = found[f"exp_avg.{name}"] / (1 - optim.beta1)
         np.testing.assert_allclose(found[f"exp_avg_sq.{name}"], (1 - optim.beta2) * gradient**2, rtol=1e-12, atol=1e-30)
+
+
+def test_weights_without_a_run_bring_the_biases_of_experts(tmp_path, one_thread):
+    """An evaluation loads no optimizer, which reads the buffers of a run that goes on."""
+    config = EXPERTS.override({"steps": 1, "checkpoint.dir": str(tmp_path)})
+    pretrain(config)
+    groups = single_process_groups()
+    chunks = build_model_chunks(config, groups)
+    RankWeights(chunks, groups).load_weights(Reader(tmp_path / "step_00000001"))
+    found = {name: buffer for name, buffer in chunks[0].named_buffers() if name.endswith("expert_bias")}
+    saved = state(tmp_path / "step_00000001")
+    assert len(found) == 2
+    for name, buffer in found.items():
+        assert buffer.any() and np.array_equal(buffer.numpy(), saved[name])

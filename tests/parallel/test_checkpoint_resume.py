@@ -252,6 +252,8 @@ def test_a_skipped_step_counts_as_none_whether_or_not_a_run_is_cut_after_it(name
     skipped = Overflows(0, 1, 3, 6)
     whole = pretrain(straight, observer=skipped)
     assert [n for _, n in whole.series("skipped_steps")] == [1, 2, 2, 3, 3, 3, 4]
+    updates = [0, 0, 0, 1, 1, 2, 3]  # before each step; the warm-up has three
+    assert [lr for _, lr in whole.series("learning_rate")] == pytest.approx([config.optim.lr * n / 3 for n in updates])
     parts = [pretrain(cut.override({"steps": steps}), observer=skipped) for steps in range(1, 8)]
     for series in ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps"):
         assert [pair for part in parts for pair in part.series(series)] == whole.series(series), series

@@ -1,0 +1,133 @@
+"""Planted faults of checkpoints: what a run finds again when it goes on, under its layout or another."""
+
+from __future__ import annotations
+
+from planting import Fault
+
+RESUME = "tests/parallel/test_checkpoint_resume.py"
+SKIPPED = f"{RESUME} -k skipped"
+READ = f"{RESUME} -k every_sample"
+STATES = f"{RESUME} -k random_states_of"
+LOSSES = "tests/parallel/test_checkpoint_losses.py"
+
+RESUMING = [
+    Fault(
+        "skipped steps count as AdamW's updates after a resume",
+        "Checkpoints._loaded",
+        'training["step"] - training["skipped_steps"]',
+        'training["step"]',
+        SKIPPED,
+    ),
+    Fault(
+        "skipped steps of earlier processes advance the learning rate",
+        "_train_from",
+        "start.skipped_steps",
+        "0",
+        SKIPPED,
+    ),
+    Fault(
+        "the loss scale starts anew",
+        "Checkpoints._loaded",
+        'scaler.restore(training.get("loss_scaler", {}))',
+        "pass",
+        SKIPPED,
+    ),
+    Fault(
+        "moments are expected of a run that has skipped all its steps",
+        "Checkpoints._mine",
+        "progress.step > progress.skipped_steps",
+        "progress.step > 0",
+        SKIPPED,
+    ),
+    Fault(
+        "consumed samples are all steps times the batch of the last run",
+        "Progress.after",
+        "self.consumed_samples + (step - self.step) * samples",
+        "step * samples",
+        READ,
+    ),
+    Fault(
+        "samples of sentences begin anew",
+        "_stacked_samples",
+        "consumed + own",
+        "own",
+        READ,
+    ),
+    Fault(
+        "validations go on where the last one ended",
+        "build_data_iterators",
+        "partial(data_iterator, validation, config, groups)",
+        "partial(iter, data_iterator(validation, config, groups))",
+        READ,
+    ),
+    Fault(
+        "derived random states forget the step",
+        "RankState.derive_rng",
+        'f"resumed after step {step}"',
+        '"resumed"',
+        STATES,
+    ),
+    Fault(
+        "more or fewer replicas count as the same layout",
+        "same_layout",
+        "before is None or manifest.world_size != world_size",
+        "before is None",
+        STATES,
+    ),
+    Fault(
+        "as many ranks count as the same layout",
+        "same_layout",
+        "before.get(name) == value",
+        "True",
+        STATES,
+    ),
+    Fault(
+        "Python's random state starts anew",
+        "RankState.load_rng",
+        "random.setstate((version, tuple(numbers), gauss))",
+        "pass",
+        f"{RESUME} -k cut_twice",
+    ),
+    Fault(
+        "an asynchronous save writes what the next step made",
+        "Checkpoints.save",
+        "self._staged(tensors) if asynchronous else {key: _on_host(values) for key, values in tensors.items()}",
+        "{key: _on_host(values) for key, values in tensors.items()}",
+        f"{RESUME} -k asynchronous_save_holds",
+    ),
+    Fault(
+        "ranks write and read each other's experts",
+        "placements",
+        "groups.ep.rank * shape[0] if record.expert_parallel else 0",
+        "(groups.ep.size - 1 - groups.ep.rank) * shape[0] if record.expert_parallel else 0",
+        f"{LOSSES} -k experts",
+    ),
+    Fault(
+        "ranks write and read each other's columns",
+        "placements",
+        "_cuts(record, shape, group.rank, group.size)",
+        "_cuts(record, shape, group.size - 1 - group.rank, group.size)",
+        f"{LOSSES} -k gpt",
+    ),
+    Fault(
+        "the two moments change places in files",
+        "RankState.pieces",
+        "self._optimizer.adamw.state[part.master][moment]",
+        "self._optimizer.adamw.state[part.master][MOMENTS[1 - MOMENTS.index(moment)]]",
+        f"{LOSSES} -k torchs_names",
+    ),
+    Fault(
+        "an evaluation leaves the biases of experts at zero",
+        "RankWeights.whole_pieces",
+        "yield from self._buffer_pieces()",
+        "pass",
+        f"{LOSSES} -k biases_of_experts",
+    ),
+    Fault(
+        "the norm counts the copies of T5's positions",
+        "counted_elements",
+        "record.shared",
+        'record.shared and record.copied_over != "pos_embd"',
+        f"{LOSSES} -k t5",
+    ),
+]
