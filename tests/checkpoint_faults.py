@@ -47,6 +47,13 @@ RESUMING = [
         READ,
     ),
     Fault(
+        "the checkpoint of a run that was asked to stop is one step early",
+        "_train_from",
+        "checkpoints.save_now(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)",
+        "checkpoints.save_now(start.after(done, samples, report.skipped_steps), pipeline.loss_scaler)",
+        f"{RESUME} -k asked_to_stop",
+    ),
+    Fault(
         "samples of sentences begin anew",
         "_stacked_samples",
         "consumed + own",

@@ -4,8 +4,10 @@ Tensors are compared as the files have them, put together by safetensors alone, 
 """
 
 import json
+import os
 import random
 import shutil
+import signal
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +28,7 @@ from labkit.train.checkpoint import checkpoints as checkpoints_module
 from labkit.train.checkpoint.checkpoints import Checkpoints
 from labkit.train.checkpoint.manifest import CheckpointError, read_manifest, write_manifest
 from labkit.train.checkpoint.rank_state import RankState
+from labkit.train.interruption import RunInterrupted
 from labkit.train.loss_scaler import build_loss_scaler
 from labkit.train.preflight import rank_memories, schedule_of
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
@@ -260,6 +263,28 @@ def test_a_skipped_step_counts_as_none_whether_or_not_a_run_is_cut_after_it(name
     for n in range(1, 8):
         step = f"step_0000000{n}"
         assert differing(tmp_path / "straight" / step, tmp_path / "cut" / step) == [], step
+        assert training(tmp_path / "straight" / step) == training(tmp_path / "cut" / step)
+
+
+class Stopped(Overflows):
+    """An observer that lets the first step overflow and asks its process to stop in the second."""
+
+    def on_gradients(self, step, chunks):
+        super().on_gradients(step, chunks)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_was_asked_to_stop_goes_on_behind_the_step_that_it_finished(tmp_path, one_thread):
+    config = PLAIN.override({**SKIPPING["fp16"], "steps": 4, "decay_steps": 4, "warmup_steps": 2, "interval": 2})
+    straight, cut = (config.override({"checkpoint.dir": str(tmp_path / f)}) for f in ("straight", "cut"))
+    whole = pretrain(straight, observer=Overflows(0))
+    with pytest.raises(RunInterrupted, match=r"after step 2 of 4; checkpoint: .*/step_00000002$"):
+        pretrain(cut, observer=Stopped(0))
+    rest = pretrain(cut)
+    assert (rest.resumed_after, rest.losses) == (2, whole.losses[2:])
+    for step in ("step_00000002", "step_00000004"):
+        assert differing(tmp_path / "straight" / step, tmp_path / "cut" / step) == []
         assert training(tmp_path / "straight" / step) == training(tmp_path / "cut" / step)
 
 
