@@ -244,6 +244,7 @@ SKIPPING = {
     "fp16": {"precision": "fp16", "hysteresis": 3, "loss_scale_window": 2},
     "fp16, smallest scale": {"precision": "fp16", "initial_loss_scale": 64.0, "min_loss_scale": 64.0},
     "bf16, distributed optimizer": {"precision": "bf16", "on_not_finite": "skip", **ZERO},
+    "fp8 with a history": {"optim.fp8": "hybrid", "on_not_finite": "skip"},
 }
 
 

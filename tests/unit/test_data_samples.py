@@ -137,6 +137,8 @@ def test_a_blend_is_mixed_by_weight(weights, tmp_path):
     train, *_ = build_gpt_datasets(config.validate())
     origin = np.array([train.ordered(i)[0] >= 100_000 for i in range(100)])
     assert origin.sum() == 25 and origin.reshape(25, 4).sum(1).tolist() == [1] * 25
+    again = [train.ordered(len(train) + i) for i in range(3)]  # behind the last sample the order begins again
+    assert np.array_equal(again, [train.ordered(i) for i in range(3)])
 
 
 def test_more_steps_read_the_same_samples_first(tmp_path):
