@@ -15,6 +15,7 @@ import numpy as np
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
+from labkit.cli.output import show
 from labkit.config import ConfigError, ScheduleConfig
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import SIZE
@@ -60,7 +61,7 @@ def execute(arguments: Arguments) -> int:
         print(f"rank {options['rank']}, {_legend(schedule)}", file=sys.stderr)  # stdout has the list alone, to paste
         print(_list(schedule.order(options["rank"])))
     else:
-        print("\n".join([*lines, *_text(timeline, _warm_ups(options, schedule)), *written]))
+        show("\n".join([*lines, *_text(timeline, _warm_ups(options, schedule)), *written]))
     return 0
 
 

@@ -390,6 +390,7 @@ SCREENS = [
     "train --preset tiny --tp 3 --heads eight --sequence-length 5",
     "train --preset tiny --checkpoint.dir runs --train.profile nothing",
     "run 00 44 -p 00:steps=5",
+    "order --pp 4 --vpp 2 --microbatches 8",
     *(f"{name} --help" for name in COMMANDS),
 ]
 

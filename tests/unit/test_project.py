@@ -44,6 +44,12 @@ PYTHONS = ("3.11.0", "3.12.0", "3.13.0", "3.14.0")
 EXTRAS = ("dev", "oracles")
 
 
+@pytest.mark.parametrize("file", ["README.md", "Makefile", "constraints.txt"])
+def test_every_page_names_the_same_pythons(file: str) -> None:
+    first, last = (version.rpartition(".")[0] for version in (PYTHONS[0], PYTHONS[-1]))
+    assert re.findall(r"Python (3\.\d+) to (3\.\d+)", (ROOT / file).read_text()) == [(first, last)]
+
+
 def environment(python: str, system: str) -> dict[str, str]:
     """What environment markers see there."""
     version = {"python_version": python.rpartition(".")[0], "python_full_version": python}

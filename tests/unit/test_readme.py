@@ -75,12 +75,12 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     assert main(["train", "--preset", "tiny", "--print_config"]) == 0
-    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
-    (tmp_path / "mine.csv").write_text(zero_bubble_h1(4, 8).to_csv())
+    (tmp_path / "runs" / "mine.yaml").write_text(capsys.readouterr().out)
+    (tmp_path / "runs" / "mine.csv").write_text(zero_bubble_h1(4, 8).to_csv())
     (tmp_path / "runs" / "first" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     (tmp_path / "books.jsonl").write_text('{"text": "a book"}\n')
-    if "--data.path corpus" in command:
-        assert main(["data", "prepare", "books.jsonl", "corpus", "--workers", "1"]) == 0
+    if "--data.path runs/corpus" in command:
+        assert main(["data", "prepare", "books.jsonl", "runs/corpus", "--workers", "1"]) == 0
     words = shlex.split(command.split(" > ")[0])[1:]
     if words[0] in ("train", "parity") and "--print-config" not in words:
         words.append("--print_config")
@@ -88,7 +88,7 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-PAGES = ["checkpoints", "config", "data", "evaluation", "finetune", "running", "schedules"]
+PAGES = ["../README", "checkpoints", "config", "data", "evaluation", "finetune", "running", "schedules"]
 _WRITES = re.compile(r"(?:>|--(?:csv|plot|trace|out|save|train\.output_dir|checkpoint\.dir)) +(\S+)")
 
 
