@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from labkit.data.documents import DocumentError, pieces_of
+from labkit.data.documents import pieces_of
 from labkit.data.text import load_tokenizer
 
 SHINGLE, OVERLAP = 5, 8
 """Words of an n-gram for similarity, and for the overlap with test sets."""
 BANDS, ROWS = 25, 5
 _WORD = re.compile(r"\w+")
-_SINGLE_NEWLINE = re.compile(r"(?<=\S)[ \t]*\n[ \t]*(?=\S)")
+_SINGLE_NEWLINE = re.compile(r"(?<=\S)[ \t]*\r?\n[ \t]*(?=\S)")
 _FACTOR = 0x9E3779B97F4A7C15
 """An odd number: n-grams are polynomials of their words' hashes in it, modulo 2^64."""
 
@@ -200,8 +200,6 @@ def _texts(path: str | Path, rules: Rules) -> Iterator[tuple[str, int]]:
     for piece in pieces_of(path, rules.key):
         texts = piece.texts(rules.key)
         for number, text in enumerate(texts):
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise DocumentError(f"{path}: a text has half a surrogate pair, which is no character; repair it")
             yield text, piece.size if number == len(texts) - 1 else 0
 
 
@@ -240,7 +238,7 @@ class Cleaner:
     def _is_short(self, text: str) -> bool:
         if self._tokenizer is None:
             return False
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids) < self.rules.min_tokens
+        return len(self._tokenizer.encode(text).ids) < self.rules.min_tokens
 
     def finished(self) -> Report:
         """The counts, with the overlap."""

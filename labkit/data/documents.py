@@ -1,6 +1,6 @@
 """Documents in files: plain text, JSON lines and Parquet, cut into pieces that processes tokenise side by side.
 
-    .txt                 one document, the whole file, UTF-8
+    .txt                 one document, the whole file, UTF-8, with or without a byte order mark
     .jsonl, .json        one JSON object a line; the text is the value of a key
     .parquet             one document a row; the text is a column (needs the package pyarrow)
 
@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from labkit.data.text import decode_utf8, whole_characters
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file in one piece; a longer line, row group or text stays whole."""
@@ -44,32 +46,36 @@ class Piece:
         """Texts of the documents; blank lines are none.
 
         Raises:
-            DocumentError: a line is not UTF-8 or not JSON, or has no text under `key`.
+            DocumentError: a line is not UTF-8 or not JSON, or has no text under `key`, or half a surrogate pair.
         """
         if Path(self.path).suffix in (".jsonl", ".json"):
             numbered = enumerate(self.items, self.first)
-            return [self._text_of(line, number, key) for number, line in numbered if line.strip()]
+            lines = ((number, self._decoded(line, number)) for number, line in numbered)
+            return [self._text_of(line, number, key) for number, line in lines if line.strip()]
         return [self._decoded(item, self.first) if isinstance(item, bytes) else item for item in self.items]
 
     def _decoded(self, item: bytes | str, line: int) -> str:
         try:
-            return item.decode("utf-8") if isinstance(item, bytes) else item
+            return decode_utf8(item) if isinstance(item, bytes) else item
         except UnicodeDecodeError as error:
             line += error.object[: error.start].count(b"\n")
             rule = f"line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
             raise DocumentError(f"{self.path}: {rule}; convert it, for example with `iconv -t utf-8`") from None
 
-    def _text_of(self, item: bytes | str, line: int, key: str) -> str:
+    def _text_of(self, item: str, line: int, key: str) -> str:
         try:
-            found = json.loads(self._decoded(item, line))
-        except (json.JSONDecodeError, RecursionError) as error:
+            found = json.loads(item)
+        except (ValueError, RecursionError) as error:
             rule = f"line {line} is not JSON ({error})"
             raise DocumentError(f"{self.path}: {rule}; each line must be one object") from None
         if not isinstance(found, dict) or not isinstance(found.get(key), str):
             keys = ", ".join(map(repr, found)) if isinstance(found, dict) else f"a {type(found).__name__}"
             rule = f"line {line} has no text under {key!r}, it has {keys or 'no key'}"
             raise DocumentError(f"{self.path}: {rule}; name the right one by --key")
-        return found[key]
+        try:
+            return whole_characters(found[key])
+        except ValueError as error:
+            raise DocumentError(f"{self.path}: line {line} {error}") from None
 
 
 def pieces_of(path: str | Path, key: str) -> Iterator[Piece]:
@@ -107,8 +113,9 @@ def _rows(path: Path, key: str) -> Iterator[Piece]:
     except ModuleNotFoundError:
         rule = f"{path}: Parquet files need the package pyarrow (pip install 'labkit[data]')"
         raise ModuleNotFoundError(rule, name="pyarrow") from None
+    first = 1
     try:
-        file, first = parquet.ParquetFile(path), 1
+        file = parquet.ParquetFile(path)
         if key not in file.schema_arrow.names:
             columns = ", ".join(map(repr, file.schema_arrow.names))
             raise DocumentError(f"{path}: has no column {key!r}, it has {columns}; name the right one by --key")
@@ -120,6 +127,10 @@ def _rows(path: Path, key: str) -> Iterator[Piece]:
                 raise DocumentError(f"{path}: row {first + bad} has a {kind} under {key!r}, not text; leave it out")
             yield Piece(str(path), first, tuple(texts), round(share * len(texts)))
             first += len(texts)
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        rule = f"a text behind row {first - 1} is not UTF-8 (byte 0x{bad:02x})"
+        raise DocumentError(f"{path}: {rule}; write the column as UTF-8") from None
     except ArrowException as error:
         raise DocumentError(f"{path}: is not a Parquet file, or it is damaged ({error}); make it again") from None
 

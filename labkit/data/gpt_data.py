@@ -146,7 +146,7 @@ def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
     if data.path is None and data.tokenizer is None:
         return bundled_tokens()
     text = bundled_text() if data.path is None else read_text(data.path)
-    return encode(load_tokenizer(data.tokenizer), text)
+    return encode(load_tokenizer(data.tokenizer), text, data.tokenizer)
 
 
 def build_gpt_datasets(config: RunConfig) -> tuple[Samples, Samples, Samples]:

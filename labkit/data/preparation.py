@@ -25,7 +25,7 @@ import numpy as np
 
 from labkit.data.documents import DocumentError, Piece, pieces_of, sentences_of
 from labkit.data.indexed import IndexedDatasetBuilder, dtype_for
-from labkit.data.text import end_token, load_tokenizer
+from labkit.data.text import end_token, load_tokenizer, size_of
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class PieceTokenizer:
     def __init__(self, recipe: Recipe) -> None:
         """Raises what `load_tokenizer` raises."""
         self.recipe, self.tokenizer = recipe, load_tokenizer(recipe.tokenizer)
-        self.dtype = dtype_for(self.tokenizer.get_vocab_size())
+        self.dtype = dtype_for(size_of(self.tokenizer))
         append = not recipe.sentences if recipe.append_eod is None else recipe.append_eod
-        end = end_token(self.tokenizer) if append else None
+        end = end_token(self.tokenizer, recipe.tokenizer) if append else None
         self._end = [] if end is None else [end]
 
     def __call__(self, piece: Piece) -> Tokenised:
@@ -83,7 +83,7 @@ class PieceTokenizer:
         texts = piece.texts(self.recipe.key)
         parts = [sentences_of(text) if self.recipe.sentences else [text] for text in texts]
         flat = [part for document in parts for part in document]
-        encoded = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        encoded = iter(self.tokenizer.encode_batch_fast(flat))
         ids, lengths, sequences, empty = list[int](), list[int](), list[int](), 0
         for document in parts:
             found = [tokens for _ in document if (tokens := next(encoded).ids)]

@@ -10,8 +10,9 @@ from a file: GPT-2's, BERT's, or JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,8 +49,20 @@ def bundled_tokens() -> np.ndarray:
     return np.load(BUNDLED / TOKENS_NAME, allow_pickle=False)
 
 
-def read_text(path: str | Path) -> str:
-    """Read a UTF-8 text file without changing a byte of it (line ends included).
+def decode_utf8(data: bytes) -> str:
+    """UTF-8 text without its byte order mark, if it has one; no other byte changes.
+
+    Raises UnicodeDecodeError, also where one of the first four bytes is zero: UTF-16 without a mark can be valid UTF-8.
+    """
+    if (zero := data[:4].find(0)) >= 0:
+        raise UnicodeDecodeError("utf-8", data, zero, zero + 1, "a zero byte, as in UTF-16")
+    return data.decode("utf-8").removeprefix("\ufeff")
+
+
+def read_text(path: str | Path, field: str = "data.path") -> str:
+    """Read a UTF-8 text file, with or without a byte order mark, and keep every other byte (line ends included).
+
+    field: the field or option that names the file, for messages.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -57,15 +70,34 @@ def read_text(path: str | Path) -> str:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"data.path: no text file at {str(path)!r}; leave it out to use the bundled text")
+        raise FileNotFoundError(f"{field}: no text file at {str(path)!r}; leave it out to use the bundled text")
     try:
-        return path.read_bytes().decode("utf-8")
+        return decode_utf8(path.read_bytes())
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise ValueError(
-            f"data.path: {str(path)!r} is not UTF-8 (byte 0x{bad:02x} at position {error.start}); "
+            f"{field}: {str(path)!r} is not UTF-8 (byte 0x{bad:02x} at position {error.start}); "
             "convert it, for example with `iconv -t utf-8`"
         ) from None
+
+
+def read_lines(path: str | Path, field: str) -> list[str]:
+    r"""The lines of a UTF-8 file, without their ends `\n` or `\r\n`. Raises as `read_text` does.
+
+    `str.splitlines` also cuts at characters such as U+2028, form feed and U+0085. A line of a user may hold them.
+    """
+    lines = read_text(path, field).split("\n")
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
+def whole_characters(text: str) -> str:
+    r"""Return `text`. ValueError where it has half a surrogate pair, which JSON can write (`\ud800`) and no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half a surrogate pair, U+{ord(text[error.start]):04X} at character {error.start}"
+        raise ValueError(f"has {half}, which is no character; repair the text") from None
+    return text
 
 
 # ---- tokenizers ----
@@ -74,10 +106,11 @@ BUNDLED_SIZE = 1024
 """Tokens of the bundled tokenizer; training on the bundled ids then needs neither its file nor the library."""
 END_OF_TEXT = "<|endoftext|>"
 """The token that closes a document, as in GPT-2; id 0 of the bundled tokenizer."""
-
-
-END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
-"""Names of the token that closes a document, the first that a vocabulary has counts."""
+END_TOKENS = (
+    END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|end|>", "[EOS]",
+)  # fmt: skip
+"""Names of tokens that end a text, where no file says which one does; the first of a vocabulary closes documents, and
+where it has none of them BERT's `[SEP]` does."""
 SPECIAL_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 """BERT's tokens that stand for no text."""
 
@@ -87,15 +120,19 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
 
     `vocab.json`: GPT-2's byte-level BPE, with `merges.txt` beside it (`gpt2-vocab.json` has `gpt2-merges.txt`).
     `vocab.txt`: BERT's WordPiece, a token a line, `##` before parts that continue a word. It lowers the text if no
-    token has a capital. Any other name: a JSON file of the library `tokenizers`.
+    token has a capital, or as `tokenizer_config.json` beside it says. Any other name: a JSON file of the library
+    `tokenizers`.
+
+    Every text becomes its tokens alone, all of them, and the same ones each time: truncation, padding, BPE-dropout and
+    the tokens that a template adds are off, whatever the file stores.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a tokenizer.
+        ValueError: the file is not a tokenizer, or has no token.
         ModuleNotFoundError: the library is not installed.
     """
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, models
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "a tokenizer needs the package `tokenizers` (pip install tokenizers); the bundled token ids do not",
@@ -106,15 +143,26 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
     if not file.is_file():
         raise FileNotFoundError(f"data.tokenizer: no file at {str(path)!r}; leave it out to use the bundled tokenizer")
     if file.name.endswith("vocab.json"):
-        return _byte_level(file)
-    if file.name.endswith("vocab.txt"):
-        return _word_piece(file)
-    try:
-        return Tokenizer.from_str(file.read_bytes().decode("utf-8"))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(
-            f"data.tokenizer: {str(path)!r} is not a tokenizer in the JSON format of the `tokenizers` library: {error}"
-        ) from None
+        tokenizer = _byte_level(file)
+    elif file.name.endswith("vocab.txt"):
+        tokenizer = _word_piece(file)
+    else:
+        try:
+            tokenizer = Tokenizer.from_str(decode_utf8(file.read_bytes()))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(
+                f"data.tokenizer: {str(path)!r} is not a tokenizer in the JSON format of the `tokenizers` library: "
+                f"{error}"
+            ) from None
+    if not 0 < (size := size_of(tokenizer)) <= 2**31:
+        found = f"the id {size - 1:,}" if size else "no token"
+        raise ValueError(f"data.tokenizer: {str(path)!r} has {found}; give a vocabulary with ids from 0 to 2^31 - 1")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = None
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def _byte_level(vocabulary: Path) -> Tokenizer:
@@ -127,12 +175,17 @@ def _byte_level(vocabulary: Path) -> Tokenizer:
             f"data.tokenizer: {str(vocabulary)!r} needs {merges.name} beside it, which is not there"
         )
     try:
-        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+        ids = json.loads(decode_utf8(vocabulary.read_bytes()))
+        lines = read_lines(merges, "data.tokenizer")
+        parted = (line.split(" ") for line in lines if line and not line.startswith("#version"))
+        pairs = [(first, second) for first, second in parted]
+        tokenizer = Tokenizer(models.BPE(ids, pairs))
     except Exception as error:
         raise ValueError(
             f"data.tokenizer: {str(vocabulary)!r} and {merges.name} are no vocabulary and merges of GPT-2: {error}"
         ) from None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    prefix = _beside(vocabulary, "tokenizer_config.json").get("add_prefix_space") is True
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([token for token in END_TOKENS if tokenizer.token_to_id(token) is not None])
     return tokenizer
@@ -142,39 +195,86 @@ def _word_piece(vocabulary: Path) -> Tokenizer:
     """BERT's tokenizer from `vocab.txt`."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    try:
-        lines = vocabulary.read_bytes().decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.tokenizer: {str(vocabulary)!r} is not UTF-8: {error.reason}") from None
+    lines = read_lines(vocabulary, "data.tokenizer")
     ids = {token: number for number, token in enumerate(lines)}
     special = [token for token in SPECIAL_TOKENS if token in ids]
     if "[UNK]" not in ids or len(ids) < len(lines):
         wrong = "has a token twice" if "[UNK]" in ids else "has no [UNK]"
         raise ValueError(f"data.tokenizer: {str(vocabulary)!r} {wrong}; a WordPiece vocabulary has one token a line")
     lowers = not any(token != token.lower() for token in lines if token not in special and token[:1] != "[")
+    told = _beside(vocabulary, "tokenizer_config.json").get("do_lower_case")
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowers)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=told if isinstance(told, bool) else lowers)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(special)
     return tokenizer
 
 
+def _beside(file: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` beside a tokenizer's; empty where there is no such file."""
+    path = file.with_name(name)
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(decode_utf8(path.read_bytes())))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"data.tokenizer: {str(path)!r} is not a JSON object ({error}); repair or remove it") from None
+
+
+def size_of(tokenizer: Tokenizer) -> int:
+    """Rows that the ids of a tokenizer need: the largest id plus 1. Ids may have gaps, so it can exceed the tokens."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def vocabulary_size(path: str | Path | None = None) -> int:
-    """Number of tokens of a tokenizer, by default the bundled one; raises as `load_tokenizer` does."""
-    return BUNDLED_SIZE if path is None else load_tokenizer(path).get_vocab_size()
+    """`size_of` the tokenizer of a file, by default the bundled one; raises as `load_tokenizer` does."""
+    return BUNDLED_SIZE if path is None else size_of(load_tokenizer(path))
 
 
-def end_token(tokenizer: Tokenizer) -> int | None:
-    """Id of the token that closes a document; None where the vocabulary has none of `END_TOKENS`."""
-    return next((end for name in END_TOKENS if (end := tokenizer.token_to_id(name)) is not None), None)
+def end_tokens(tokenizer: Tokenizer, path: str | Path | None = None) -> list[int]:
+    """Ids of the tokens that end a text, none where the vocabulary has none; the first one closes documents.
+
+    path: the tokenizer's file; None is the bundled one. Hugging Face's files beside it decide, if they name one: first
+    the `eos_token` of `tokenizer_config.json` or else `special_tokens_map.json`, then each `eos_token_id` of
+    `generation_config.json` or else `config.json`. Otherwise all names of `END_TOKENS` count, `[SEP]` only by itself.
+
+    Raises ValueError for an `eos_token` that the tokenizer does not have.
+    """
+    file, found = BUNDLED / TOKENIZER_NAME if path is None else Path(path), list[int]()
+    named = (
+        (name, _beside(file, name).get("eos_token")) for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    for source, token in [each for each in named if each[1] is not None][:1]:
+        content = token.get("content") if isinstance(token, dict) else token
+        if (end := tokenizer.token_to_id(str(content))) is None:
+            raise ValueError(
+                f"data.tokenizer: {source} beside {str(file)!r} names the end token {content!r}, which the tokenizer "
+                "does not have; give the tokenizer.json that belongs to it, or correct one of the two"
+            )
+        found.append(end)
+    given = (_beside(file, name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
+    for stops in [each for each in given if each is not None][:1]:
+        known = set(tokenizer.get_vocab().values())
+        found += [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop in known]
+    return list(dict.fromkeys(found)) or _ids(tokenizer, END_TOKENS) or _ids(tokenizer, ["[SEP]"])
 
 
-def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Token ids of one document, int64, with the end-of-text token last if the vocabulary has one."""
+def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
+    """Ids of the names that the vocabulary has."""
+    return [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
+
+
+def end_token(tokenizer: Tokenizer, path: str | Path | None = None) -> int | None:
+    """Id of the token that closes a document, the first of `end_tokens`; None where there is none."""
+    return next(iter(end_tokens(tokenizer, path)), None)
+
+
+def encode(tokenizer: Tokenizer, text: str, path: str | Path | None = None) -> np.ndarray:
+    """Token ids of one document, int64, with the end token last if there is one; `path` as for `end_tokens`."""
     import numpy as np
 
-    ids, end = tokenizer.encode(text, add_special_tokens=False).ids, end_token(tokenizer)
+    ids, end = tokenizer.encode(text).ids, end_token(tokenizer, path)
     return np.array(ids if end is None else [*ids, end], dtype=np.int64)
 
 
@@ -191,7 +291,7 @@ def located_tokens(path: str | Path | None, tokenizer: str | Path | None) -> tup
 
     text = bundled_text() if path is None else read_text(path)
     if path is not None or tokenizer is not None:
-        encoding = load_tokenizer(tokenizer).encode(text, add_special_tokens=False)
+        encoding = load_tokenizer(tokenizer).encode(text)
         return text, np.array(encoding.ids, dtype=np.int64), np.array([begin for begin, _ in encoding.offsets])
     vocabulary = json.loads((BUNDLED / TOKENIZER_NAME).read_bytes())["model"]["vocab"]
     lengths = np.zeros(BUNDLED_SIZE, dtype=np.int64)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from labkit.evaluate.kv_cache import caching
 from labkit.evaluate.model import CheckpointModel
-from labkit.evaluate.sampling import Sampler, Sampling
+from labkit.evaluate.sampling import NO_TOKEN, Sampler, Sampling
 from labkit.parallel.vocab.token_ids import check_token_ids
 
 
@@ -23,7 +23,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    end: int | None = None,
+    end: int | Sequence[int] | None = None,
     on_tokens: Callable[[list[int | None]], None] | None = None,
 ) -> list[list[int]]:
     """Return the new token ids of each prompt, the same on all ranks. All ranks call this together.
@@ -31,11 +31,13 @@ def generate(
     prompts: token ids of each sample; lengths may differ.
     max_new_tokens: most tokens to add to each prompt.
     sampling: choice of tokens; None is greedy.
-    end: the token that ends a sample; it is the last one returned. None: each sample gets `max_new_tokens`.
+    end: the token that ends a sample, or several that do; it is the last one returned. None: each sample gets
+        `max_new_tokens`.
     on_tokens: called on every rank after each pass, with the new token of each sample, None for one that has ended.
 
     Raises:
-        ValueError: no prompt, an empty one, more tokens than model.seq_length, or a model of another family than gpt.
+        ValueError: no prompt, an empty one, more tokens than model.seq_length, a model of another family than gpt, or
+            logits that are not finite.
         TokenIdError: an id outside the vocabulary.
     """
     if (family := model.config.model.family) != "gpt":
@@ -48,6 +50,7 @@ def generate(
     occurred = _Occurred(model, tokens_BS, padding_B) if sampler.sampling.repetition_penalty != 1 else None
     made: list[list[int]] = [[] for _ in prompts]
     open_B = torch.ones(batch, dtype=torch.bool, device=model.device)
+    ends = torch.tensor([end] if isinstance(end, int) else list(end or ()), dtype=torch.int64, device=model.device)
     positions_BS = (torch.arange(length, device=model.device) - padding_B[:, None]).clamp(min=0)
 
     def pick(logits_B1V: Tensor) -> Tensor:
@@ -57,6 +60,11 @@ def generate(
         for _ in range(max_new_tokens):
             last_B1 = torch.full((batch, 1), tokens_BS.shape[1] - 1, device=model.device)
             tokens_BS = model.choose(tokens_BS, last_B1, pick, position_ids_BS=positions_BS)
+            if bool((tokens_BS == NO_TOKEN).any()):  # on all ranks alike, so that none waits for another
+                raise ValueError(
+                    "the logits are not finite, so no token can be chosen: give a checkpoint without NaN and infinity, "
+                    "a wider --precision, or a repetition penalty nearer to 1"
+                )
             if occurred is not None:
                 occurred.add(tokens_BS)
             chosen = [token if is_open else None for token, is_open in zip(tokens_BS[:, 0].tolist(), open_B.tolist())]
@@ -64,8 +72,8 @@ def generate(
                 ids += [] if token is None else [token]
             if on_tokens is not None:
                 on_tokens(chosen)
-            if end is not None:
-                open_B &= tokens_BS[:, 0] != end
+            if len(ends):
+                open_B &= ~torch.isin(tokens_BS[:, 0], ends)
                 if not bool(open_B.any()):
                     break
             positions_BS = positions_BS[:, -1:] + 1

@@ -4,7 +4,11 @@ Each line of the file is a passage, as `{"text": "..."}`. The model reads all to
 forcing, those of the target. A passage counts as right if every token of the target is the most likely one.
 
     loose     the target is the last token of the passage
-    strict    the target is the whole last word, tokenised with a blank before it; the paper's
+    strict    the target is the whole last word; the paper's
+
+The whole passage is tokenised at once, with one blank before the last word, and the target begins at the first token
+with a part of the blank or the word. Megatron-LM tokenises the word alone, as `" word"`. GPT-2's tokenizer gives the
+same tokens, but one that marks the beginning of a text would mark the word as well: Llama's makes `▁▁word`.
 """
 
 from __future__ import annotations
@@ -14,12 +18,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from labkit.data.text import read_lines, whole_characters
 from labkit.evaluate.model import CheckpointModel
 
-Encode = Callable[[str], list[int]]
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+Encode = Callable[[str], "Encoding"]
 
 
 @dataclass(frozen=True)
@@ -54,19 +63,18 @@ class Accuracy:
 def read_passages(path: str | Path, encode: Encode, *, strict: bool = True) -> list[Passage]:
     """The passages of a file of JSON lines. Raises ValueError that names the line and its fault."""
     passages = []
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-                passages.append(passage_of(text, encode, strict=strict))
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-                raise ValueError(
-                    f'{path}, line {number}: no passage; each line must be JSON as {{"text": "..."}}'
-                ) from None
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+    for number, line in enumerate(read_lines(path, "--path"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = whole_characters(json.loads(line)["text"])
+            passages.append(passage_of(text, encode, strict=strict))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(
+                f'{path}, line {number}: no passage; each line must be JSON as {{"text": "..."}}'
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
     if not passages:
         raise ValueError(f"{path} has no passage")
     return passages
@@ -75,15 +83,17 @@ def read_passages(path: str | Path, encode: Encode, *, strict: bool = True) -> l
 def passage_of(text: str, encode: Encode, *, strict: bool = True) -> Passage:
     """Cut a passage before its target. Raises ValueError where nothing stands before the last word."""
     if not strict:
-        ids = encode(text.strip())
+        ids = encode(text.strip()).ids
         if len(ids) < 2:
             raise ValueError("the passage has fewer than two tokens")
         return Passage(ids[:-1], ids[-1:])
-    before, _, word = text.strip().rpartition(" ")
-    context, target = encode(before.strip()), encode(f" {word}")
-    if not context or not target:
+    word = (text.split() or [""])[-1]
+    before = text.rstrip().removesuffix(word).rstrip()
+    whole = encode(f"{before} {word}")
+    begin = next((place for place, (_, end) in enumerate(whole.offsets) if end > len(before)), len(whole.ids))
+    if not 0 < begin < len(whole.ids):
         raise ValueError("the passage has fewer than two words")
-    return Passage(context, target)
+    return Passage(whole.ids[:begin], whole.ids[begin:])
 
 
 def score_passages(

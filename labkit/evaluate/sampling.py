@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1
+"""Chosen where logits are not finite."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -56,18 +59,28 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits_BV: Tensor, seen_BV: Tensor | None = None) -> Tensor:
-        """Ids [B] from logits. seen_BV: True for tokens that occurred in a sample; needed by the repetition penalty."""
-        how = self.sampling
+        """Ids [B] from logits; NO_TOKEN where the largest is not finite, for example in a row with a NaN.
+
+        seen_BV: True for tokens that occurred in a sample; needed by the repetition penalty.
+        """
+        how, logits_BV = self.sampling, logits_BV.double()  # a small temperature or penalty exceeds float32
         if how.repetition_penalty != 1 and seen_BV is not None:
             logits_BV = penalised(logits_BV, seen_BV, how.repetition_penalty)
+        best_B1 = logits_BV.amax(dim=-1, keepdim=True)
         if how.temperature == 0:
-            return logits_BV.argmax(dim=-1)
-        kept_BV = within_top_p(within_top_k(logits_BV / how.temperature, how.top_k), how.top_p)
-        probabilities_BV = kept_BV.double().softmax(dim=-1).cpu()
+            ids_B = logits_BV.argmax(dim=-1)
+        else:
+            ids_B = self._drawn((logits_BV - best_B1) / how.temperature).to(logits_BV.device)
+        return ids_B.where(best_B1[:, 0].isfinite(), NO_TOKEN)
+
+    def _drawn(self, logits_BV: Tensor) -> Tensor:
+        """Ids [B] on the host. The largest logits are 0, so that dividing by a temperature moves none of them."""
+        kept_BV = within_top_p(within_top_k(logits_BV, self.sampling.top_k), self.sampling.top_p)
+        probabilities_BV = kept_BV.softmax(dim=-1).cpu()
         draws_B1 = torch.rand(len(probabilities_BV), 1, generator=self._generator, dtype=torch.float64)
         ids_B1 = torch.searchsorted(probabilities_BV.cumsum(dim=-1), draws_B1, right=True)
         last_B1 = (probabilities_BV > 0).long().mul(torch.arange(probabilities_BV.shape[-1])).amax(-1, keepdim=True)
-        return torch.minimum(ids_B1, last_B1)[:, 0].to(logits_BV.device)  # a sum below 1 by rounding ends at the last
+        return torch.minimum(ids_B1, last_B1)[:, 0]  # a sum below 1 by rounding ends at the last
 
 
 def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:

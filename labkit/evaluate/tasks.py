@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labkit.data.text import load_tokenizer, read_text
+from labkit.data.text import load_tokenizer, read_text, size_of
 from labkit.evaluate.lambada import Accuracy, read_passages, score_passages
 from labkit.evaluate.model import CheckpointModel
 from labkit.evaluate.records import Key, Records, digest_of
@@ -20,6 +20,9 @@ from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of,
 from labkit.launch import info
 from labkit.parallel.collectives import gather_objects
 from labkit.train.checkpoint.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 KEEP_EVERY = 10.0
 """Seconds between two stores of what is scored so far."""
@@ -95,13 +98,15 @@ class _Keeper:
 
 
 def _wikitext(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: Callable[..., None]) -> dict[str, Any]:
-    text = read_text(task.path)
-    ids = encoder(model, task.tokenizer)(detokenized(text) if task.detokenize else text)
+    text = read_text(task.path, "--path")
+    if not (words := original_words(text)):
+        raise ValueError(f"{task.path} has no word; give a text to score")
+    ids = tokenizer_for(model, task.tokenizer).encode(detokenized(text) if task.detokenize else text).ids
     blocks = [(float(loss), int(count)) for loss, count in done]
     blocks = score_windows(
         model, ids, stride=task.stride, micro_batch_size=task.micro_batch_size, done=blocks, on_blocks=keeper
     )
-    found = perplexity_of(blocks, tokens=len(ids), original_words=original_words(text))
+    found = perplexity_of(blocks, tokens=len(ids), original_words=words)
     low, high = found.interval
     return {
         "perplexity": found.perplexity,
@@ -116,7 +121,7 @@ def _wikitext(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: C
 
 
 def _lambada(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: Callable[..., None]) -> dict[str, Any]:
-    passages = read_passages(task.path, encoder(model, task.tokenizer), strict=task.strict)
+    passages = read_passages(task.path, tokenizer_for(model, task.tokenizer).encode, strict=task.strict)
     results = score_passages(
         model, passages, micro_batch_size=task.micro_batch_size, done=[bool(each) for each in done], on_results=keeper
     )
@@ -128,13 +133,13 @@ def _lambada(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: Ca
 _TASKS = {"wikitext": _wikitext, "lambada": _lambada}
 
 
-def encoder(model: CheckpointModel, tokenizer: str | None) -> Callable[[str], list[int]]:
-    """Text -> token ids, without special tokens. Raises ValueError if the model's vocabulary is too small for it."""
+def tokenizer_for(model: CheckpointModel, tokenizer: str | None) -> Tokenizer:
+    """The tokenizer of a file. Raises ValueError if the model's vocabulary is too small for it."""
     loaded = load_tokenizer(tokenizer)
-    size, most = loaded.get_vocab_size(), model.config.model.vocab_size
+    size, most = size_of(loaded), model.config.model.vocab_size
     if size > most:
         raise ValueError(
             f"the tokenizer has {size:,} tokens, and the model's vocabulary {most:,} (model.vocab_size): give the "
             "tokenizer that the model was trained with (--tokenizer)"
         )
-    return lambda text: loaded.encode(text, add_special_tokens=False).ids
+    return loaded

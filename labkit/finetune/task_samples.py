@@ -26,7 +26,7 @@ import numpy as np
 
 from labkit.config import DataConfig
 from labkit.data.masked.bert_samples import special_tokens
-from labkit.data.text import load_tokenizer
+from labkit.data.text import load_tokenizer, size_of
 from labkit.finetune.task_files import Choice, Passage, TaskFiles
 
 MOST_OF_QUESTION = {"race": 128, "squad1.1": 64, "squad2.0": 64}
@@ -47,7 +47,7 @@ class Packer:
         """
         self.length, self._tokenizer = length, load_tokenizer(tokenizer)
         self.cls, self.sep, _ = special_tokens(DataConfig(tokenizer=tokenizer))
-        if (need := max(self._tokenizer.get_vocab_size(), self.cls + 1, self.sep + 1)) > vocab_size:
+        if (need := max(size_of(self._tokenizer), self.cls + 1, self.sep + 1)) > vocab_size:
             raise ValueError(
                 f"tokenizer mismatch: {tokenizer or 'the bundled tokenizer'} and BERT's own tokens need {need} ids, "
                 f"and the checkpoint's model has {vocab_size}; name the model's tokenizer by --tokenizer"
@@ -55,11 +55,11 @@ class Packer:
 
     def ids(self, text: str, most: int | None = None) -> np.ndarray:
         """Token ids of a text, the first `most` of them."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids[:most], dtype=np.int64)
+        return np.array(self._tokenizer.encode(text).ids[:most], dtype=np.int64)
 
     def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(token ids [n], first character of each token and the one behind it [n, 2])."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode(text)
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def room(self, first: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from labkit.cli import main
 from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Sampling, generate
-from labkit.evaluate.lambada import passage_of, score_passages
+from labkit.evaluate.lambada import Passage, passage_of, score_passages
 from labkit.evaluate.sampling import Sampler, penalised, within_top_k, within_top_p
 from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
 from labkit.launch import run
@@ -67,7 +67,9 @@ PROMPTS = [encode(text)[:8] for text in PASSAGES[:2]] + [encode(PASSAGES[2])[:3]
 def everything(folder: str, layout: dict[str, int], tokens: list[int]) -> dict[str, Any]:
     """In a rank: all that is compared, computed by labkit."""
     model = CheckpointModel(folder, layout, precision="fp64")
-    passages = [passage_of(text, encode, strict=strict) for text in PASSAGES for strict in (True, False)]
+    passages = [
+        passage_of(text, load_tokenizer().encode, strict=strict) for text in PASSAGES for strict in (True, False)
+    ]
     seen: list[list[int | None]] = []
     logits: list[list[list[float]]] = []
 
@@ -130,7 +132,9 @@ def test_every_layout_computes_what_transformers_computes(both):
         assert all(result == results[0] for result in results), "every rank returns the same"
         found[name] = results[0]
     total, scored = their_losses(theirs, tokens, 7)
-    passages = [passage_of(text, encode, strict=strict) for text in PASSAGES for strict in (True, False)]
+    passages = [
+        passage_of(text, load_tokenizer().encode, strict=strict) for text in PASSAGES for strict in (True, False)
+    ]
     right = [their_right(theirs, passage.context, passage.target) for passage in passages]
     with torch.no_grad():
         logits = theirs(torch.tensor(tokens[:LENGTH])[None]).logits[:, PLACES]
@@ -157,8 +161,7 @@ def test_a_target_that_the_model_predicts_is_right(both):
     theirs.double()
     model = CheckpointModel(folder, precision="fp64")
     said = their_text(theirs, [PROMPTS[0]])[0]
-    passage = type(passage_of("a b", encode))
-    passages = [passage(PROMPTS[0], said[:3]), passage(PROMPTS[0], [*said[:2], (said[2] + 1) % 1024])]
+    passages = [Passage(PROMPTS[0], said[:3]), Passage(PROMPTS[0], [*said[:2], (said[2] + 1) % 1024])]
     assert score_passages(model, passages) == [True, False]
 
 
@@ -208,7 +211,7 @@ def test_the_commands_print_what_the_library_computes(both, tmp_path, capsys):
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1, "a finished row is read, not computed again"
     assert main(["eval", "lambada", "--path", str(passages), "--loose", *common]) == 0
     row = json.loads(capsys.readouterr().out)
-    loose = [passage_of(passage, encode, strict=False) for passage in PASSAGES]
+    loose = [passage_of(passage, load_tokenizer().encode, strict=False) for passage in PASSAGES]
     assert row["right"] == sum(their_right(theirs, p.context, p.target) for p in loose) and row["passages"] == 3
     assert main(["generate", PASSAGES[0], "--max-new-tokens", "20", *common]) == 0
     row = json.loads(capsys.readouterr().out)

@@ -140,6 +140,6 @@ def test_the_command_cleans(tmp_path, capsys):
 
 def test_a_bad_file_leaves_nothing_behind(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
-    with pytest.raises(DocumentError, match=r"a\.jsonl: a text has half a surrogate pair"):
+    with pytest.raises(DocumentError, match=r"a\.jsonl: line 2 has half a surrogate pair, U\+D800 at character 0"):
         clean([tmp_path / "a.jsonl"], tmp_path / "out.jsonl", EVERYTHING)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

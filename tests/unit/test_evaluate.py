@@ -94,13 +94,11 @@ def test_wilsons_interval_of_a_published_example():
 
 
 def test_the_target_is_the_last_word_or_the_last_token():
-    def encode(text):
-        return load_tokenizer().encode(text).ids
-
+    encode = load_tokenizer().encode
     strict, loose = (passage_of("the hacker knew the metasyntax", encode, strict=how) for how in (True, False))
-    assert strict.target == encode(" metasyntax") and len(strict.target) > 1
-    assert strict.context == encode("the hacker knew the")
-    assert loose.context + loose.target == encode("the hacker knew the metasyntax") and len(loose.target) == 1
+    assert strict.target == encode(" metasyntax").ids and len(strict.target) > 1
+    assert strict.context == encode("the hacker knew the").ids
+    assert loose.context + loose.target == encode("the hacker knew the metasyntax").ids and len(loose.target) == 1
     with pytest.raises(ValueError, match="fewer than two words"):
         passage_of("alone", encode)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
@@ -18,6 +18,7 @@ from labkit.cli.checkpoints.model_options import (
     tokenizer_of,
 )
 from labkit.cli.train_command import first_rank
+from labkit.data.text import read_lines, whole_characters
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
@@ -28,24 +29,34 @@ def execute(arguments: Arguments) -> int:
     problems = broken_options(arguments, COMMAND)
     prompts = list(arguments.words)
     if options["prompts"] is not None and not problems:
-        prompts += Path(options["prompts"]).read_text(encoding="utf-8").splitlines()
+        lines = _refusing(arguments, lambda: read_lines(options["prompts"], "--prompts"))
+        problems += [] if lines else [f"--prompts {options['prompts']}: has no line; write a prompt in each line"]
+        prompts += lines
     arguments.refuse(problems)
+    prompts = [_refusing(arguments, partial(whole_characters, prompt)) for prompt in prompts] or [""]
     checkpoint = checkpoint_of(arguments)
     tokenizer = tokenizer_of(arguments, checkpoint)
     sampling = {name: options[name] for name in SAMPLING}
-    prompts = prompts or [""]
-    streams = len(prompts) == 1 and not options["json"] and first_rank()
-    stream = _Stream(tokenizer, prompts[0]) if streams else None
+    stream = _Stream(prompts[0]) if len(prompts) == 1 and not options["json"] and first_rank() else None
     results = launch(
         generate_on_rank, arguments, str(checkpoint), layout_of(arguments), options["precision"], tokenizer, prompts,
         options["max_new_tokens"], sampling, progress=stream.update if stream else lambda _: None,
     )  # fmt: skip
     if stream is not None:
-        stream.end()
+        stream.end(results[0]["text"])
     elif first_rank():
         for result in results:
             print(json.dumps(result) if options["json"] else f"{result['prompt']}{result['text']}", flush=True)
     return 0
+
+
+def _refusing(arguments: Arguments, read: Callable[[], Any]) -> Any:
+    """The result of `read`; its ValueError is a problem of the command line."""
+    try:
+        return read()
+    except ValueError as error:
+        arguments.refuse([str(error)])
+        raise
 
 
 def generate_on_rank(
@@ -53,56 +64,51 @@ def generate_on_rank(
     sampling: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Runs inside a rank: `prompt`, `text`, `tokens` and `ended` (by the model) for each prompt; or a `Refused`."""
-    from labkit.data.text import END_OF_TEXT, load_tokenizer
+    from labkit.data.text import end_tokens
+    from labkit.evaluate.continuation import Continuation
     from labkit.evaluate.generation import generate
     from labkit.evaluate.model import CheckpointModel
     from labkit.evaluate.sampling import Sampling
-    from labkit.evaluate.tasks import encoder
+    from labkit.evaluate.tasks import tokenizer_for
     from labkit.launch import info
 
     def work() -> list[dict[str, Any]]:
         chosen = Sampling(**sampling)
         model = CheckpointModel(checkpoint, layout, precision=precision)
-        encode, loaded = encoder(model, tokenizer), load_tokenizer(tokenizer)
-        end = loaded.token_to_id(END_OF_TEXT)
-        start = [] if end is None else [end]
-        ids = [encode(prompt) or start for prompt in prompts]
-        made = generate(
-            model, ids, max_new_tokens=new, sampling=chosen, end=end,
-            on_tokens=lambda tokens: info.report_progress({"tokens": tokens}),
-        )  # fmt: skip
-        texts = (loaded.decode(new_ids) for new_ids in made)
+        loaded = tokenizer_for(model, tokenizer)
+        ends = end_tokens(loaded, tokenizer)
+        ids = [loaded.encode(prompt).ids or ends[:1] for prompt in prompts]
+        growing, texts = [Continuation(loaded.decode, each) for each in ids], [""] * len(ids)
+
+        def grow(tokens: list[int | None]) -> None:
+            added = ["" if token is None or token in ends else text.add(token) for text, token in zip(growing, tokens)]
+            texts[:] = map(str.__add__, texts, added)
+            info.report_progress({"text": added[0]})
+
+        made = generate(model, ids, max_new_tokens=new, sampling=chosen, end=ends, on_tokens=grow)
         return [
-            {"prompt": prompt, "text": text, "tokens": new_ids, "ended": new_ids[-1] == end}
-            for prompt, text, new_ids in zip(prompts, texts, made, strict=True)
+            {"prompt": prompt, "text": text + last.rest(), "tokens": new_ids, "ended": new_ids[-1] in ends}
+            for prompt, text, last, new_ids in zip(prompts, texts, growing, made, strict=True)
         ]
 
     return refusing(work)
 
 
 class _Stream:
-    """Prints one text while it grows. A character whose bytes are not all there waits."""
+    """Prints one text while it grows, and its prompt with the first token: what is refused prints nothing."""
 
-    def __init__(self, tokenizer: str | None, prompt: str) -> None:
-        from labkit.data.text import load_tokenizer
-
-        self._decode: Callable[[list[int]], str] = load_tokenizer(tokenizer).decode
-        self._ids, self._shown = list[int](), ""
-        print(prompt, end="", flush=True)
+    def __init__(self, prompt: str) -> None:
+        self._waiting, self._text = prompt, ""
 
     def update(self, values: dict[str, Any]) -> None:
         """Print what the new token adds."""
-        self._ids += [token for token in values.get("tokens", []) if token is not None]
-        self._show(self._decode(self._ids).rstrip("\ufffd"))
+        if (added := values.get("text")) is not None:
+            print(self._waiting + added, end="", flush=True)
+            self._waiting, self._text = "", self._text + added
 
-    def _show(self, text: str) -> None:
-        print(text[len(self._shown) :], end="", flush=True)
-        self._shown = text
-
-    def end(self) -> None:
-        """Print the rest and end the line."""
-        self._show(self._decode(self._ids))
-        print(flush=True)
+    def end(self, text: str) -> None:
+        """Print the rest of the whole text and end the line."""
+        print(self._waiting + text[len(self._text) :], flush=True)
 
 
 COMMAND = Command(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from labkit.data.text import size_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,7 +52,7 @@ class Masked(NamedTuple):
 
 def continuations(tokenizer: Tokenizer) -> np.ndarray:
     """True for each id whose token continues a word: `##` stands before it. Other tokenizers mark no token so."""
-    found = np.zeros(max(tokenizer.get_vocab().values()) + 1, dtype=bool)
+    found = np.zeros(size_of(tokenizer), dtype=bool)
     found[[number for token, number in tokenizer.get_vocab().items() if token.startswith("##")]] = True
     return found
 
