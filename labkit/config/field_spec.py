@@ -25,6 +25,8 @@ LARGEST = 2**31 - 1
 """Largest size and count, and largest world size: ranks are 32-bit integers in every transport."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,5})?", re.ASCII)
+_DIGIT, _LEADING_ZERO, _OCTAL = (re.compile(f"[+-]?{rest}") for rest in ("[.]?[0-9]", "0[0-9]", "0[0-7]{1,40}"))
+_TRUTH = {"true": ("true", "yes", "on", "y"), "false": ("false", "no", "off", "n")}
 _KIND_WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -150,9 +152,8 @@ class FieldSpec:
             if all(isinstance(v, item) and not isinstance(v, bool) for v in value):
                 return tuple(value)
         hint = self.hint
-        quoted = isinstance(value, str) and (_NUMBER.fullmatch(value) or value.lower() in ("true", "false"))
-        if quoted and kind in ("int", "float", "bool"):
-            hint = "; write it without quotes"
+        if isinstance(value, str) and kind in ("int", "float", "bool"):
+            hint = _notation(value, kind)
         elif kind == "int" and isinstance(value, float) and value.is_integer():
             hint = "; write it without a decimal point or exponent"
         elif kind == "str" and isinstance(value, int | float):
@@ -178,6 +179,18 @@ class FieldSpec:
         if kind == "bool" and word.lower() in ("true", "false"):
             return word.lower() == "true"
         raise BadValueError(f"must be {self._kind_words}")
+
+
+def _notation(word: str, kind: str) -> str:
+    """Advice for a number or truth value that is text in YAML 1.2; empty where the word is neither."""
+    if kind == "bool":
+        plain = next((plain for plain, words in _TRUTH.items() if word.lower() in words), None)
+        return "" if plain is None else "; write it without quotes" if word.lower() == plain else f"; write {plain}"
+    if _OCTAL.fullmatch(word):
+        return f"; a leading 0 is octal in YAML 1.1 and not in YAML 1.2: write {int(word)} or {int(word, 8)}"
+    if _NUMBER.fullmatch(word) and not _LEADING_ZERO.match(word):
+        return "; write it without quotes"
+    return "; write a decimal number without a leading 0, 0x, 0o, `_`, `,` or `:`" if _DIGIT.match(word) else ""
 
 
 def _finite(value: Any) -> float:

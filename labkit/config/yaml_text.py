@@ -124,6 +124,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
 
 def parse(text: str) -> tuple[dict[str, Any], list[str]]:
     """Typed values by dotted name, and a sentence for each mistake in `text`."""
+    if separator := re.search("[\x85\u2028\u2029]", text):  # PyYAML ends a line there, and YAML 1.2 does not
+        line, name = text.count("\n", 0, separator.start()) + 1, f"U+{ord(separator[0]):04X}"
+        return {}, [f"line {line}: has {name}, a line end in YAML 1.1 and none in YAML 1.2; write a plain line end"]
     try:
         loader = _StrictLoader(text)
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.config import ParallelConfig
+from labkit.data.text import read_lines
 from labkit.parallel.collectives import gather_objects
 from labkit.parallel.groups import initialize_model_parallel
 
@@ -42,14 +43,12 @@ class Records:
     def __init__(self, path: str | Path) -> None:
         self.path, self.partial = Path(path), Path(f"{path}.partial")
         self.rows: list[dict[str, Any]] = []
-        for number, line in enumerate(self._lines(), 1):
+        lines = read_lines(self.path, "--out") if self.path.exists() else []
+        for number, line in enumerate(lines, 1):
             try:
                 self.rows.append(dict(json.loads(line)))
             except (ValueError, TypeError):
                 raise ValueError(f"{self.path}, line {number}, is no row of results; name another file") from None
-
-    def _lines(self) -> list[str]:
-        return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
 
     def finished(self, key: Key) -> dict[str, Any] | None:
         """The row of this key, or None."""

@@ -139,7 +139,7 @@ def tokenizer_for(model: CheckpointModel, tokenizer: str | None) -> Tokenizer:
     size, most = size_of(loaded), model.config.model.vocab_size
     if size > most:
         raise ValueError(
-            f"the tokenizer has {size:,} tokens, and the model's vocabulary {most:,} (model.vocab_size): give the "
-            "tokenizer that the model was trained with (--tokenizer)"
+            f"the tokenizer has {size:,} tokens (the largest id plus 1), and the model's vocabulary {most:,} "
+            "(model.vocab_size): give the tokenizer that the model was trained with (--tokenizer)"
         )
     return loaded

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from labkit.data.text import whole_characters
+
 TASKS = ("mnli", "qqp", "race", "squad")
 """The words that name a task."""
 MOST_LEFT_OUT = 0.01
@@ -170,7 +172,7 @@ def _tables(
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | None]]:
     """(line, its needed cells by column) of a table; None for a line with another number of cells than the header."""
-    with _published(path), path.open(encoding="utf-8", newline="\n") as file:
+    with _published(path), path.open(encoding="utf-8-sig", newline="\n") as file:
         header = file.readline().strip("\r\n").split("\t")
         if missing := [column for column in columns if column not in header]:
             raise ValueError(
@@ -252,9 +254,14 @@ def _squad_file(path: Path) -> Iterator[Passage]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        read = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
+    try:
+        whole_characters(json.dumps(read, ensure_ascii=False))
+    except ValueError:
+        raise ValueError(f"{path} has half a surrogate pair in a text, which is no character; repair the text") from None
+    return read
 
 
 @contextmanager
