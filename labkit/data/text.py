@@ -33,6 +33,7 @@ BUNDLED_SHA256 = {
     "vocab.json": "f5d97ca459cc5686115756d50d994f108e1a16d5396f125d08e6ce6c2410cf7b",
     "merges.txt": "7c02859b1c074df1fe84f3094c8c58e91ab2fa44e1111b707c34e503975c56a6",
     "vocab.txt": "2631768767c5bb2d4f0e297f55f926fd5cf06ea9c651ebfdeae1fe4abf21c406",
+    "sample.jsonl": "6675bb1f858a3c4f5fa081561f40cd0f357dc203f1aeac192d49be587906f71b",
 }
 """SHA-256 of each file, the same on every machine; a test compares them."""
 

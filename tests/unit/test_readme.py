@@ -65,6 +65,16 @@ def commands() -> list[str]:
     return [call for call in calls if call.startswith("labkit ")]
 
 
+def test_git_ignores_what_commands_write():
+    """A clone stays clean while a reader types the commands of the page."""
+    options = r"> |TO=|prepare \S+ |--(?:csv|plot|out|trace|train\.output_dir|checkpoint\.dir) "
+    written = re.findall(rf"(?:{options})([\w./]+)", README)
+    assert {"mine.yaml", "mine.csv", "runs/first", "corpus"} <= set(written)
+    names = {f"{name}{ending}" for name in written for ending in ([".bin", ".cache/a"] if name == "corpus" else ["/a"])}
+    command = ["git", "check-ignore", "--no-index", *sorted(names)]
+    assert set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()) == names
+
+
 def test_commands_are_found():
     assert {command.split()[1] for command in commands()} >= {"groups", "train", "parity"}
 
@@ -78,9 +88,9 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "mine.yaml").write_text(capsys.readouterr().out)
     (tmp_path / "runs" / "mine.csv").write_text(zero_bubble_h1(4, 8).to_csv())
     (tmp_path / "runs" / "first" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
-    (tmp_path / "books.jsonl").write_text('{"text": "a book"}\n')
+    (tmp_path / "labkit").symlink_to(ROOT / "labkit")
     if "--data.path runs/corpus" in command:
-        assert main(["data", "prepare", "books.jsonl", "runs/corpus", "--workers", "1"]) == 0
+        assert main(["data", "prepare", "labkit/data/bundled/sample.jsonl", "runs/corpus", "--workers", "1"]) == 0
     words = shlex.split(command.split(" > ")[0])[1:]
     if words[0] in ("train", "parity") and "--print-config" not in words:
         words.append("--print_config")
