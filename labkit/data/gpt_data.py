@@ -129,8 +129,9 @@ def check_vocabulary(data: DataConfig, vocab_size: int) -> None:
         )
     if size > vocab_size:
         raise ValueError(
-            f"tokenizer mismatch: {data.tokenizer or 'the bundled tokenizer'} has {size} tokens (the largest id plus 1), "
-            f"model.vocab_size is {vocab_size}; set model.vocab_size to {size} or more, or name another data.tokenizer"
+            f"tokenizer mismatch: {data.tokenizer or 'the bundled tokenizer'} has {size} tokens (the largest id plus "
+            f"1), model.vocab_size is {vocab_size}; set model.vocab_size to {size} or more, or name another "
+            "data.tokenizer"
         )
 
 

@@ -110,8 +110,8 @@ END_OF_TEXT = "<|endoftext|>"
 END_TOKENS = (
     END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|end|>", "[EOS]",
 )  # fmt: skip
-"""Names of tokens that end a text, where no file says which one does; the first of a vocabulary closes documents, and
-where it has none of them BERT's `[SEP]` does."""
+"""Names of tokens that end a text, where no file says which one does. The first that a vocabulary has closes documents;
+if it has none of them, BERT's `[SEP]` does."""
 SPECIAL_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 """BERT's tokens that stand for no text."""
 
@@ -124,8 +124,8 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
     token has a capital, or as `tokenizer_config.json` beside it says. Any other name: a JSON file of the library
     `tokenizers`.
 
-    Every text becomes its tokens alone, all of them, and the same ones each time: truncation, padding, BPE-dropout and
-    the tokens that a template adds are off, whatever the file stores.
+    Every text becomes its own tokens, all of them, and the same ones each time. So truncation, padding, BPE-dropout and
+    the template of added tokens are off, whatever the file stores.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -236,9 +236,9 @@ def vocabulary_size(path: str | Path | None = None) -> int:
 def end_tokens(tokenizer: Tokenizer, path: str | Path | None = None) -> list[int]:
     """Ids of the tokens that end a text, none where the vocabulary has none; the first one closes documents.
 
-    path: the tokenizer's file; None is the bundled one. Hugging Face's files beside it decide, if they name one: first
-    the `eos_token` of `tokenizer_config.json` or else `special_tokens_map.json`, then each `eos_token_id` of
-    `generation_config.json` or else `config.json`. Otherwise all names of `END_TOKENS` count, `[SEP]` only by itself.
+    path: the tokenizer's file; None is the bundled one. Hugging Face's files beside it decide, if they name an end. The
+    `eos_token` of `tokenizer_config.json`, or else `special_tokens_map.json`, is the first. Each `eos_token_id` of
+    `generation_config.json`, or else `config.json`, follows. Without them all names of `END_TOKENS` count.
 
     Raises ValueError for an `eos_token` that the tokenizer does not have.
     """

@@ -1,8 +1,8 @@
 """The text that new tokens add to a prompt, as it grows.
 
-Texts of pieces do not add up to the text of the whole: a Llama's tokenizer drops the blank before the first token that
+Texts of pieces do not add up to the text of the whole. A Llama's tokenizer drops the blank before the first token that
 it decodes, and several tokens can hold the bytes of one character. So a continuation is the text of all tokens without
-that of the prompt's, and a token whose text ends inside a character waits for the next ones.
+the text of the prompt's. A token whose text ends inside a character waits for the next ones.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ forcing, those of the target. A passage counts as right if every token of the ta
     loose     the target is the last token of the passage
     strict    the target is the whole last word; the paper's
 
-The whole passage is tokenised at once, with one blank before the last word, and the target begins at the first token
-with a part of the blank or the word. Megatron-LM tokenises the word alone, as `" word"`. GPT-2's tokenizer gives the
+The whole passage is tokenised at once, with one blank before the last word. The target begins at the first token that
+has a part of the blank or the word. Megatron-LM tokenises the word alone, as `" word"`. GPT-2's tokenizer gives the
 same tokens, but one that marks the beginning of a text would mark the word as well: Llama's makes `▁▁word`.
 """
 

@@ -260,7 +260,7 @@ def _json(path: Path) -> Any:
     try:
         whole_characters(json.dumps(read, ensure_ascii=False))
     except ValueError:
-        raise ValueError(f"{path} has half a surrogate pair in a text, which is no character; repair the text") from None
+        raise ValueError(f"{path} has half a surrogate pair in a text, which is no character; repair it") from None
     return read
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
 from labkit.launch import run
 from labkit.parallel.collectives import gather_objects
 
+tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytestmark = pytest.mark.oracle
 
@@ -221,3 +223,111 @@ def test_the_commands_print_what_the_library_computes(both, tmp_path, capsys):
     )
     assert row["tokens"] == expected[0, len(encode(PASSAGES[0])) :].tolist()
     assert row["text"] == load_tokenizer().decode(row["tokens"])
+
+
+# ---- a model that is always right, with a tokenizer as Llama's ----
+
+SENTENCE = "the old cat sat on a warm mat"
+
+
+@pytest.fixture(scope="module")
+def reciting(tmp_path_factory) -> tuple[Any, Path]:
+    """(transformers' tokenizer, folder of our checkpoint): a Llama that knows one sentence by heart, then `</s>`."""
+    folder = tmp_path_factory.mktemp("reciting")
+    letters = [f"<0x{byte:02X}>" for byte in range(256)] + sorted(set(SENTENCE.replace(" ", "▁")))
+    tokens, merges = ["<unk>", "<s>", "</s>", *letters], []
+    words = [f"▁{word}" for word in SENTENCE.split()]
+    for word in words:
+        merges += [(word[:end], word[end]) for end in range(1, len(word)) if word[: end + 1] not in tokens]
+        tokens += [word[: end + 1] for end in range(1, len(word)) if word[: end + 1] not in tokens]
+    ids = {token: number for number, token in enumerate(tokens)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    blank, fuse = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()
+    strip, fallback = tokenizers.decoders.Strip(" ", 1, 0), tokenizers.decoders.ByteFallback()
+    made.decoder = tokenizers.decoders.Sequence([blank, fallback, fuse, strip])
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    # the embedding tells a token by its place, no layer changes it, and the head has the next token's
+    options = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokens), intermediate_size=8, max_position_embeddings=64, tie_word_embeddings=False, **options
+    )
+    model = transformers.LlamaForCausalLM(config)
+    head, place = model.lm_head.weight, model.model.embed_tokens.weight
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1.0 if weight.dim() == 1 else 0.0)
+        place.copy_(torch.eye(*place.shape))
+        for token, following in pairwise([*(ids[word] for word in words), ids["</s>"]]):
+            head[following, token] = 1.0
+    model.save_pretrained(folder)
+    assert main(["checkpoint", "import", str(folder / "ours"), str(folder)]) == 0
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
+    return (model, theirs), folder
+
+
+def of_command(capsys: Any, folder: Path, *words: str) -> str:
+    capsys.readouterr()
+    common = ["--checkpoint", str(folder / "ours"), "--tokenizer", str(folder / "tokenizer.json")]
+    code = main([*words, *common])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed.out
+
+
+def test_a_text_goes_on_with_its_blank_and_stops_at_its_own_end(reciting, tmp_path, capsys):
+    (model, theirs), folder = reciting
+    prompt, rest = "the old cat sat on", " a warm mat"
+    encoded = theirs(prompt, add_special_tokens=False, return_tensors="pt")
+    made = model.generate(encoded["input_ids"], max_new_tokens=20, do_sample=False, eos_token_id=theirs.eos_token_id)[0]
+    assert theirs.decode(made, skip_special_tokens=True) == prompt + rest
+    options = ["--max-new-tokens", "20"]
+    assert of_command(capsys, folder, "generate", prompt, *options) == f"{prompt}{rest}\n"
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + f"{prompt}\r\nthe old\r\n\u2028 the\x0cold cat\r\n".encode())
+    prompts = [prompt, "the old", "\u2028 the\x0cold cat"]
+    rests = [rest, f" cat sat on{rest}", f" sat on{rest}"]
+    lines = of_command(capsys, folder, "generate", "--prompts", str(file), *options)
+    assert lines == "".join(f"{before}{behind}\n" for before, behind in zip(prompts, rests))
+    rows = of_command(capsys, folder, "generate", "--prompts", str(file), "--json", *options).split("\n")[:-1]
+    assert [(row["prompt"], row["text"], row["ended"]) for row in map(json.loads, rows)] == [
+        (before, behind, True) for before, behind in zip(prompts, rests)
+    ]
+    assert json.loads(rows[0])["tokens"] == made[encoded["input_ids"].shape[1] :].tolist()
+
+
+def test_a_model_that_is_always_right_has_every_last_word(reciting, tmp_path, capsys):
+    passages = [SENTENCE, "the old cat sat on a warm\nmat", "sat on\n\na", "the\u2028old", " the old  \t cat \n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    for options in ([], ["--loose"]):
+        row = of_command(
+            capsys, reciting[1], "eval", "lambada", "--path", str(tmp_path / "a.jsonl"), "--json", *options
+        )
+        right = len(passages) if not options else sum(" ".join(text.split()) == text.strip() for text in passages)
+        assert json.loads(row)["right"] == right and json.loads(row)["passages"] == len(passages)
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "said"),
+    [
+        (["the old cat " * 40], None, "tokens in all; the model's sequence has 64"),
+        (["the \udcff"], None, "has half a surrogate pair, U+DCFF at character 4"),
+        ([], b"", "has no line; write a prompt in each line"),
+        ([], b"the old\ncaf\xe9", "--prompts: "),
+        ([], "the old".encode("utf-16"), "is not UTF-8 (byte 0x00"),
+    ],
+)
+def test_prompts_that_are_refused_print_nothing(words, content, said, reciting, tmp_path, capsys):
+    given = list(words)
+    if content is not None:
+        (tmp_path / "prompts.txt").write_bytes(content)
+        given = ["--prompts", str(tmp_path / "prompts.txt")]
+    folder = reciting[1]
+    common = ["--checkpoint", str(folder / "ours"), "--tokenizer", str(folder / "tokenizer.json")]
+    capsys.readouterr()
+    assert main(["generate", *given, *common]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and said in printed.err and "Traceback" not in printed.err

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from labkit.data import bundled_text
-from labkit.data.text import BUNDLED, BUNDLED_SHA256, read_text
+from labkit.data.text import BUNDLED, BUNDLED_SHA256, read_lines, read_text
 
 
 @pytest.mark.parametrize("name", BUNDLED_SHA256)
@@ -24,10 +24,40 @@ def test_bundled_text_is_the_jargon_file_from_a_to_z():
     assert "in the public domain" in provenance and "Jargon File, version 4.4.7" in provenance
 
 
-def test_read_text_keeps_every_byte(tmp_path):
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_read_text_keeps_every_byte_but_the_mark(mark, tmp_path):
     file = tmp_path / "text.txt"
-    file.write_bytes("a\r\nb\u2028c\n".encode())
+    file.write_bytes(mark + "a\r\nb\u2028c\n".encode())
     assert read_text(file) == "a\r\nb\u2028c\n"
+    assert read_lines(file, "--prompts") == ["a", "b\u2028c"]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\0", "\r"])
+def test_only_a_newline_ends_a_line(separator, tmp_path):
+    file = tmp_path / "lines.txt"
+    file.write_bytes(f"12345{separator}b\n\n c ".encode())
+    assert read_lines(file, "--prompts") == [f"12345{separator}b", "", " c "]
+
+
+def test_an_empty_file_has_no_line(tmp_path):
+    (tmp_path / "none.txt").write_bytes(b"\xef\xbb\xbf")
+    assert read_lines(tmp_path / "none.txt", "--prompts") == []
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [
+        ("utf-16", "0x00 at position 3"),
+        ("utf-16-le", "0x00 at position 1"),
+        ("utf-16-be", "0x00 at position 0"),
+        ("utf-32", "0x00 at position 2"),
+    ],
+)
+def test_texts_of_other_encodings_are_refused(encoding, said, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes("plain text".encode(encoding))
+    with pytest.raises(ValueError, match=rf"--path: .*text\.txt' is not UTF-8 \(byte {said}\)"):
+        read_text(file, "--path")
 
 
 def test_missing_text_names_the_file(tmp_path):

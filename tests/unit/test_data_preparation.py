@@ -97,11 +97,13 @@ def ids_of(texts, tokenizer=None, *, eod=True):
 def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     texts = ENTRIES[:40]
     for number, text in enumerate(texts):
-        (tmp_path / f"{number:02}.txt").write_text(text)
+        (tmp_path / f"{number:02}.txt").write_bytes(b"\xef\xbb\xbf" * (number % 2) + text.encode())
     jsonl(tmp_path / "a.jsonl", texts)
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes().replace(b"\n", b"\r\n"))
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=7)
     for name, files in (
         ("lines", [tmp_path / "a.jsonl"]),
+        ("marked lines", [tmp_path / "b.jsonl"]),
         ("rows", [tmp_path / "a.parquet"]),
         ("files", sorted(tmp_path.glob("*.txt"))),
     ):
@@ -160,6 +162,14 @@ BAD = {
     "not UTF-8": ("a.txt", b"fine\nline\nb\xffd", r"a\.txt: line 3 is not UTF-8 \(byte 0xff\)"),
     "line not UTF-8": ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a\.jsonl: line 2 is not UTF-8"),
     "kind": ("a.csv", b"a,b", r"a\.csv: labkit reads \.txt, \.jsonl, \.json, \.parquet files"),
+    "half a pair": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "b\\ud800"}',
+        r"a\.jsonl: line 2 has half a surrogate pair, U\+D800",
+    ),
+    "UTF-16": ("a.jsonl", '{"text": "a"}'.encode("utf-16-le"), r"a\.jsonl: line 1 is not UTF-8 \(byte 0x00\)"),
+    "text of UTF-16": ("a.txt", "text".encode("utf-16-le"), r"a\.txt: line 1 is not UTF-8 \(byte 0x00\)"),
+    "long number": ("a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"a\.jsonl: line 1 is not JSON"),
     "no Parquet": ("a.parquet", b"PAR1 and then nothing", r"a\.parquet: is not a Parquet file, or it is damaged"),
     "empty": ("a.txt", b"", "no document has a token; there is nothing to write"),
 }
@@ -181,6 +191,10 @@ def test_columns_of_parquet_are_named(tmp_path):
         list(pieces_of(tmp_path / "a.parquet", "text"))
     with pytest.raises(DocumentError, match="row 2 has a NoneType under 'body', not text"):
         list(pieces_of(tmp_path / "a.parquet", "body"))
+    bad = pyarrow.array([b"fine", b"b\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "c.parquet")
+    with pytest.raises(DocumentError, match=r"c\.parquet: a text behind row 0 is not UTF-8 \(byte 0xff\)"):
+        list(pieces_of(tmp_path / "c.parquet", "text"))
     with pytest.raises(DocumentError, match=r"b\.txt: there is no such file"):
         list(pieces_of(tmp_path / "b.txt", "text"))
 

@@ -2,17 +2,20 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from labkit.cli import main
 from labkit.cli.checkpoints.eval_command import evaluate_on_rank
 from labkit.config import presets
 from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
-from labkit.evaluate.lambada import Accuracy, passage_of
+from labkit.evaluate.lambada import Accuracy, passage_of, read_passages
 from labkit.evaluate.model import layout_problems
+from labkit.evaluate.sampling import NO_TOKEN, Sampler
 from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, window_starts
 from labkit.launch import info, run
 from labkit.train import pretrain
@@ -167,6 +170,63 @@ def test_rows_of_another_file_are_refused(tmp_path):
         Records(tmp_path / "rows.jsonl")
 
 
+def test_rows_are_cut_at_newlines_alone(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + '{"key": "a\u2028b"}\r\n{"key": 2}\n'.encode())
+    assert [row["key"] for row in Records(tmp_path / "rows.jsonl").rows] == ["a\u2028b", 2]
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"--out: .*rows\.jsonl' is not UTF-8"):
+        Records(tmp_path / "rows.jsonl")
+
+
+def test_passages_are_cut_at_newlines_alone(tmp_path):
+    path = tmp_path / "passages.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + '{"text": "the\u2028bug bites"}\r\n\n{"text": "it runs"}\n'.encode())
+    encode = load_tokenizer().encode
+    assert read_passages(path, encode) == [passage_of(text, encode) for text in ("the\u2028bug bites", "it runs")]
+    for line, said in (
+        ('{"text": "a \\ud800"}', "line 1: has half a surrogate pair, U+D800"),
+        ("[" * 9999, "no passage"),
+    ):
+        path.write_text(line)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_passages(path, encode)
+
+
+def test_a_text_without_a_word_is_refused(run_folder, tmp_path):
+    (tmp_path / "blank.txt").write_text("\n \n \n")
+    with pytest.raises(ValueError, match=r"blank\.txt has no word"):
+        evaluate(CheckpointModel(run_folder), Task(name="wikitext", path=str(tmp_path / "blank.txt")))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-300, 5e-324])
+@pytest.mark.parametrize("penalty", [1.0, 1e-38])
+def test_a_temperature_near_zero_takes_the_most_likely_token(temperature, penalty):
+    logits = torch.tensor([[1.0, 30.0, 2.0, -5.0, 29.0], [-4.0, -3.0, -2.0, -1.0, -8.0]])
+    seen = torch.tensor([[True] * 5, [False] * 5])
+    for choice in ({}, {"top_k": 3}, {"top_p": 0.5}):
+        sampler = Sampler(Sampling(temperature=temperature, repetition_penalty=penalty, **choice))
+        assert sampler(logits, seen).tolist() == [1, 3]
+
+
+def test_equal_tokens_share_the_draws_at_any_temperature():
+    drawn = [
+        Sampler(Sampling(temperature=1e-38, seed=seed))(torch.tensor([[5.0, 1.0, 5.0]])).item() for seed in range(40)
+    ]
+    assert set(drawn) == {0, 2}
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.5), Sampling(temperature=1, top_p=0.5)])
+def test_logits_that_are_not_finite_choose_no_token(wrong, sampling, run_folder, monkeypatch):
+    logits = torch.tensor([[1.0, 3.0, wrong], [1.0, 3.0, -math.inf]])
+    assert Sampler(sampling)(logits).tolist()[0] == NO_TOKEN and 0 <= Sampler(sampling)(logits).tolist()[1] < 2
+    model = CheckpointModel(run_folder)
+    for weight in model.chunk.parameters():
+        weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match="the logits are not finite"):
+        generate(model, [[5]], max_new_tokens=3, sampling=sampling)
+
+
 def test_prompts_that_cannot_be_continued_are_refused(run_folder):
     model = CheckpointModel(run_folder)
     for prompts, new, words in (
@@ -186,6 +246,8 @@ def test_a_sample_ends_with_the_token_that_ends_it(run_folder):
     end = free[0]
     [ended, _] = generate(model, [[5, 6], [7]], max_new_tokens=12, end=end)
     assert ended == [end] and len(free) == len(other) == 12
+    [ended, _] = generate(model, [[5, 6], [7]], max_new_tokens=12, end=[1023 - (end == 1023), end])
+    assert ended == [end]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,19 @@ def folder(tmp_path: Path) -> Any:
 # ---- files ----
 
 
+def test_byte_order_marks_and_line_ends_change_no_example(folder: Any) -> None:
+    for task in ("mnli", "qqp", "race", "squad1.1"):
+        path = folder(task)
+        for table in path.rglob("*.tsv"):  # a needed column first, as in MultiNLI's own files
+            rows = [line.split("\t")[::-1] for line in table.read_text().split("\n")]
+            table.write_text("\n".join(map("\t".join, rows)))
+        before = read_task(task.removesuffix("1.1"), path)
+        for file in (file for file in path.rglob("*") if file.is_file()):
+            file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+        after = read_task(task.removesuffix("1.1"), path)
+        assert (after.train, after.splits, after.left_out) == (before.train, before.splits, before.left_out)
+
+
 def test_table_6_is_the_papers() -> None:
     """As printed in appendix A, task by task, the three sizes in turn."""
     printed = {
@@ -144,6 +157,12 @@ BROKEN: dict[str, tuple[str, str, Any, str]] = {
                   "question q0 has no answer, and is not marked is_impossible"),
     "no UTF-8": ("mnli", "train.tsv", lambda p: p.write_bytes(p.read_bytes() + b"caf\xe9"),
                  "train.tsv is no text in UTF-8"),
+    "UTF-16": ("mnli", "train.tsv", lambda p: p.write_text(p.read_text(), encoding="utf-16"),
+               "train.tsv is no text in UTF-8"),
+    "half a pair": ("squad1.1", "dev-v1.1.json", edited(lambda read: paragraph(read).update(context="a\ud800")),
+                    "dev-v1.1.json has half a surrogate pair"),
+    "half a pair in RACE": ("race", "dev/high/0.txt", edited(lambda read: read.update(article="\udc00")),
+                            "0.txt has half a surrogate pair"),
     "a word as place": ("squad1.1", "train-v1.1.json",
                         edited(lambda read: paragraph(read)["qas"][0]["answers"][0].update(answer_start="1")),
                         "train-v1.1.json has another form"),
