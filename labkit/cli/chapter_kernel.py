@@ -20,10 +20,8 @@ from typing import Any
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config
 
-from labkit.launch.guard import RUN_PREFIX, LaunchFolder, kill_family, kill_group_at_close, sweep
+from labkit.launch.guard import RUN_PREFIX, LaunchFolder, kill_family, kill_group_at_close, parent_of_sockets, sweep
 
-LONGEST_PARENT = 60
-"""Most bytes of the temporary folder's path. A socket's path has at most 104 on macOS, 107 on Linux; ours adds 30."""
 PATIENCE = 1.5
 """Seconds that an interrupted cell gets to end its ranks and remove their folder."""
 
@@ -104,8 +102,7 @@ class ChapterKernel:
 @contextlib.contextmanager
 def chapter_kernel() -> Iterator[ChapterKernel]:
     """A kernel that Ctrl-C ends, in a private folder that is removed with it."""
-    parent = Path(tempfile.gettempdir())
-    folder = LaunchFolder(RUN_PREFIX, parent if len(os.fsencode(parent)) <= LONGEST_PARENT else Path("/tmp"))
+    folder = LaunchFolder(RUN_PREFIX, parent_of_sockets())
     kernel = ChapterKernel(folder.path)
     before = signal.signal(signal.SIGINT, kernel.interrupt)
     try:
@@ -114,6 +111,6 @@ def chapter_kernel() -> Iterator[ChapterKernel]:
         kernel.close()
         folder.remove()
         if kernel.interrupted:
-            sweep(parent)  # remove folders of launches if the kernel was killed
+            sweep(Path(tempfile.gettempdir()))  # remove folders of launches if the kernel was killed
         logging.disable(logging.NOTSET)
         signal.signal(signal.SIGINT, before)

@@ -155,9 +155,14 @@ def ranks_to_use(arguments: Arguments) -> int | None:
     """--nproc, or torchrun's number of ranks, or the fewest that the layout allows; None where that has no answer."""
     asked = arguments.options["nproc"]
     if started_by_torchrun():
-        started = int(os.environ["WORLD_SIZE"])
+        from labkit.launch import info
+
+        started = info.launchers_numbers()[1]
         if asked is not None and asked != started:
-            arguments.problems.append(f"--nproc {asked}: torchrun started {started} ranks; leave it out")
+            words = "1 rank" if started == 1 else f"{started} ranks"
+            arguments.problems.append(
+                f"--nproc {asked}: torchrun started {words}; leave it out{info.leftover_advice()}"
+            )
         return started
     if asked is not None:
         return asked

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
-from labkit.launch.info import CONNECTIONS, loopback_interface
-from labkit.launch.machine import host_memory, usable_cores, why_no_transformer_engine
+from labkit.launch.info import CONNECTIONS, loopback_interface, loopback_problem
+from labkit.launch.machine import FILES_PER_RANK, host_memory, usable_cores, why_no_transformer_engine
 
 Level = Literal["good", "note", "bad"]
 _GIB = 1 << 30
-_FILES_PER_RANK = 3
-"""Descriptors that the launching process holds for each rank: connection, sentinel and lifeline."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ def _temporary_folder() -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ranks = (soft - 64) // _FILES_PER_RANK if soft != resource.RLIM_INFINITY else 512
+    ranks = (soft - 64) // FILES_PER_RANK if soft != resource.RLIM_INFINITY else 512
     if ranks < 16:
         return Finding("open files", "bad", f"limit {soft}: not enough for 16 ranks", f"ulimit -n {min(hard, 4096)}")
     return Finding("open files", "good", f"limit {soft}")
@@ -187,16 +185,9 @@ def _processes() -> Finding:
 
 
 def _loopback() -> Finding:
-    import socket
-
-    name = loopback_interface()
-    if name not in (found for _, found in socket.if_nameindex()):
-        return Finding(
-            "loopback", "bad", f"no interface {name!r}: gloo cannot connect the ranks", f"ip link set {name} up"
-        )
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-    return Finding("loopback", "good", f"interface {name}; ranks listen nowhere else")
+    if problem := loopback_problem():
+        return Finding("loopback", "bad", problem)
+    return Finding("loopback", "good", f"interface {loopback_interface()}; ranks listen nowhere else")
 
 
 def _sum_of_ranks() -> float:

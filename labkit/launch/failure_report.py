@@ -9,6 +9,7 @@ import textwrap
 import time
 from dataclasses import dataclass, field
 
+from labkit.launch.machine import MORE_FILES
 from labkit.launch.status import Status
 from labkit.launch.worker import Failure
 
@@ -23,6 +24,7 @@ _ADVICE = (
     "such a wait is meant, allow more: timeout={:g} (`labkit train --timeout`), or timeout=math.inf for no limit."
 )
 _GAVE_UP = re.compile(r"(RuntimeError|Dist\w*Error): .*time(d )?out", re.IGNORECASE | re.DOTALL)
+_NO_FILE_LEFT = re.compile("gloo.*Too many open files", re.DOTALL)
 _TORCH_LIMIT = (
     "torch gave up by the limit of the collective's own group: distributed_timeout_minutes= of run() and Ranks(), "
     "parallel.distributed_timeout_minutes (`labkit train --timeout`) for the groups of a configuration."
@@ -93,6 +95,10 @@ def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
 def _raised(failed: list[Outcome], outcomes: list[Outcome]) -> RankError:
     first = failed[0]
     assert first.failure is not None, "a failed rank has said why"
+    if _NO_FILE_LEFT.search(first.failure.summary):
+        ranks = sorted(o.rank for o in failed)
+        head = f"{_ranks(ranks)} of {len(outcomes)} could not connect: too many open files in a rank; {MORE_FILES}"
+        return RankError(head, ranks=ranks, kind="raised")
     calls = {o.rank: call for o in sorted(failed, key=lambda o: o.rank) if (call := mismatched_call(o))}
     said = first.failure.summary
     if first.rank in calls:

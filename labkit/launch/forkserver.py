@@ -13,11 +13,14 @@ from __future__ import annotations
 import io
 import os
 import signal
-from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn
+import tempfile
+from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from multiprocessing.forkserver import ForkServer, read_signed
 from multiprocessing.util import Finalize
 from typing import Any
+
+from labkit.launch.guard import parent_of_sockets
 
 _server = ForkServer()
 _modules = ["labkit.launch.preloaded"]
@@ -40,6 +43,12 @@ def preload(*modules: str) -> None:
 
 def ensure_running() -> None:
     """Start the server unless it runs; a later launch then does not wait for the import of torch."""
+    if _server._forkserver_pid is None:  # pyright: ignore[reportAttributeAccessIssue]
+        before, tempfile.tempdir = tempfile.tempdir, str(parent_of_sockets())
+        try:
+            util.get_temp_dir()  # makes multiprocessing's folder for sockets, once
+        finally:
+            tempfile.tempdir = before
     if not hasattr(signal, "pthread_sigmask"):
         _server.ensure_running()
         return

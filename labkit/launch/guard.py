@@ -26,6 +26,9 @@ SEES_USAGE = Path("/proc/self/stat").exists()
 PREFIX = "labkit-launch-"
 RUN_PREFIX = "labkit-run-"
 _NAME = re.compile(rf"({PREFIX}|{RUN_PREFIX})\d+-\w{{8}}")
+LONGEST_PARENT = 60
+"""Most bytes of the path that holds folders with sockets. The path of a socket has at most 104 (macOS) or 107 (Linux),
+and our folder and name take 35 of them."""
 _swept: set[Path] = set()
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
@@ -144,6 +147,12 @@ def kill_family(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     send_signal(pid, signal.SIGKILL)
+
+
+def parent_of_sockets() -> Path:
+    """The temporary folder, or /tmp where its path leaves no room for a socket's, or is no text, as ZeroMQ needs it."""
+    parent = tempfile.gettempdir()
+    return Path(parent if len(os.fsencode(parent)) <= LONGEST_PARENT and parent.isprintable() else "/tmp")
 
 
 class LaunchFolder:

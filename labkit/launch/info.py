@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from labkit.config import ParallelConfig
+    from labkit.config import ConfigError, ParallelConfig
 
 BACKENDS = ("auto", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 DeviceKind = Literal["cpu", "cuda"]
+LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that torchrun gives each rank."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of GPU drivers: NVIDIA's on Linux, NVIDIA's in WSL, AMD's."""
 
@@ -73,7 +77,30 @@ def inside_rank() -> bool:
 
 def under_torchrun() -> bool:
     """True if this process is a rank of torchrun, or of a launcher that sets the same environment variables."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    return all(name in os.environ for name in LAUNCHERS_VARIABLES)
+
+
+def launchers_numbers() -> tuple[int, int, int]:
+    """Return RANK, WORLD_SIZE and LOCAL_RANK. Raises ConfigError for values that no launcher sets."""
+    *numbers, address, port = (os.environ[name] for name in LAUNCHERS_VARIABLES)
+    with contextlib.suppress(ValueError):
+        rank, world_size, local_rank = map(int, numbers)
+        if 0 <= local_rank <= rank < world_size and address and 0 < int(port) < 1 << 16:
+            return rank, world_size, local_rank
+    raise launch_refused("RANK, WORLD_SIZE and the like have values that no launcher sets")
+
+
+def launch_refused(problem: str) -> ConfigError:
+    """Return the error of a launch that does not fit the variables of `under_torchrun`."""
+    from labkit.config import ConfigError
+
+    return ConfigError([problem + leftover_advice()], source="the launch")
+
+
+def leftover_advice() -> str:
+    """Return the variables by which `under_torchrun` decides, with their values, and what to do where they are old."""
+    given = " ".join(f"{name}={os.environ.get(name)}" for name in LAUNCHERS_VARIABLES)
+    return f" (the environment has {given}; if they are left over there: unset {' '.join(LAUNCHERS_VARIABLES)})"
 
 
 _receiver: Callable[[dict[str, Any]], None] | None = None
@@ -228,13 +255,24 @@ def loopback_interface() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
+def loopback_problem() -> str:
+    """Return why the ranks of this machine cannot connect, or an empty string. Sends nothing."""
+    name, advice = loopback_interface(), "gloo connects the ranks of a machine by it"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))
+    except OSError as error:
+        return f"network interface {name} is not up ({error.strerror or error}), and {advice}: ip link set {name} up"
+    return ""
+
+
 def join_group(
-    *, meeting: str | Store, rank: int, world_size: int, local_rank: int, local_world_size: int, backend: str,
+    *, meeting: Store, rank: int, world_size: int, local_rank: int, local_world_size: int, backend: str,
     device: str, timeout: float,
 ) -> RankInfo:  # fmt: skip
     """Initialise torch.distributed on this rank and store its place.
 
-    meeting: the store in which the ranks find each other, or its address. timeout: limit of a collective, in seconds.
+    meeting: the store in which the ranks find each other. timeout: limit of a collective, in seconds.
     """
     import torch
     import torch.distributed as dist
@@ -243,10 +281,10 @@ def join_group(
     backend = choose_backend(backend, where, local_world_size)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    place: dict[str, Any] = {"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}
+    meeting.set_timeout(torch_timeout(timeout, backend))
     dist.init_process_group(
         backend,
-        **place,
+        store=meeting,
         rank=rank,
         world_size=world_size,
         timeout=torch_timeout(timeout, backend),

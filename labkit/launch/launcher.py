@@ -194,6 +194,8 @@ class Ranks:
             if self._lost_state:
                 print("labkit: new ranks started; what earlier calls left in memory is gone")
                 self._lost_state = False
+            if problem := info.loopback_problem() or machine.too_few_files(self.world_size):
+                raise RankError(problem, ranks=[], kind="start")
             if warning := machine.crowding(self.world_size):
                 print(warning, file=sys.stderr, flush=True)
             pool = RankPool(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -17,7 +18,12 @@ from typing import NamedTuple
 
 CROWDED = 10
 """A launch warns above so many ranks per core."""
+FILES_PER_RANK = 3
+"""Descriptors that the launching process holds for each rank: connection, sentinel and lifeline."""
+_FILES_TO_START = 12
+"""Descriptors that it needs for a moment while it starts a rank, and for the fork server."""
 GIB = 1 << 30
+MORE_FILES = "raise the limit of the shell (`ulimit -n 4096`), or start fewer ranks"
 _HOW_TO_GET_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]', or from conda-forge"
 """pip compiles it against the installed torch and CUDA."""
 _ROOT = Path("/")
@@ -57,6 +63,19 @@ def crowding(ranks: int) -> str:
         f"labkit: {ranks} ranks share {cores} {'core' if cores == 1 else 'cores'}; they take turns, so expect each "
         f"to wait {ranks // cores} times as long as it computes"
     )
+
+
+def too_few_files(ranks: int) -> str:
+    """Return why this process cannot open the descriptors that it holds for `ranks`, or an empty string."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = FILES_PER_RANK * ranks + _FILES_TO_START
+    try:
+        left = limit - len(os.listdir("/dev/fd"))
+    except OSError:  # not even the list can be opened
+        left = 0
+    if limit == resource.RLIM_INFINITY or left >= needed:
+        return ""
+    return f"{ranks} ranks need about {needed} open files, and {left} of {limit} are left; {MORE_FILES}"
 
 
 def host_memory(root: Path = _ROOT) -> Memory:

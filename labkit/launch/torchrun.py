@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from labkit.launch import info, machine, status
+from labkit.launch.failure_report import RankError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -35,9 +36,9 @@ def run_here(
     group_timeout: float, progress: Callable[[dict[str, Any]], None] | None,
 ) -> list[Any]:  # fmt: skip
     """Call `fn(*args)` on this rank and gather the results of all ranks. If `fn` raises, torchrun ends the others."""
-    started = int(os.environ["WORLD_SIZE"])
+    started = info.launchers_numbers()[1]
     if world_size != started:
-        raise ValueError(
+        raise info.launch_refused(
             f"run() was asked for {world_size} ranks, but torchrun started {started}: "
             f"start it with --nproc-per-node {world_size} (times --nnodes), or ask for {started}"
         )
@@ -81,6 +82,7 @@ def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
 
     if dist.is_initialized():
         return
+    rank, world_size, local_rank = info.launchers_numbers()
     _answer_for_stacks()
     status.attach(status.StatusSlot(None, 0))
     if _is_loopback(os.environ["MASTER_ADDR"]):
@@ -90,15 +92,17 @@ def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if os.environ["LOCAL_RANK"] == "0" and (warning := machine.crowding(here)):
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local_rank == 0 and (warning := machine.crowding(here)):
         print(warning, file=sys.stderr, flush=True)
-    rank, world_size, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=group_timeout)
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=limit))
-    store.set_timeout(limit)
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=group_timeout)))
+    except dist.DistError as error:
+        said = f"the ranks of the launcher did not meet: {str(error).splitlines()[0]}{info.leftover_advice()}"
+        raise RankError(said, ranks=[rank], kind="start") from error
     info.join_group(
         meeting=attempt_store(store, rank, world_size, group_timeout), rank=rank, world_size=world_size,
-        local_rank=int(os.environ["LOCAL_RANK"]), backend=backend, device=device, timeout=group_timeout,
+        local_rank=local_rank, backend=backend, device=device, timeout=group_timeout,
         local_world_size=here,
     )  # fmt: skip
     atexit.register(_leave)

@@ -161,9 +161,12 @@ def _join(spec: LaunchSpec, rank: int) -> None:
     # torch read the variable when the fork server imported torch
     dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
     info.set_launcher_limit(spec.limit)
+    # bytes, and no address: a path may have blanks, `%`, `#` or bytes that are not UTF-8
+    path: Any = os.fsencode(spec.folder / "store")
+    store = dist.FileStore(path, spec.world_size)  # pyright: ignore[reportPrivateImportUsage]
     with status.waiting("rendezvous of all ranks"):
         info.join_group(
-            meeting=(spec.folder / "store").as_uri(), rank=rank, world_size=spec.world_size, local_rank=rank,
+            meeting=store, rank=rank, world_size=spec.world_size, local_rank=rank,
             local_world_size=spec.world_size, backend=spec.backend, device=spec.device, timeout=spec.group_timeout,
         )  # fmt: skip
 

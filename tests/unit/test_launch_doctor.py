@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from labkit.launch import doctor
+from labkit.launch import doctor, info
 
 
 def by_topic(findings):
@@ -72,8 +72,12 @@ def test_without_transformer_engine_one_sentence_says_how_to_get_it(monkeypatch)
 
 
 def test_loopback_missing(monkeypatch):
-    monkeypatch.setattr(doctor, "loopback_interface", lambda: "lo-that-is-not")
-    assert doctor._loopback().level == "bad"
+    def unreachable(*_):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(info.socket.socket, "connect", unreachable)
+    found = doctor._loopback()
+    assert found.level == "bad" and "lo is not up (Network is unreachable)" in found.text
 
 
 def test_cores_are_those_allowed():

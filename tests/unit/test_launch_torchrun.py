@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
+from labkit.config import ConfigError
 from labkit.launch import Ranks, info, join, run, torchrun
 
 VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -30,11 +31,23 @@ def test_the_environment_decides(monkeypatch):
 
 
 def test_another_world_size_is_refused_by_run_and_ranks(under_torchrun):
-    message = r"asked for 4 ranks, but torchrun started 2: start it with --nproc-per-node 4 .* or ask for 2"
+    message = (
+        r"asked for 4 ranks, but torchrun started 2: start it with --nproc-per-node 4 .* or ask for 2 \(the "
+        r"environment has RANK=1 WORLD_SIZE=2 .*MASTER_PORT=1; .*: unset RANK .*MASTER_PORT\)"
+    )
     with pytest.raises(ValueError, match=message):
         run(len, 4, "x")
     with pytest.raises(ValueError, match=message):
         Ranks(4).run(len, "x")
+
+
+@pytest.mark.parametrize(
+    "left", ["RANK=2", "WORLD_SIZE=two", "LOCAL_RANK=", "MASTER_PORT=x", "MASTER_PORT=70000", "MASTER_ADDR="]
+)
+def test_values_that_no_launcher_sets_are_named(under_torchrun, monkeypatch, left):
+    monkeypatch.setenv(*left.split("="))
+    with pytest.raises(ConfigError, match=rf"values that no launcher sets.*{left}"):
+        run(len, 2, "x")
 
 
 def test_join_is_refused_where_torchrun_started_nothing(monkeypatch):

@@ -32,6 +32,14 @@ def test_a_taken_port_and_a_stale_address_do_not_matter(monkeypatch):
         assert run(ready, 2, timeout=120) == [True, True]
 
 
+@pytest.mark.parametrize("name", ["a blank", "50%20", "a#b?c=d", "a\nb", "ü", "\udcff", "x" * 150], ids=ascii)
+def test_the_temporary_folder_may_have_any_name(name, tmp_path, monkeypatch):
+    """It was part of an address: blanks and other signs made every rank wait for a store of its own."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(guard.tempfile, "tempdir", str(tmp_path / name))
+    assert run(total, 2, 1, timeout=20) == [2.0, 2.0]
+
+
 def talk():
     print(f"rank {dist.get_rank()} talks")
     return total(1)

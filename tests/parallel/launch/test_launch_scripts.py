@@ -50,6 +50,42 @@ print(run(task, 3))
     assert (code, out, err) == (0, "imported once\n[0, 10, 20]\n", "")
 
 
+POOR_MACHINES = {
+    "long": ("import tempfile; tempfile.tempdir = os.path.abspath('x' * 120); os.mkdir(tempfile.tempdir)", "[1, 1]"),
+    "no text": (r"import tempfile; tempfile.tempdir = os.path.abspath('\udcff'); os.mkdir(tempfile.tempdir)", "[1, 1]"),
+    "few files": (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))",
+        "ranks 0, 1 of 2 could not connect: too many open files in a rank; ",
+    ),
+    "no network": (
+        "import ctypes; ctypes.CDLL(None).unshare(0x50000000) and print('not allowed here')",
+        "network interface lo is not up (Network is unreachable), and gloo connects",
+    ),
+}
+"""What the machine lacks -> (how a script comes to lack it, what it prints)."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own calls")
+@pytest.mark.parametrize("name", POOR_MACHINES)
+def test_what_a_machine_lacks_is_said_in_a_line(script, name):
+    lacking, printed = POOR_MACHINES[name]
+    code, out, err = finish(
+        script(f"""
+import os
+{lacking}
+from labkit.launch import RankError, run
+def groups():
+    import torch.distributed as dist
+    return len({{dist.new_group([0, 1]) is None for _ in range(8)}})
+try: print(run(groups, 2, timeout=30))
+except RankError as error: print(error)
+""")
+    )
+    if "not allowed here" in out:
+        pytest.skip("this system lets nobody leave the network")
+    assert (code, err, out.count("\n")) == (0, "", 1) and out.startswith(printed), out
+
+
 def test_an_error_ends_the_script_with_a_status(script):
     code, out, err = finish(
         script("""
@@ -205,7 +241,9 @@ say("refused:", refused)
     assert first == f"0 2 0 cpu gloo {results} [{{'rank': 0}}] 2"
     assert second == f"1 2 1 cpu gloo {results} [] 2"
     assert len(refused) == 2
-    assert all(line.startswith("refused: run() was asked for 4 ranks, but torchrun started 2") for line in refused)
+    assert all(
+        line.startswith("refused: the launch: run() was asked for 4 ranks, but torchrun started 2") for line in refused
+    )
 
 
 PRETRAIN = """
