@@ -43,6 +43,7 @@ SHAPE: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "two groups": {},
     "one group, tied, biases": {"n_groups": 1, "tie_word_embeddings": True, "use_bias": True, "conv_kernel": 3},
+    "norms whose eps counts": {"layer_norm_epsilon": 0.1},
 }
 
 

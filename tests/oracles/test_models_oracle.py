@@ -78,10 +78,10 @@ def ours_from(model: Any) -> GPTModel:
 
 CASES = [
     ("gpt2", {}),
-    ("gpt2", {"activation_function": "gelu", "n_inner": 64}),
+    ("gpt2", {"activation_function": "gelu", "n_inner": 64, "layer_norm_epsilon": 0.1}),
     ("llama", {"num_key_value_heads": 6}),
     ("llama", {"num_key_value_heads": 2, "rope_theta": 500.0}),
-    ("llama", {"num_key_value_heads": 3, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 3, "tie_word_embeddings": True, "rms_norm_eps": 0.1}),
     ("mixtral", {}),
     ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
 ]

@@ -47,7 +47,7 @@ SHAPE: dict[str, Any] = {
 CASES: list[dict[str, Any]] = [
     {},
     {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    {"feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-5},
+    {"feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 32, "layer_norm_epsilon": 0.1},
 ]
 
 

@@ -83,6 +83,43 @@ def test_hashes_have_the_similarity_of_the_words(one, other, n):
         assert jaccard(*sets) == expected
 
 
+@pytest.mark.parametrize("start", range(0, 200, 20))
+def test_documents_exactly_as_similar_as_the_threshold_are_the_same(start):
+    """The 7 5-grams of 11 words are 7 of the 10 of 14 words; of equal documents all are the same."""
+    words = WORDS[start : start + 14]
+    whole, part = " ".join(words), " ".join(words[:11])
+    for threshold, second in ((0.7, part), (1.0, whole)):
+        cleaner = Cleaner(Rules(min_tokens=0, jaccard=threshold), [])
+        assert similarity(whole, second) == threshold
+        assert (cleaner(whole), cleaner(second)) == (whole, None)
+    assert Cleaner(Rules(min_tokens=0, jaccard=0.7), [part])(whole) is None
+    for threshold, second in ((0.71, part), (1.0, " ".join(words[:13]))):
+        cleaner = Cleaner(Rules(min_tokens=0, jaccard=threshold), [])
+        assert (cleaner(whole), cleaner(second)) == (whole, second)
+
+
+def test_a_document_that_is_left_out_removes_no_later_one():
+    """Neither a short one, nor a duplicate, nor one of the test sets; and none of them counts as overlap."""
+    draw = random.Random(8)
+    words = draw.choices(WORDS, k=100)
+    first, longer, longest = (" ".join(words[:count]) for count in (56, 76, 100))
+    from labkit.data import load_tokenizer
+
+    fewest = len(load_tokenizer().encode(longer, add_special_tokens=False).ids)
+    assert similarity(first, longer) >= 0.7 > similarity(first, longest) and similarity(longer, longest) >= 0.7
+    cleaner = Cleaner(Rules(min_tokens=fewest), [])
+    assert [cleaner(text) for text in (first, longer)] == [None, longer], "the first is short"
+    for tests, read, reason in (([], [first, longer, longest], "duplicate"), ([first], [longer, longest], "evaluation")):
+        cleaner = Cleaner(EVERYTHING, tests)
+        assert [cleaner(text) for text in read] == [None if text == longer else text for text in read]
+        assert cleaner.report.removed == [(read.index(longer), reason)]
+    other = " ".join(draw.choices(WORDS, k=30))
+    for rules in (Rules(min_tokens=10_000), EVERYTHING):
+        cleaner = Cleaner(rules, [first])
+        assert cleaner(first) is None and (rules is not EVERYTHING or cleaner(other) == other)
+        assert cleaner.finished().overlapping == 0
+
+
 def test_case_and_punctuation_make_no_difference():
     cleaner = Cleaner(EVERYTHING, [])
     text = "The quick brown fox, it jumps over the lazy dog."

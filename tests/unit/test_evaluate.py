@@ -13,7 +13,7 @@ from labkit.cli.checkpoints.eval_command import evaluate_on_rank
 from labkit.config import presets
 from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
-from labkit.evaluate.lambada import Accuracy, passage_of, read_passages
+from labkit.evaluate.lambada import Accuracy, Passage, passage_of, read_passages, score_passages
 from labkit.evaluate.model import layout_problems
 from labkit.evaluate.sampling import NO_TOKEN, Sampler
 from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, window_starts
@@ -104,6 +104,22 @@ def test_the_target_is_the_last_word_or_the_last_token():
     assert loose.context + loose.target == encode("the hacker knew the metasyntax").ids and len(loose.target) == 1
     with pytest.raises(ValueError, match="fewer than two words"):
         passage_of("alone", encode)
+
+
+@pytest.mark.parametrize("target", [1, 2, 15])
+def test_a_passage_loses_its_beginning_only_where_it_is_too_long(target):
+    """A model of 16 tokens reads 16 of a passage's 17 and predicts the last. This one says the first token it reads."""
+
+    def choose(tokens_BS, positions_BP, choice):
+        assert tokens_BS.shape[1] <= 16
+        return choice(torch.nn.functional.one_hot(tokens_BS[:, :1], 9).expand(-1, positions_BP.shape[1], -1))
+
+    model = SimpleNamespace(seq_length=16, device="cpu", choose=choose)
+    passages = [Passage([5] + [7] * (length - target - 1), [5] * target) for length in (16, 17, 18, 19)]
+    for batch in (1, 4):
+        assert score_passages(model, passages, micro_batch_size=batch) == [True, True, False, False]
+    with pytest.raises(ValueError, match="a target of 16 tokens does not fit the model's sequence of 16"):
+        score_passages(model, [Passage([5], [5] * 16)])
 
 
 class Cut(Exception):

@@ -22,7 +22,7 @@ from labkit.evaluate import Records
 from labkit.finetune import Settings, finetune, read_task
 from labkit.finetune.finetuning import configuration, prepare
 from labkit.finetune.repeated_runs import MAIN, summary
-from labkit.finetune.scores import LONGEST_ANSWER, answers, best_span, exact_match, f1, squad_scores
+from labkit.finetune.scores import answers, best_span, exact_match, f1, squad_scores
 from labkit.finetune.starting_weights import load_weights
 from labkit.finetune.table6 import TABLE_6, rows_of, size_of
 from labkit.finetune.task_files import Passage
@@ -251,8 +251,16 @@ def test_the_best_span_is_the_best_of_all() -> None:
     random_numbers = np.random.default_rng(5)
     for size in (1, 5, 50):
         first, last = random_numbers.normal(size=(2, size))
-        pairs = [(first[i] + last[j], i, j) for i in range(size) for j in range(i, min(size, i + LONGEST_ANSWER))]
+        pairs = [(first[i] + last[j], i, j) for i in range(size) for j in range(i, min(size, i + 30))]
         assert best_span(first, last) == pytest.approx(max(pairs))
+
+
+def test_the_longest_answer_has_30_tokens() -> None:
+    """As `max_answer_length` of BERT's run_squad.py."""
+    for distance, found in ((29, (12.0, 0, 29)), (30, (7.0, 30, 30))):
+        first, last = np.zeros((2, 31))
+        first[0], last[distance] = 5.0, 7.0
+        assert best_span(first, last) == found
 
 
 def test_no_answer_wins_where_cls_scores_above_every_span() -> None:
@@ -266,6 +274,21 @@ def test_no_answer_wins_where_cls_scores_above_every_span() -> None:
     cls[:] = 1.1
     assert answers(passages, windows, logits, may_refuse=True) == {"a": ""}
     assert answers(passages, windows, logits, may_refuse=False) != {"a": ""}
+
+
+def test_no_answer_scores_as_in_the_window_where_it_is_lowest() -> None:
+    """One window that rules it out is enough, whichever it is; and each question has its own."""
+    context = "the bug " * 60
+    passages = [Passage(name, "how many", context, ()) for name in "ab"]
+    windows = Windows(passages, Packer(None, 80, 1152), 64)
+    of_a = [index for index, place in enumerate(windows.places) if place.passage == 0]
+    assert 2 < len(of_a) < len(windows.places)
+    for lowest in (of_a[0], of_a[1], of_a[-1]):
+        logits = np.zeros((len(windows.places), 2, 80))
+        logits[:, :, 0] = 3.0
+        logits[lowest, :, 0] = -1.0, 0.5
+        found = answers(passages, windows, logits, may_refuse=True)
+        assert found["a"] != "" and found["b"] == ""
 
 
 def test_the_median_run_gives_the_test_scores() -> None:
