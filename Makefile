@@ -67,7 +67,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 # megatron-core is an oracle of the tests. Without its dependencies: they are training extras that CPU parity needs none of.
 $(INSTALLED_DEV): $(INSTALLED)
 	@echo "installing what the tests need into $(VENV): once, a minute or two"
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,oracles]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,oracles,mutants]'
 	$(PIP) install -q -c constraints.txt --no-deps $(MEGATRON)
 	rm -rf $(VENV)/te-source
 	$(PIP) install -q --no-deps --no-compile --target $(VENV)/te-source $(ENGINE)

@@ -1,0 +1,327 @@
+"""Run the tests of some packages on a sample of mutants, and write what survives into docs/faults.md.
+
+python scripts/mutations.py                       an hour on two cores
+python scripts/mutations.py data/cleaning ...     only mutants of modules with such a word; the page is left alone
+python scripts/mutations.py --list                the sample, without running it
+
+A mutant is one small change of the source by an operator of the package cosmic-ray, such as `<` to `<=` or 1 to 2.
+Each worker has a copy of the tree, since ranks of the tests read the changed file. First every test runs once without a
+mutant, under coverage. Then a mutant meets the tests that execute its statement, the quickest first, and after them
+others that execute its module. Results are in `build/mutations` as they come; the same commit goes on where it was cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from equivalent_mutants import EQUIVALENT  # pyright: ignore[reportMissingImports]
+
+if TYPE_CHECKING:
+    from mutants import Mutant
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE, PAGE = ROOT / "build" / "mutations", ROOT / "docs" / "faults.md"
+HEAD = "\n## Mutants\n"
+"""Begin of this script's part of the page."""
+GOAL = 0.9
+"""Share of mutants that must be killed, those called equivalent left out."""
+TESTS = """
+tests/unit: data_cleaning data_indexed data_masking data_preparation data_samples gpt_data corpus tokenizer
+    sentence_samples evaluate finetune bert t5 mamba checkpoint_command checkpoint_exchange partial_checkpoints
+    hostile_files models_counts viz_boxes
+tests/oracles: data_oracle evaluate_oracle finetune_oracle bert_oracle t5_oracle mamba_oracle checkpoint_oracle
+tests/parallel: checkpoint_resume bert_parity t5_parity mamba_parity finetune_parity indexed_training
+"""
+MOST = 60.0
+"""CPU seconds of the tests that a mutant meets."""
+
+
+def tests() -> list[str]:
+    """The files of `TESTS`."""
+    rows = [row.split(":") for row in TESTS.replace("\n    ", " ").strip().splitlines()]
+    return [f"{folder}/test_{name}.py" for folder, names in rows for name in names.split()]
+
+
+# ---- in a process of its own, started from one that has torch imported ----
+
+
+class Watch:
+    """A pytest plugin: the chosen tests in their order, what each costs, and the first that fails."""
+
+    def __init__(self, order: Sequence[str] | None, coverage: Any = None) -> None:
+        self.order = None if order is None else {name: place for place, name in enumerate(order)}
+        self.coverage, self.seconds, self.failed, self.now = coverage, {}, "", ""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if (order := self.order) is not None:
+            items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        start, self.now = cpu_seconds(), item.nodeid
+        self._context(self.now)
+        result = yield
+        self.seconds[item.nodeid] = round(cpu_seconds() - start, 3)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        """What a wider fixture executes serves all tests of the file."""
+        if fixturedef.scope != "function":
+            self._context(self.now.split("::")[0])
+        result = yield
+        self._context(self.now)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def _context(self, name: str) -> None:
+        if self.coverage is not None:
+            self.coverage.switch_context(name)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its ended children."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out: str) -> None:
+    """pytest in `tree`; its exit code, the costs and the first failure go to `out`, without `order` also who executes
+    which line."""
+    os.setsid()
+    os.chdir(tree)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
+    sys.path.insert(0, tree)
+    os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
+    sys.dont_write_bytecode = True
+    with open(f"{out}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    measured = None
+    if order is None:
+        from coverage import Coverage
+
+        measured = Coverage(data_file=None, source=[f"{tree}/labkit"], config_file=False, messages=False)
+        measured.start()
+    watch = Watch(order, measured)
+    code = pytest.main(["-p", "no:cacheprovider", *(["-x"] if order else []), *files], plugins=[watch])
+    lines: dict[str, dict[int, list[str]]] = {}
+    if measured is not None:
+        measured.stop()
+        data = measured.get_data()
+        lines = {os.path.relpath(path, tree): data.contexts_by_lineno(path) for path in data.measured_files()}
+    found = {"code": int(code), "failed": watch.failed, "seconds": watch.seconds, "lines": lines}
+    Path(out).write_text(json.dumps(found))
+    os._exit(0)
+
+
+class Runner:
+    """Runs pytest in copies of the tree, as many at a time as there are copies."""
+
+    def __init__(self, workers: int) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch", "numpy", "transformers", "hypothesis", "tokenizers"])
+        self.trees: queue.Queue[Path] = queue.Queue()
+        for number in range(workers):
+            shutil.rmtree(tree := STATE / f"tree{number}", ignore_errors=True)
+            copy_tree(tree)
+            self.trees.put(tree)
+
+    def __call__(
+        self, files: Sequence[str], order: Sequence[str] | None = None, mutant: Mutant | None = None, limit: float = 1e4
+    ) -> dict[str, Any]:
+        """What `run_tests` finds with the mutant; `{"code": -1}` after `limit` seconds."""
+        tree = self.trees.get()
+        out, source = STATE / f"{tree.name}.json", tree / mutant.path if mutant else None
+        original = source.read_text() if source else ""
+        out.unlink(missing_ok=True)
+        process = self.context.Process(target=run_tests, args=(str(tree), files, order, str(out)))
+        try:
+            if source and mutant:
+                source.write_text(mutant.text)
+            process.start()
+            process.join(limit)
+            if process.is_alive() or not out.is_file():
+                return {"code": -1, "failed": "no end" if process.is_alive() else "pytest crashed"}
+            return json.loads(out.read_text())
+        finally:
+            with suppress(OSError, TypeError):
+                os.killpg(process.pid, signal.SIGKILL)  # pyright: ignore[reportArgumentType]
+            process.join()
+            if source:
+                source.write_text(original)
+            self.trees.put(tree)
+
+
+def copy_tree(target: Path) -> None:
+    """What git tracks, as it is on disk."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target / name)
+
+
+# ---- which tests a mutant meets ----
+
+
+def baseline(runner: Runner) -> dict[str, Any]:
+    """Every test once without a mutant: {"seconds": {test: s}, "lines": {file: {line: tests}}}. Exits if one fails."""
+    path = STATE / "baseline.json"
+    kept = json.loads(path.read_text()) if path.is_file() else {}
+    with ThreadPoolExecutor(runner.trees.qsize()) as pool:
+        started = {pool.submit(runner, [file]): file for file in tests() if file not in kept}
+        for ended in as_completed(started):
+            if (found := ended.result())["code"]:
+                sys.exit(f"without a mutant {started[ended]} fails: {found['failed']}")
+            kept[started[ended]] = found
+            path.write_text(json.dumps(kept))
+            print(f"without a mutant: {started[ended]}, {sum(found['seconds'].values()):.0f} s", flush=True)
+    seconds = {test: cost for found in kept.values() for test, cost in found["seconds"].items()}
+    lines: dict[str, Any] = defaultdict(lambda: defaultdict(set))
+    for found in kept.values():
+        for file, contexts in found["lines"].items():
+            for line, names in contexts.items():
+                wide = {test for test in seconds if test.split("::")[0] in names}
+                lines[file][int(line)] |= wide | (set(names) & set(seconds))
+    return {"seconds": seconds, "lines": lines}
+
+
+def order_for(mutant: Mutant, base: dict[str, Any]) -> list[str]:
+    """Tests that execute the mutant's statement, then others that execute its module; the quickest file and test first,
+    up to `MOST` seconds."""
+    seconds, lines = base["seconds"], base["lines"][mutant.path]
+    near = set().union(*(lines[line] for line in mutant.lines))
+    chosen: list[str] = []
+    for group in (near, set().union(*lines.values()) - near):
+        quickest: dict[str, float] = {}
+        for test in group:
+            file = test.split("::")[0]
+            quickest[file] = min(quickest.get(file, 1e9), seconds[test])
+        of_file = sorted(group, key=lambda test: (quickest[test.split("::")[0]], test.split("::")[0], seconds[test]))
+        left = MOST - sum(seconds[test] for test in chosen)
+        cheap: set[str] = set()
+        for test in sorted(group, key=lambda test: seconds[test]):
+            left -= seconds[test]
+            if left > 0 or not (chosen or cheap):
+                cheap.add(test)
+        chosen += [test for test in of_file if test in cheap]
+    return chosen
+
+
+# ---- the run and the page ----
+
+
+def judge(runner: Runner, mutant: Mutant, base: dict[str, Any]) -> dict[str, Any]:
+    """One line of the results."""
+    order = order_for(mutant, base)
+    if not order:
+        return {"mutant": mutant.name, "killed": False, "by": "no test executes it"}
+    files = list(dict.fromkeys(test.split("::")[0] for test in order))
+    found = runner(files, order, mutant, limit=120 + 20 * sum(base["seconds"][test] for test in order))
+    return {"mutant": mutant.name, "killed": found["code"] != 0, "by": found["failed"]}
+
+
+def page(results: Sequence[dict[str, Any]]) -> str:
+    """The part of docs/faults.md."""
+    survived = [row["mutant"] for row in results if not row["killed"]]
+    equal, others = ([name for name in survived if (name in EQUIVALENT) is wanted] for wanted in (True, False))
+    killed, counted = len(results) - len(survived), len(results) - len(equal)
+    packages = " ".join(f"`{package}`," for package in _mutants().PACKAGES).rstrip(",")
+    text = f"""{HEAD}
+`scripts/mutations.py` changes the source by the operators of cosmic-ray: other comparisons, numbers, operators and
+exceptions, `not` before conditions, loops without a pass, decorators left out. It draws {len(results)} places of
+{packages}
+with a fixed seed, from each module in proportion to its places. Left out are annotations, what `raise` says, strings,
+logging, `TYPE_CHECKING` and dataclass decorators. `make sweep PART=mutations` runs them again.
+
+{killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). {len(equal)} more change nothing that a user could see:
+
+| mutant that changes nothing | reason |
+|---|---|
+"""
+    text += "".join(f"| {cell(name)} | {EQUIVALENT[name]} |\n" for name in sorted(equal))
+    return text + "\n| mutant that no test kills |\n|---|\n" + "".join(f"| {cell(name)} |\n" for name in sorted(others))
+
+
+def cell(name: str) -> str:
+    """A mutant's name in a table."""
+    return name.replace("|", r"\|")
+
+
+def _mutants() -> Any:
+    """Loaded late: the processes of the tests import this file, and need no parser."""
+    import mutants
+
+    return mutants
+
+
+def main() -> int:
+    """Exit code 1 if fewer than `GOAL` are killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only modules with one of them in their path")
+    parser.add_argument("--list", action="store_true", help="print the sample")
+    parser.add_argument("--workers", type=int, default=2, help="copies of the tree (2)")
+    given = parser.parse_args()
+    sample = [m for m in _mutants().sample() if not given.words or any(word in m.path for word in given.words)]
+    if given.list:
+        print(*(mutant.name for mutant in sample), sep="\n")
+        return 0
+    results = run(sample, given.workers)
+    counted = [row for row in results if row["killed"] or row["mutant"] not in EQUIVALENT]
+    share = sum(row["killed"] for row in counted) / max(1, len(counted))
+    print(f"{sum(row['killed'] for row in counted)} of {len(counted)} mutants are killed ({share:.0%})")
+    if not given.words:
+        PAGE.write_text(PAGE.read_text().split(HEAD)[0] + page(results))
+    return 0 if share >= GOAL else 1
+
+
+def run(sample: Sequence[Mutant], workers: int) -> list[dict[str, Any]]:
+    """The results of a sample, in its order; those that this commit has already are read."""
+    from sweep import commit
+
+    STATE.mkdir(parents=True, exist_ok=True)
+    log, at = STATE / "results.jsonl", commit()
+    if not log.is_file() or log.read_text().split("\n", 1)[0] != at:
+        log.write_text(f"{at}\n")
+        (STATE / "baseline.json").unlink(missing_ok=True)
+    done = {row["mutant"]: row for row in map(json.loads, log.read_text().splitlines()[1:])}
+    left = [mutant for mutant in sample if mutant.name not in done]
+    if left:
+        runner = Runner(workers)
+        base = baseline(runner)
+        with ThreadPoolExecutor(workers) as pool:
+            for ended in as_completed([pool.submit(judge, runner, mutant, base) for mutant in left]):
+                row = ended.result()
+                done[row["mutant"]] = row
+                with log.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                word = "killed  " if row["killed"] else "SURVIVED"
+                print(f"{len(done):4} {word} {row['mutant']} {row['by']}", flush=True)
+    return [done[mutant.name] for mutant in sample]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
