@@ -142,7 +142,7 @@ class Runner:
 
     def __init__(self, workers: int) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "numpy", "transformers", "hypothesis", "tokenizers"])
+        self.context.set_forkserver_preload(["torch", "transformers", "tokenizers"])
         self.trees: queue.Queue[Path] = queue.Queue()
         for number in range(workers):
             shutil.rmtree(tree := STATE / f"tree{number}", ignore_errors=True)
