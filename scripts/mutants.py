@@ -140,7 +140,7 @@ def untouched_places(tree: ast.Module) -> Iterator[tuple[Place, Place]]:
             parts = [node]
         elif isinstance(node, ast.ClassDef):
             for decorator in node.decorator_list:
-                yield (decorator.lineno, 0), (decorator.end_lineno or 0, 1000)
+                yield (decorator.lineno, 0), ((decorator.end_lineno or 0) + 1, 0)
         for part in parts:
             if isinstance(part, (ast.expr, ast.stmt)):
                 yield (part.lineno, part.col_offset), (part.end_lineno or 0, part.end_col_offset or 0)

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from planting import Fault  # pyright: ignore[reportMissingImports]
 
 TARGET = ROOT / "docs" / "faults.md"
+MUTANTS = "\n## Mutants\n"
+"""Head of the last part, which stays as it is."""
 
 INTRODUCTION = """# Planted faults
 
 Each row is one change of the source: a mistake that a person could have typed (tests/faults.py). For some faults the
 ranks of a layout train with the fault. The parity microscope compares them with one process and must name the tensor
 that the fault spoils first. For the other faults a test of the suite must fail on a copy of the tree with the fault.
-`scripts/planted_faults.py` writes this page.
+`scripts/planted_faults.py` writes this part of the page, and `scripts/mutations.py` the last one.
 
 The last column names the command whose tests find the fault. `make sweep` also plants every fault of this page again.
 
@@ -68,7 +70,8 @@ def main(chosen: Sequence[str] = ()) -> int:
     sentence = f"{sum(results)} of {len(results)} planted faults are found ({share:.0%}).\n"
     print(sentence, end="")
     if not chosen:
-        TARGET.write_text(INTRODUCTION + sentence + tables, encoding="utf-8")
+        _, head, mutants = TARGET.read_text(encoding="utf-8").partition(MUTANTS)
+        TARGET.write_text(INTRODUCTION + sentence + tables + head + mutants, encoding="utf-8")
     return 0 if share >= 0.95 else 1
 
 

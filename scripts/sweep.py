@@ -34,6 +34,7 @@ PARTS: dict[str, list[str]] = {
     "graphs": [f"{PARALLEL}/test_graphs_moe.py", f"{PARALLEL}/test_graphs_training_ranks.py"],
     "gpu-parts": ["tests/unit/test_benchmark_gpu.py"],
     "gpu-suite": [f"{PARALLEL}/test_gpu_suite_bare.py"],
+    "mutations": ["tests/unit/test_mutations.py"],
     "chapters": [f"tests/notebooks/test_{name}.py" for name in ("cli_run", "exercises", "parameters", "run_chapters")],
     "chapters-random": ["tests/notebooks/test_random_parameters.py"],
     "browser": ["tests/browser"],
