@@ -52,7 +52,7 @@ tests/unit: data_cleaning data_indexed data_masking data_preparation data_sample
 tests/oracles: data_oracle evaluate_oracle finetune_oracle bert_oracle t5_oracle mamba_oracle checkpoint_oracle
 tests/parallel: checkpoint_resume bert_parity t5_parity mamba_parity finetune_parity indexed_training
 """
-NO_END, CRASHED = ({"code": -1, "failed": [words], "seconds": {}, "lines": {}} for words in ("no end", "pytest crashed"))
+NO_END, CRASHED = ({"code": -1, "failed": [why], "seconds": {}, "lines": {}} for why in ("no end", "pytest crashed"))
 MOST = 60.0
 """CPU seconds of the tests that a mutant meets."""
 
@@ -130,7 +130,7 @@ def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out:
         measured = Coverage(data_file=None, source=[f"{tree}/labkit"], config_file=False, messages=False)
         measured.start()
     watch = Watch(order, measured)
-    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # some are imported already
     code = pytest.main([*options, *(["-x"] if order else []), *files], plugins=[watch])
     lines: dict[str, dict[int, list[str]]] = {}
     if measured is not None:
@@ -264,7 +264,8 @@ exceptions, `not` before conditions, loops without a pass, decorators left out. 
 with a fixed seed, from each module in proportion to its places. Left out are annotations, what `raise` says, strings,
 logging, `TYPE_CHECKING` and dataclass decorators. `make sweep PART=mutations` runs them again.
 
-{killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). {len(equal)} more change nothing that a user could see:
+{killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). {len(equal)} more change nothing that a user
+could see:
 
 | mutant that changes nothing | reason |
 |---|---|

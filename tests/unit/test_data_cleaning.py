@@ -109,7 +109,7 @@ def test_a_document_that_is_left_out_removes_no_later_one():
     assert similarity(first, longer) >= 0.7 > similarity(first, longest) and similarity(longer, longest) >= 0.7
     cleaner = Cleaner(Rules(min_tokens=fewest), [])
     assert [cleaner(text) for text in (first, longer)] == [None, longer], "the first is short"
-    for tests, read, reason in (([], [first, longer, longest], "duplicate"), ([first], [longer, longest], "evaluation")):
+    for tests, read, reason in ([], [first, longer, longest], "duplicate"), ([first], [longer, longest], "evaluation"):
         cleaner = Cleaner(EVERYTHING, tests)
         assert [cleaner(text) for text in read] == [None if text == longer else text for text in read]
         assert cleaner.report.removed == [(read.index(longer), reason)]

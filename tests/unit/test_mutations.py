@@ -1,6 +1,5 @@
-"""The mutants of `scripts/mutations.py`: what is drawn, what is judged, and what the page says; all of them in the sweep."""
+"""`scripts/mutations.py`: what is drawn and judged, and what the page says of it; all mutants are in the sweep."""
 
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +23,9 @@ def area(pair: Pair | None, *, scale: int = 1) -> int | None:
     if pair is None:
         raise ValueError(f"{1 + 1} is " + "no pair")
     return pair.first * pair.second * scale
+
+def twice(x):
+    return x + x
 """
 
 
@@ -59,15 +61,53 @@ def test_places_are_drawn_once_and_without_what_is_left_out(scripts):
         "def area(pair: Pair | None, *, scale: int = 1) -> int | None:": 1,
         "if pair is None:": 2,
         "return pair.first * pair.second * scale": 2,
+        "return x + x": 1,
     }
     assert [mutant.lines for mutant in drawn if "second: int" in mutant.name] == [range(9, 10)]
     assert mutants.sample() == drawn and all(compile(mutant.text, "", "exec") for mutant in drawn)
 
 
-def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, capfd):
+def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
     mutants, mutations = scripts
     sample = mutants.sample()
     results = mutations.run(sample, 1)
     assert [row["mutant"] for row in results] == [mutant.name for mutant in sample]
-    killed = {row["mutant"].split("`")[3]: row["killed"] for row in results}
-    assert killed.pop("if not pair is None:") and not all(killed.values()) or all(killed.values())
+    [survivor] = [row for row in results if not row["killed"]]
+    assert "twice: `return x + x`" in survivor["mutant"] and survivor["by"] == ""
+    assert {row["by"] for row in results[1:-1]} <= {f"test_pairs.py::test_{name}" for name in ("area", "scale")}
+    assert (mutations.STATE / "tree0" / "labkit" / "data" / "pairs.py").read_text() == SOURCE
+    log = mutations.STATE / "results.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    judged = []
+    monkeypatch.setattr(mutations, "judge", lambda *given: judged.append(given[1]) or {**results[-1], "again": True})
+    assert mutations.run(sample, 1) == [*results[:-1], {**results[-1], "again": True}] and judged == [sample[-1]]
+    assert mutations.run(sample, 1)[-1]["again"] and len(judged) == 1
+    monkeypatch.setattr("sweep.commit", lambda: "two")
+    mutations.run(sample, 1)
+    assert len(judged) == 1 + len(sample), "another commit starts anew"
+
+
+def test_the_page_counts_and_gives_reasons(scripts, monkeypatch):
+    _, mutations = scripts
+    monkeypatch.setattr(mutations, "EQUIVALENT", {"a: `x | y` -> `y | x`": "a union has no order"})
+    rows = [{"mutant": name, "killed": killed} for name, killed in (("a: `x | y` -> `y | x`", 0), ("b", 1), ("c", 0))]
+    page = mutations.page(rows)
+    assert "1 of 2 mutants are killed (50%). 1 more " in page
+    assert "| a: `x \\| y` -> `y \\| x` | a union has no order |\n" in page and page.endswith("|---|\n| c |\n")
+
+
+def test_the_committed_page_gives_the_reasons_of_today(load_script):
+    mutations = load_script("mutations")
+    part = mutations.PAGE.read_text(encoding="utf-8").partition(mutations.HEAD)[2]
+    assert part, "no part on mutants"
+    for name, reason in mutations.EQUIVALENT.items():
+        assert f"| {mutations.cell(name)} | {reason} |\n" in part
+        path, old = name.split(": ")[0], name.split("`")[1]
+        assert old in " ".join((ROOT / path).read_text().split()), f"{name}: the line is another now"
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(4 * 3600)
+def test_nine_of_ten_mutants_are_killed(capfd):
+    with capfd.disabled():
+        assert subprocess.run([sys.executable, "scripts/mutations.py"], cwd=ROOT).returncode == 0
