@@ -28,16 +28,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from equivalent_mutants import EQUIVALENT  # pyright: ignore[reportMissingImports]
-
-if TYPE_CHECKING:
-    from mutants import Mutant
+from mutants import PACKAGES, Mutant, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE, PAGE = ROOT / "build" / "mutations", ROOT / "docs" / "faults.md"
@@ -127,7 +125,8 @@ def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out:
     if order is None:
         from coverage import Coverage
 
-        measured = Coverage(data_file=None, source=[f"{tree}/labkit"], config_file=False, messages=False)
+        packages = [f"{tree}/labkit/{package}" for package in PACKAGES]
+        measured = Coverage(data_file=None, source=packages, config_file=False, messages=False)
         measured.start()
     watch = Watch(order, measured)
     options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # some are imported already
@@ -256,7 +255,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     survived = [row["mutant"] for row in results if not row["killed"]]
     equal, others = ([name for name in survived if (name in EQUIVALENT) is wanted] for wanted in (True, False))
     killed, counted = len(results) - len(survived), len(results) - len(equal)
-    packages = " ".join(f"`{package}`," for package in _mutants().PACKAGES).rstrip(",")
+    packages = ", ".join(f"`{package}`" for package in PACKAGES)
     text = f"""{HEAD}
 `scripts/mutations.py` changes the source by the operators of cosmic-ray: other comparisons, numbers, operators and
 exceptions, `not` before conditions, loops without a pass, decorators left out. It draws {len(results)} places of
@@ -279,13 +278,6 @@ def cell(name: str) -> str:
     return name.replace("|", r"\|")
 
 
-def _mutants() -> Any:
-    """Loaded late: the processes of the tests import this file, and need no parser."""
-    import mutants
-
-    return mutants
-
-
 def main() -> int:
     """Exit code 1 if fewer than `GOAL` are killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -294,11 +286,11 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write the results into docs/faults.md")
     parser.add_argument("--workers", type=int, default=2, help="copies of the tree (2)")
     given = parser.parse_args()
-    sample = [m for m in _mutants().sample() if not given.words or any(word in m.path for word in given.words)]
+    chosen = [m for m in sample() if not given.words or any(word in m.path for word in given.words)]
     if given.list:
-        print(*(mutant.name for mutant in sample), sep="\n")
+        print(*(mutant.name for mutant in chosen), sep="\n")
         return 0
-    results = run(sample, given.workers)
+    results = run(chosen, given.workers)
     counted = [row for row in results if row["killed"] or row["mutant"] not in EQUIVALENT]
     share = sum(row["killed"] for row in counted) / max(1, len(counted))
     print(f"{sum(row['killed'] for row in counted)} of {len(counted)} mutants are killed ({share:.0%})")
@@ -307,8 +299,8 @@ def main() -> int:
     return 0 if share >= GOAL else 1
 
 
-def run(sample: Sequence[Mutant], workers: int) -> list[dict[str, Any]]:
-    """The results of a sample, in its order; those that this commit has already are read."""
+def run(chosen: Sequence[Mutant], workers: int) -> list[dict[str, Any]]:
+    """The results of these mutants, in their order; those that this commit has already are read."""
     from sweep import commit
 
     STATE.mkdir(parents=True, exist_ok=True)
@@ -317,7 +309,7 @@ def run(sample: Sequence[Mutant], workers: int) -> list[dict[str, Any]]:
         log.write_text(f"{at}\n")
         (STATE / "baseline.json").unlink(missing_ok=True)
     done = {row["mutant"]: row for row in map(json.loads, log.read_text().splitlines()[1:])}
-    left = [mutant for mutant in sample if mutant.name not in done]
+    left = [mutant for mutant in chosen if mutant.name not in done]
     if left:
         runner = Runner(workers)
         base = baseline(runner)
@@ -329,7 +321,7 @@ def run(sample: Sequence[Mutant], workers: int) -> list[dict[str, Any]]:
                     file.write(json.dumps(row) + "\n")
                 word = "killed  " if row["killed"] else "SURVIVED"
                 print(f"{len(done):4} {word} {row['mutant']} {row['by']}", flush=True)
-    return [done[mutant.name] for mutant in sample]
+    return [done[mutant.name] for mutant in chosen]
 
 
 if __name__ == "__main__":
