@@ -2,14 +2,21 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labkit.config import presets
 from labkit.data import bundled_text, load_tokenizer
-from labkit.data.text import BUNDLED, END_OF_TEXT, bundled_tokens, encode, vocabulary_size
+from labkit.data.cleaning import Cleaner, Rules
+from labkit.data.indexed import IndexedDataset
+from labkit.data.preparation import Recipe, prepare
+from labkit.data.text import BUNDLED, END_OF_TEXT, bundled_tokens, encode, located_tokens, vocabulary_size
+from labkit.evaluate.tasks import encoder
+from labkit.finetune.task_samples import Packer
 
 
 @settings(max_examples=200, deadline=None)
@@ -33,6 +40,32 @@ def test_the_bundled_vocabularies_are_those_of_the_script(load_script):
         assert (BUNDLED / name).read_bytes() == content.encode(), name
     ours, plain = load_tokenizer(BUNDLED / "vocab.json"), load_tokenizer()
     assert ours.encode(bundled_text()[:20_000]).ids == plain.encode(bundled_text()[:20_000]).ids
+
+
+def test_tokens_that_a_tokenizer_adds_around_a_text_are_no_tokens_of_the_text(tmp_path):
+    """As BERT's [CLS] and [SEP] and Llama's <s>: only the end of a document is added, where one is wanted."""
+    from tokenizers.processors import TemplateProcessing
+
+    made, text, path = load_tokenizer(), "the bug is in the code", str(tmp_path / "tokenizer.json")
+    own = made.encode(text).ids
+    made.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[(END_OF_TEXT, made.token_to_id(END_OF_TEXT))]
+    )
+    made.save(path)
+    assert len(made.encode(text).ids) == len(own) + 2
+    (tmp_path / "text.txt").write_text(text)
+    prepare([tmp_path / "text.txt"], tmp_path / "out", Recipe(path, append_eod=False))
+    found = [
+        encode(load_tokenizer(path), text)[:-1],
+        located_tokens(tmp_path / "text.txt", path)[1],
+        IndexedDataset(tmp_path / "out")[0],
+        Packer(path, 80, 2000).ids(text),
+        Packer(path, 80, 2000).located(text)[0],
+        encoder(SimpleNamespace(config=presets.tiny()), path)(text),
+    ]
+    assert [list(ids) for ids in found] == [own] * len(found)
+    for fewest, kept in ((len(own), text), (len(own) + 1, None)):
+        assert Cleaner(Rules(tokenizer=path, min_tokens=fewest), [])(text) == kept
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
