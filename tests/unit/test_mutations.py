@@ -74,7 +74,10 @@ def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
     assert [row["mutant"] for row in results] == [mutant.name for mutant in sample]
     [survivor] = [row for row in results if not row["killed"]]
     assert "twice: `return x + x`" in survivor["mutant"] and survivor["by"] == ""
-    assert {row["by"] for row in results if row["killed"]} == {f"test_pairs.py::test_{name}" for name in ("area", "scale")}
+    tests = {f"test_pairs.py::test_{name}" for name in ("area", "scale")}
+    assert {row["by"] for row in results if row["killed"]} == tests
+        f"test_pairs.py::test_{name}" for name in ("area", "scale")
+    }
     assert (mutations.STATE / "tree0" / "labkit" / "data" / "pairs.py").read_text() == SOURCE
     log = mutations.STATE / "results.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))

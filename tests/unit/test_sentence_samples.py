@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from labkit.config import DataConfig, RunConfig, presets
 from labkit.data import IndexedDataset, IndexedDatasetBuilder, bundled_text, load_tokenizer
 from labkit.data.datasets import build_datasets, data_iterator
-from labkit.data.masked.bert_samples import build_bert_datasets, cut
+from labkit.data.masked.bert_samples import build_bert_datasets, cut, special_tokens
 from labkit.data.masked.sentence_index import (
     SHORT,
     TooFewSentencesError,
@@ -233,6 +233,16 @@ def test_a_bert_sample_holds_its_sentences() -> None:
             text, halves = "-".join(map(str, whole)), ["-".join(map(str, part)) for part in parts]
             assert halves[1] in text.partition(halves[0])[2] and real == target + 3
     assert 50 < cuts < 300 and 100 < swaps < 200
+
+
+@pytest.mark.parametrize("missing", [None, "[CLS]", "[SEP]", "[MASK]"])
+def test_berts_tokens_are_the_vocabularys_own_or_all_behind_it(missing: str | None, tmp_path: Path) -> None:
+    """A pre-trained BERT knows its own [CLS] at id 101, not a new one."""
+    words = [word for word in Path(WORD_PIECES).read_text().splitlines() if word != missing]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    data = DataConfig(tokenizer=str(tmp_path / "vocab.txt"))
+    size, own = len(words), [words.index(word) for word in ("[CLS]", "[SEP]", "[MASK]") if word in words]
+    assert list(special_tokens(data)) == (own if missing is None else [size, size + 1, size + 2])
 
 
 def test_whole_words_are_masked_with_word_pieces() -> None:
