@@ -176,7 +176,8 @@ def _byte_level(vocabulary: Path) -> Tokenizer:
             f"data.tokenizer: {str(vocabulary)!r} needs {merges.name} beside it, which is not there"
         )
     try:
-        ids = json.loads(decode_utf8(vocabulary.read_bytes()))
+        ids = dict(json.loads(decode_utf8(vocabulary.read_bytes())))
+        whole_characters("".join(ids))
         lines = read_lines(merges, "data.tokenizer")
         parted = (line.split(" ") for line in lines if line and not line.startswith("#version"))
         pairs = [(first, second) for first, second in parted]
