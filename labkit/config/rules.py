@@ -99,8 +99,6 @@ EXCLUSIONS = (
      "torch has no ring exchange (it was a patched build of NVIDIA's); use batch_p2p_comm"),
     ("schedule.overlap_p2p_comm=true", "schedule.batch_p2p_comm=true",
      "a batch is waited for as a whole, so it cannot overlap; set this or schedule.batch_p2p_comm to false"),
-    ("schedule.variable_seq_lengths=true", "parallel.pp=1 graph.cuda_graph_impl=none",
-     "has no effect with parallel.pp = 1 and no CUDA graphs: no tensor goes between stages; leave it out"),
     ("moe.load_balancing=seq_aux_loss|global_aux_loss", "moe.aux_loss_coeff=0|0.0|-0.0",
      "has no weight; set moe.aux_loss_coeff above 0, as in 0.01"),
     ("moe.capacity_factor", "moe.dispatcher=allgather",

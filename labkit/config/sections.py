@@ -215,8 +215,9 @@ class ScheduleConfig:
         "opposite order; null posts receives ahead and lets sends run behind the computation.",
         needs="parallel.pp schedule.variable_seq_lengths=false")
     variable_seq_lengths: bool = field(False,
-        "Exchange shapes before each tensor, whose receive is then not posted ahead. With CUDA graphs of layers on "
-        "several ranks, capture them anew where microbatches stay in another shape (one rank alone always does).")
+        "Exchange shapes before each tensor between stages, whose receive is then not posted ahead. With CUDA graphs "
+        "of layers on several ranks, capture them anew where microbatches stay in another shape (one rank alone always "
+        "does). Nothing else reads it.")
     use_ring_exchange_p2p: bool = field(False, "Megatron's custom ring exchange; torch has none, so True is refused.")
     deallocate_pipeline_outputs: bool = field(True, "Free a sent activation, keeping only its graph.",
         needs="parallel.pp")

@@ -147,8 +147,7 @@ RULES: list[tuple[dict, object, str, str]] = [
        "no effect with schedule.variable_seq_lengths = true, where sizes go ahead of every tensor, so nothing is one")
       for batched in (True, False)],
     *[({name: value}, None, f"schedule.{name}", "no effect with parallel.pp = 1") for name, value in (
-        ("batch_p2p_comm", True), ("batch_p2p_comm", False), ("deallocate_pipeline_outputs", False),
-        ("variable_seq_lengths", True))],
+        ("batch_p2p_comm", True), ("batch_p2p_comm", False), ("deallocate_pipeline_outputs", False))],
     ({"schedule.name": "gpipe", "schedule.path": TWO_BY_TWO, "pp": 2}, None, "schedule.name",
      "no effect with schedule.path = " + TWO_BY_TWO + ", which takes the place of the name; set that to null"),
     ({"use_ring_exchange_p2p": True}, None, "schedule.use_ring_exchange_p2p", "torch has no ring exchange"),
