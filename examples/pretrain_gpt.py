@@ -1,26 +1,31 @@
 """Pretrain a GPT by the four providers, as Megatron-LM's `pretrain_gpt.py` does.
 
-    python examples/pretrain_gpt.py --ranks 4 --tp 2 --pp 2 --steps 20
+    python examples/pretrain_gpt.py --nproc 4 --tp 2 --pp 2 --steps 20
     python -m torch.distributed.run --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --pp 2 --config mine.yaml
 
-Each provider is what `labkit train` uses by itself, written out: change one, and keep the rest. `--config` takes a file
-of `labkit train --print-config`.
+The command line is that of `labkit train`, and so are the numbers: each provider does what `labkit train` does by
+itself. Change one, and keep the rest. `Options` adds a field of this script, here `--frozen-layers`.
 """
 
-import argparse
-import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from labkit.config import ConfigError, RunConfig, presets
+from labkit.cli import train_script
+from labkit.config import RunConfig, field
 from labkit.data import build_gpt_datasets
-from labkit.launch import run
-from labkit.models import GPTModel
+from labkit.models import ChunkSpec, build_model_chunk
 from labkit.parallel import ParallelGroups
-from labkit.train import pretrain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fields of this script: options of its command line, and `config.extra` for the providers."""
+
+    frozen_layers: int = field(0, "The first so many layers keep their initial weights.", ge=0)
 
 
 def train_valid_test_datasets_provider(config: RunConfig) -> Any:
@@ -28,17 +33,14 @@ def train_valid_test_datasets_provider(config: RunConfig) -> Any:
     return build_gpt_datasets(config)
 
 
-def model_provider(config: RunConfig, groups: ParallelGroups) -> nn.Module:
-    """This rank's stage: `layers / pp` layers, the embedding on the first rank, norm and loss on the last."""
-    each, stage = config.model.layers // groups.pp.size, groups.pp.rank
-    return GPTModel(
-        config.model,
-        groups,
-        layers=range(stage * each, (stage + 1) * each),
-        pre_process=stage == 0,
-        post_process=stage == groups.pp.size - 1,
-        seed=config.train.seed,
-    )
+def model_provider(
+    config: RunConfig, groups: ParallelGroups, *, pre_process: bool, post_process: bool, chunk: ChunkSpec
+) -> nn.Module:
+    """One stage of this rank: with `pre_process` the embedding, `chunk.layers`, with `post_process` norm and loss."""
+    model = build_model_chunk(config, groups, pre_process=pre_process, post_process=post_process, chunk=chunk)
+    for index in chunk.layers:
+        model.layers[str(index)].requires_grad_(index >= config.extra.frozen_layers)
+    return model
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -54,27 +56,13 @@ def loss_func(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, di
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
 
 
-def main() -> None:
-    """Read the few options, launch, print the losses."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", help="a YAML file; without it the preset `tiny`")
-    for name, default in (("ranks", 4), ("tp", 2), ("pp", 2), ("steps", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    config = RunConfig.from_yaml(given.config) if given.config else presets.tiny()
-    config = config.override({"tp": given.tp, "pp": given.pp, "train.steps": given.steps})
-    train = partial(
-        pretrain,
+if __name__ == "__main__":
+    train_script(
+        __doc__,
+        preset="tiny",
+        families=("gpt", "mamba"),
         datasets_provider=train_valid_test_datasets_provider,
         model_provider=model_provider,
         forward_step=forward_step,
+        extra_args_provider=Options,
     )
-    try:
-        [result, *_] = run(train, int(os.environ.get("WORLD_SIZE", given.ranks)), config)  # torchrun sets WORLD_SIZE
-    except ConfigError as error:
-        parser.error(str(error))
-    print(f"loss of step 1: {result.losses[0]:.4f}, of step {len(result.losses)}: {result.losses[-1]:.4f}")
-
-
-if __name__ == "__main__":
-    main()

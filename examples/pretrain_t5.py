@@ -1,26 +1,23 @@
 """Pretrain a T5 by the four providers, as Megatron-LM's `pretrain_t5.py` does.
 
-    python examples/pretrain_t5.py --ranks 4 --tp 2 --pp 2 --split-rank 1 --steps 20
+    python examples/pretrain_t5.py --nproc 4 --tp 2 --pp 2 --split-rank 1 --steps 20
     python -m torch.distributed.run --nproc-per-node 4 examples/pretrain_t5.py --tp 2 --pp 2 --split-rank 1
 
-Each provider is what `labkit train` uses by itself, written out: change one, and keep the rest. `--config` takes a file
-of `labkit train --print-config`.
+The command line is that of `labkit train`, and so are the numbers: each provider does what `labkit train` does by
+itself. Change one, and keep the rest.
 """
 
-import argparse
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from labkit.config import ConfigError, RunConfig, presets
+from labkit.cli import train_script
+from labkit.config import RunConfig
 from labkit.data.datasets import build_datasets
-from labkit.launch import run
-from labkit.models import T5Model, stage_contents
+from labkit.models import ChunkSpec, build_model_chunk
 from labkit.parallel import ParallelGroups
-from labkit.train import pretrain
 
 
 def train_valid_test_datasets_provider(config: RunConfig) -> Any:
@@ -28,17 +25,11 @@ def train_valid_test_datasets_provider(config: RunConfig) -> Any:
     return build_datasets(config)
 
 
-def model_provider(config: RunConfig, groups: ParallelGroups) -> nn.Module:
-    """This rank's stage: layers of the encoder before `split_rank`, of the decoder from it on."""
-    held = stage_contents(config, groups.pp.size)[groups.pp.rank]
-    return T5Model(
-        config.model,
-        groups,
-        layers=held.layers,
-        pre_process=held.embedding,
-        post_process=held.loss,
-        seed=config.train.seed,
-    )
+def model_provider(
+    config: RunConfig, groups: ParallelGroups, *, pre_process: bool, post_process: bool, chunk: ChunkSpec
+) -> nn.Module:
+    """One stage of this rank: layers of the encoder before `parallel.split_rank`, of the decoder from it on."""
+    return build_model_chunk(config, groups, pre_process=pre_process, post_process=post_process, chunk=chunk)
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -54,28 +45,12 @@ def loss_func(loss_mask_BT: Tensor, loss_BT: Tensor) -> tuple[Tensor, Tensor, di
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
 
 
-def main() -> None:
-    """Read the few options, launch, print the losses."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", help="a YAML file; without it the preset `t5_tiny`")
-    for name, default in (("ranks", 4), ("tp", 2), ("pp", 2), ("split-rank", 1), ("steps", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    config = RunConfig.from_yaml(given.config) if given.config else presets.get("t5_tiny")
-    split = given.split_rank if given.pp > 1 else None
-    config = config.override({"tp": given.tp, "pp": given.pp, "split_rank": split, "train.steps": given.steps})
-    train = partial(
-        pretrain,
+if __name__ == "__main__":
+    train_script(
+        __doc__,
+        preset="t5_tiny",
+        families=("t5",),
         datasets_provider=train_valid_test_datasets_provider,
         model_provider=model_provider,
         forward_step=forward_step,
     )
-    try:
-        [result, *_] = run(train, int(os.environ.get("WORLD_SIZE", given.ranks)), config)  # torchrun sets WORLD_SIZE
-    except ConfigError as error:
-        parser.error(str(error))
-    print(f"loss of step 1: {result.losses[0]:.4f}, of step {len(result.losses)}: {result.losses[-1]:.4f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -47,8 +47,10 @@ def page() -> str:
     """The whole page."""
     lines = [_HEAD + f"Presets: {', '.join(f'`{name}`' for name in presets.names())}.\n"]
     for section, cls in SECTIONS.items():
-        lines += [f"\n## {section}\n", f"{cls.__doc__}\n", "| field | type | default | meaning |", "|---|---|---|---|"]
-        for spec in (spec for spec in SPECS.values() if spec.section == section):
+        specs = [spec for spec in SPECS.values() if spec.section == section]
+        lines.append(f"\n## {section}\n\n{cls.__doc__}")
+        lines += ["\n| field | type | default | meaning |", "|---|---|---|---|"] if specs else []
+        for spec in specs:
             text = spec.doc + (f" Values: {spec.limits}." if spec.limits else "")
             if spec.aliases:
                 text += f" Megatron-LM: {', '.join(f'`{alias}`' for alias in spec.aliases)}."

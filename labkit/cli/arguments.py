@@ -15,7 +15,7 @@ from labkit.cli.output import folded, room
 from labkit.config import ConfigError, RunConfig, fields
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import BadValueError, FieldSpec
-from labkit.config.fields import KNOWN_NAMES, NOT_FIELDS, SPECS, Entry, Given, resolve
+from labkit.config.fields import KNOWN_NAMES, NOT_FIELDS, SPECS, Entry, Given, extra_specs, resolve
 from labkit.config.sections import SECTIONS
 
 
@@ -50,6 +50,17 @@ class Command:
     """The name of its positional arguments, in capitals; empty where it takes none."""
     configurable: bool = False
     """The command takes --config, --preset and every field of the configuration."""
+    program: str = "labkit"
+    """What runs the command."""
+    preset: str | None = None
+    """The preset where the command line names neither a preset nor a file."""
+    extra_args_provider: type | None = None
+    """Fields of a script, which the command takes as well (`RunConfig.with_extra`)."""
+
+    @property
+    def called(self) -> str:
+        """`labkit train`."""
+        return f"{self.program} {self.name}"
 
     @property
     def all_options(self) -> tuple[Option, ...]:
@@ -89,7 +100,8 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     """
     by_name = {name: option for option in command.all_options for name in option.names}
     values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in command.all_options}
-    arguments = Arguments(values, source=f"labkit {command.name}")
+    own_fields = {name: s for s in extra_specs(command.extra_args_provider).values() for name in (s.name, s.dotted)}
+    arguments = Arguments(values, source=command.called)
     problems, given, entries, rest = arguments.problems, Given(), list[Entry](), list(argv)
     while rest:
         token = rest.pop(0)
@@ -100,7 +112,7 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
         written, equals, text = token.lstrip("-").partition("=")
         option = by_name.get(written.replace("-", "_")) if token.startswith("--") else None
         dotted, why = resolve(written) if command.configurable and option is None else (None, "")
-        spec = option or SPECS.get(str(dotted))
+        spec = option or own_fields.get(written.replace("-", "_")) or SPECS.get(str(dotted))
         if spec is None:
             problems.append(f"{token.partition('=')[0]}: {_unknown(written.replace('-', '_'), command, why)}")
             if not equals and rest and not rest[0].startswith("-"):
@@ -129,10 +141,10 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
             except BadValueError as rule:
                 problems.append(f"{words}: {rule}")
     if not command.words:
-        rule = f"labkit {command.name} takes no such word; options begin with --"
+        rule = f"{command.called} takes no such word; options begin with --"
         problems += [f"{shown(word)}: {rule}" for word in arguments.words]
     if command.configurable:
-        _read_config(arguments, entries)
+        _read_config(arguments, entries, command)
     return arguments
 
 
@@ -160,19 +172,21 @@ def _unknown(key: str, command: Command, why: str) -> str:
         return why.partition(": ")[2]
     names = [name.replace("_", "-") for option in command.all_options for name in option.names]
     names += KNOWN_NAMES if command.configurable else ()
+    names += [spec.name for spec in extra_specs(command.extra_args_provider).values()]
     hint = nearest(key, [f"--{name}" for name in names]) or nearest(key.replace("_", "-"), names)
     pairs = any(option.pairs for option in command.options)
-    listed = f"a chapter's parameter is set by -p {key} VALUE" if pairs else f"labkit {command.name} --help lists them"
+    listed = f"a chapter's parameter is set by -p {key} VALUE" if pairs else f"{command.called} --help lists them"
     return f"unknown option{hint or f'; {listed}'}"
 
 
-def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:
+def _read_config(arguments: Arguments, entries: Sequence[Entry], command: Command) -> None:
     """The preset, under the file, under the fields of the command line."""
     from labkit.config import presets, yaml_text
 
     options, problems = arguments.options, arguments.problems
     arguments.print_config = options.pop("print_config")
     path, preset = options["config"], options["preset"]
+    preset = command.preset if path is None and preset is None else preset
     values: dict[str, Any] = {}
     if path is None and preset is None:
         problems.append("--config: nothing to run; give a file (--config f.yaml), a preset (--preset tiny) or both")
@@ -185,23 +199,24 @@ def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:
         problems += [f"{path}: {p}" for p in bad]
     except ConfigError as error:
         problems += [f"--config {shown(path, 200)}: {p}" for p in error.problems]
-    newer, bad = fields.convert_entries(entries, text=True)
+    newer, bad = fields.convert_entries(entries, text=True, specs=SPECS | extra_specs(command.extra_args_provider))
     problems += bad
-    arguments.config = arguments.config.replaced(values | newer)
+    arguments.config = arguments.config.replaced(values | newer).with_extra(command.extra_args_provider)
 
 
 def help_text(command: Command) -> str:
     """`labkit COMMAND --help`: every option, and every field with its text. Lines fit the terminal, or 80 columns."""
     width = min(118, room() or 80)
     words = f" {command.words}" if command.words else ""
-    lines = [f"usage: labkit {command.name}{words} [options]", "", *textwrap.wrap(command.summary, width)]
+    lines = [f"usage: {command.called}{words} [options]", "", *textwrap.wrap(command.summary, width)]
     lines += ["", "options:"]
     for option in command.all_options:
         lines += _row(option, width, "-p, " if option.pairs else "")
+    specs = (SPECS | extra_specs(command.extra_args_provider)).values()
     for section, cls in SECTIONS.items() if command.configurable else ():
-        lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", width)]
-        for spec in (spec for spec in SPECS.values() if spec.section == section):
-            lines += _row(spec, width)
+        rows = [_row(spec, width) for spec in specs if spec.section == section]
+        lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", width)] if rows else []
+        lines += [line for row in rows for line in row]
     return "\n".join([*lines, "", *folded(command.example, "example: ", width)])
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from labkit.cli.arguments import Command, help_text, read
 from labkit.cli.output import readers_may_leave, show
@@ -53,26 +53,28 @@ start here
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv` by default) and return the exit code. A user's mistake never raises."""
+    words = list(sys.argv[1:] if argv is None else argv)
     with readers_may_leave():
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return exit_code(lambda: _dispatch(words), f"labkit {words[0]}" if words else "labkit")
 
 
-def _run(words: list[str]) -> int:
+def exit_code(execute: Callable[[], int], called: str) -> int:
+    """What `execute` returns; its errors become a message, which begins with `called`, and an exit code."""
     try:
-        code = _dispatch(words)
+        code = execute()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as interrupt:
         return _say(str(interrupt) or "interrupted", 130)
     except _errors_of_users() as error:
-        return _say(_message(error, words), 2, may_be_everybodys=True)
+        return _say(_message(error, called), 2, may_be_everybodys=True)
     except _failures() as error:
-        return _say(_message(error, words), 1)
+        return _say(_message(error, called), 1)
     except MemoryError as error:
         rule = "there is not enough memory for this; take smaller sizes"
-        return _say(f"labkit {words[0]}: {rule}{f' ({error})' if str(error) else ''}", 1)
+        return _say(f"{called}: {rule}{f' ({error})' if str(error) else ''}", 1)
     except ValueError:
-        return _say(f"labkit {words[0]}: an error inside labkit's code\n{traceback.format_exc().rstrip()}", 1)
+        return _say(f"{called}: an error inside labkit's code\n{traceback.format_exc().rstrip()}", 1)
 
 
 def _errors_of_users() -> tuple[type[BaseException], ...]:
@@ -96,11 +98,11 @@ class CommandFailedError(RuntimeError):
     """The request was right, and the command failed; the message is for the user."""
 
 
-def _message(error: BaseException, words: list[str]) -> str:
+def _message(error: BaseException, called: str) -> str:
     text = str(error) or type(error).__name__
-    if isinstance(error, ConfigError) and error.source.startswith("labkit"):
+    if isinstance(error, ConfigError) and error.source.startswith(("labkit", called)):
         return text
-    return f"labkit {words[0]}: {text}"
+    return f"{called}: {text}"
 
 
 def _say(message: str, code: int, *, may_be_everybodys: bool = False) -> int:
@@ -134,7 +136,11 @@ def _dispatch(words: list[str]) -> int:
         hint = nearest(name, COMMANDS)
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError([f"unknown {kind} {shown(name)}; commands: {', '.join(COMMANDS)}{hint}"], source="labkit")
-    command: Command = importlib.import_module(f"labkit.cli.{COMMANDS[name][0]}").COMMAND
+    return run_command(importlib.import_module(f"labkit.cli.{COMMANDS[name][0]}").COMMAND, rest)
+
+
+def run_command(command: Command, rest: list[str]) -> int:
+    """Read the words behind the name of a command and execute it, or print its help or the configuration."""
     if any(word in ("-h", "--help") for word in rest):
         print(help_text(command))
         return 0

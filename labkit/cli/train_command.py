@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.command_line import CommandFailedError
-from labkit.cli.output import show
+from labkit.cli.command_line import CommandFailedError, exit_code, run_command
+from labkit.cli.output import readers_may_leave, show
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 from labkit.events import Event
@@ -56,9 +59,44 @@ class Trained(NamedTuple):
     """Steps that a checkpoint had finished."""
 
 
-def execute(arguments: Arguments) -> int:
-    """Check everything, launch, show progress, print the final losses."""
+def train_script(doc: str, *, preset: str | None = None, families: Sequence[str] = (), **providers: Any) -> NoReturn:
+    """The command line of a script that trains: that of `labkit train`, with the same checks and the same progress.
+
+        if __name__ == "__main__":
+            train_script(__doc__, preset="tiny", model_provider=model_provider)
+
+    doc: the docstring of the script; its first line is in `--help`.
+    preset: taken where the command line has neither `--preset` nor `--config`.
+    families: values of `model.family` that the script trains; empty for all.
+    providers: arguments of `labkit.train.pretrain`.
+
+    Ends the process by its exit code.
+    """
+    from labkit.models.chunks import check_provider  # imports torch, which a script has imported
+
+    check_provider(providers.get("model_provider", lambda *_, **__: None))
+
+    def checked(arguments: Arguments) -> int:
+        if families and (family := arguments.config.model.family) not in families:
+            arguments.problems.append(f"model.family = {family}: {name} trains {' and '.join(families)}")
+        return execute(arguments, **providers)
+
+    name, extra = sys.argv[0], providers.get("extra_args_provider")
+    command = replace(
+        COMMAND, program="python", name=name, summary=doc.strip().partition("\n")[0], preset=preset,
+        execute=checked, example=f"python {name} --nproc 4 --tp 2 --pp 2 --steps 20",
+        extra_args_provider=extra,
+    )  # fmt: skip
+    with readers_may_leave():
+        code = exit_code(lambda: run_command(command, sys.argv[1:]), command.called)
+    sys.exit(code)
+
+
+def execute(arguments: Arguments, **providers: Any) -> int:
+    """Check everything, launch, show progress, print the final losses. providers: arguments of `pretrain`."""
     config = arguments.config
+    if "model_type" in providers:
+        config = config.override({"model.model_type": providers["model_type"]})
     world_size = ranks_to_use(arguments)
     device, timeout = arguments.options["device"], arguments.options["timeout"]
     arguments.problems += device_problems(device)
@@ -72,7 +110,9 @@ def execute(arguments: Arguments) -> int:
 
     if started_by_torchrun():
         info.take_variables(info.variables_of([config]))  # the checks ask for GPUs, which may start CUDA
-    arguments.refuse([*preflight.problems(config, world_size, device), data_problem(config)])
+    own_model, own_data = "model_provider" in providers, "datasets_provider" in providers
+    found = preflight.problems(config, world_size, device, own_model=own_model)
+    arguments.refuse([*found, "" if own_data else data_problem(config)])
     trace = arguments.options["trace"]
     microbatches = config.num_microbatches(world_size)
     on_first_rank(
@@ -81,8 +121,9 @@ def execute(arguments: Arguments) -> int:
     )
     recorded = config.override({"train.record_events": trace is not None})
     with ProgressBar(config.train.steps, shown=first_rank()) as bar, interruption.passing_on():
-        results = launch(train_on_rank, world_size, recorded, timeout, device, bar.update)
-    refuse_if_any(results)
+        train = partial(train_on_rank, **providers)
+        results = launch(train, world_size, recorded, timeout, device, bar.update)
+    refuse_if_any(results, arguments.source)
     if failed := [result.error for result in results if isinstance(result, NoCheckpoint)]:
         raise CommandFailedError(failed[0])
     if isinstance(results[0], Stopped):  # then on every rank
@@ -211,18 +252,18 @@ def refusing_arguments() -> Iterator[None]:
         raise ConfigError([str(error)], source="the launch") from error
 
 
-def train_on_rank(config: RunConfig) -> Trained | Refusal | NoCheckpoint | Stopped:
+def train_on_rank(config: RunConfig, **providers: Any) -> Trained | Refusal | NoCheckpoint | Stopped:
     """Runs inside a rank. Data come first: what is wrong with them is the same on every rank, so all of them return."""
     from labkit.data.datasets import build_datasets
     from labkit.train import RunInterrupted, pretrain
     from labkit.train.checkpoint.manifest import CheckpointError
 
     try:
-        datasets = build_datasets(config)
+        datasets = providers.get("datasets_provider", build_datasets)(config)
     except (ValueError, OSError) as error:
         return Refusal([str(error)])
     try:
-        result = pretrain(config, datasets_provider=lambda _: datasets)
+        result = pretrain(config, **{**providers, "datasets_provider": lambda _: datasets})
     except ConfigError as error:  # the same on every rank as well: what a machine cannot do
         return Refusal(error.problems)
     except CheckpointError as error:
@@ -232,11 +273,11 @@ def train_on_rank(config: RunConfig) -> Trained | Refusal | NoCheckpoint | Stopp
     return Trained(result.losses, result.metrics, result.events, result.resumed_after)
 
 
-def refuse_if_any(results: list[Any]) -> None:
+def refuse_if_any(results: list[Any], source: str = "labkit train") -> None:
     """ConfigError with what the ranks refused."""
     problems = list(dict.fromkeys(p for r in results if isinstance(r, Refusal) for p in r.problems))
     if problems:
-        raise ConfigError(problems, source="labkit train")
+        raise ConfigError(problems, source=source)
 
 
 def final_lines(result: Trained, config: RunConfig) -> list[str]:

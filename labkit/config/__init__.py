@@ -15,6 +15,7 @@ from labkit.lazy import public_names
 if TYPE_CHECKING:
     from labkit.config import presets as presets
     from labkit.config.errors import ConfigError as ConfigError
+    from labkit.config.field_spec import field as field
     from labkit.config.run_config import RunConfig as RunConfig
     from labkit.config.sections import DataConfig as DataConfig
     from labkit.config.sections import GraphConfig as GraphConfig

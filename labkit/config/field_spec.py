@@ -27,13 +27,14 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,5})?", re.ASCII)
 _DIGIT, _LEADING_ZERO, _OCTAL = (re.compile(f"[+-]?{rest}") for rest in ("[.]?[0-9]", "0[0-9]", "0[0-7]{1,40}"))
 _TRUTH = {"true": ("true", "yes", "on", "y"), "false": ("false", "no", "off", "n")}
-_KIND_WORDS = {
+KIND_WORDS = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
     "str": "text",
     "tuple[str, ...]": "a list of words",
     "tuple[int, ...]": "a list of integers",
+    "plain": "text, a number, true, false or a list of these",
 }
 
 
@@ -56,7 +57,7 @@ class FieldSpec:
 
     name: str
     kind: str
-    """`int`, `float`, `bool`, `str`, `tuple[str, ...]` or `tuple[int, ...]`."""
+    """`int`, `float`, `bool`, `str`, `tuple[str, ...]` or `tuple[int, ...]`; `plain` is any of these."""
     doc: str = ""
     default: Any = None
     section: str = ""
@@ -137,7 +138,7 @@ class FieldSpec:
 
     @property
     def _kind_words(self) -> str:
-        return "true, false or null" if self.kind == "bool" and self.optional else _KIND_WORDS[self.kind]
+        return "true, false or null" if self.kind == "bool" and self.optional else KIND_WORDS[self.kind]
 
     def _typed(self, value: object) -> Any:
         kind, is_bool = self.kind, isinstance(value, bool)
@@ -147,6 +148,10 @@ class FieldSpec:
             return int(value)
         if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
             return _finite(value)
+        if kind == "plain" and isinstance(value, bool | int | float | str | list | tuple):
+            inside = value if isinstance(value, list | tuple) else ()
+            if all(isinstance(v, bool | int | float | str) for v in inside):
+                return tuple(inside) if inside is value else value
         if kind.startswith("tuple") and isinstance(value, list | tuple):
             item = str if kind == "tuple[str, ...]" else int
             if all(isinstance(v, item) and not isinstance(v, bool) for v in value):

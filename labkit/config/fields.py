@@ -11,24 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from labkit.config.errors import kind_of, nearest, shown
-from labkit.config.field_spec import BadValueError, FieldSpec
-from labkit.config.sections import SECTIONS
+from labkit.config.field_spec import KIND_WORDS, BadValueError, FieldSpec
+from labkit.config.sections import SECTIONS, ExtraConfig
 
 
-def _specs() -> dict[str, FieldSpec]:
+def _specs_of(section: str, cls: Any) -> dict[str, FieldSpec]:
     found = {}
-    for section, cls in SECTIONS.items():
-        for f in dataclasses.fields(cls):
-            kind = str(f.type)  # a string: the sections postpone their annotations
-            plain, rules = kind.removesuffix(" | None"), dict(f.metadata)
-            if section == "moe" and f.name != "num_experts":
-                rules["needs"] = ("moe.num_experts", *rules["needs"])  # of a dense model nothing reads the section
-            place = {"section": section, "optional": plain != kind}
-            found[f"{section}.{f.name}"] = FieldSpec(f.name, plain, default=f.default, **place, **rules)
+    for f in dataclasses.fields(cls):
+        kind = f.type.__name__ if isinstance(f.type, type) else str(f.type)  # a string where annotations are postponed
+        plain, rules = kind.removesuffix(" | None"), dict(f.metadata)
+        if section == "moe" and f.name != "num_experts":
+            rules["needs"] = ("moe.num_experts", *rules["needs"])  # of a dense model nothing reads the section
+        place = {"section": section, "optional": plain != kind}
+        found[f"{section}.{f.name}"] = FieldSpec(f.name, plain, default=f.default, **place, **rules)
     return found
 
 
-SPECS: dict[str, FieldSpec] = _specs()
+_DECLARED = {name: cls for name, cls in SECTIONS.items() if cls is not ExtraConfig}
+SPECS: dict[str, FieldSpec] = {k: spec for name, cls in _DECLARED.items() for k, spec in _specs_of(name, cls).items()}
 """Every field by its dotted name, in file order."""
 ALIASES: dict[str, str] = {alias: dotted for dotted, spec in SPECS.items() for alias in spec.aliases}
 """Megatron-LM's names for fields that are named otherwise here."""
@@ -58,6 +58,30 @@ for _dotted, _spec in SPECS.items():
 KNOWN_NAMES: tuple[str, ...] = (*SPECS, *_LAST_PARTS, *ALIASES)
 """Every name under which a field may be written."""
 _ANY_NAME = (*KNOWN_NAMES, *SECTIONS)
+_UNDECLARED = FieldSpec("", "plain", optional=True)
+"""A field of a script, where nobody has said which it has."""
+
+
+def extra_specs(provider: Any) -> dict[str, FieldSpec]:
+    """The fields that a script adds in the section `extra`, by dotted name.
+
+    provider: a dataclass, its fields made by `labkit.config.field`; None adds none. ValueError for one that cannot be.
+    """
+    if not (provider is None or (isinstance(provider, type) and dataclasses.is_dataclass(provider))):
+        form = "a dataclass with a line `name: type = labkit.config.field(default, text)` for each field"
+        raise ValueError(f"extra_args_provider must be {form}; it is {shown(provider)}")
+    specs = {} if provider is None else _specs_of("extra", provider)
+    for name, spec in specs.items():
+        problem = "needs a default" if spec.default is dataclasses.MISSING else ""
+        if spec.name in {*_ANY_NAME, *NOT_FIELDS}:
+            problem = "has a name that the configuration knows; choose another"
+        elif spec.kind not in KIND_WORDS or spec.aliases:
+            problem = f"must be one of {', '.join(KIND_WORDS)}, or one of them | None, and has no aliases"
+        elif not problem and (rule := spec.broken(spec.default)):
+            problem = f"has the default {shown(spec.default)}, which {rule}"
+        if problem:
+            raise ValueError(f"extra_args_provider: {name} {problem}")
+    return specs
 
 
 def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
@@ -66,6 +90,9 @@ def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
         return None, f"{shown(key)}: a key must be a name, not {kind_of(key)}"
     name = key.replace("-", "_")
     first, _, last = name.rpartition(".")
+    if "extra" in (first, section):
+        sound = last.isidentifier() and "." not in name.removeprefix("extra.")
+        return (f"extra.{last}", "") if sound else (None, f"{shown(key)}: a field of a script has a name of letters")
     if last in NOT_FIELDS:
         return None, f"{shown(key)}: {NOT_FIELDS[last]}"
     if section is None and name not in SPECS and first in SECTIONS:
@@ -135,7 +162,9 @@ class Given:
         return [] if same else [f"{name}: given twice, as {first} and as {words}; keep one"]
 
 
-def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[dict[str, Any], list[str]]:
+def convert_entries(
+    entries: Iterable[Entry], *, text: bool = False, specs: Mapping[str, FieldSpec] = SPECS
+) -> tuple[dict[str, Any], list[str]]:
     """Typed values by dotted name, and a sentence for each entry that has none.
 
     A field named twice is a problem. On the command line (`text`) it is one where the values differ.
@@ -147,8 +176,9 @@ def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[di
             problems.append(f"{where}{dotted}: given twice, as {written[dotted]} and as {key}; keep one")
             continue
         written[dotted] = key
+        spec = specs.get(dotted, _UNDECLARED)
         try:
-            problems += given.add(dotted, SPECS[dotted].convert(value, text=text), f"{key} {shown(value)}")
+            problems += given.add(dotted, spec.convert(value, text=text), f"{key} {shown(value)}")
         except BadValueError as rule:
             alias = f" (written {shown(key)})" if key != dotted else ""
             problems.append(f"{where}{dotted} = {shown(value)}{alias}: {rule}")

@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
-from labkit.config.errors import shown
+from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS
 from labkit.config.sections import REASONS, SECTIONS, Sections
 
@@ -35,17 +35,23 @@ class Findings:
     """
 
     def __init__(self, config: Sections, world_size: int | None = None) -> None:
-        self.values = {name: getattr(getattr(config, spec.section), spec.name) for name, spec in SPECS.items()}
+        self.specs = SPECS | config.extra_specs
+        self.values = {name: getattr(getattr(config, spec.section), spec.name) for name, spec in self.specs.items()}
         self.values["world_size"] = world_size
         self.config = cast(Sections, SimpleNamespace(**{name: _Section(self, name) for name in SECTIONS}))
         self.microbatches: int | None = None
         """Microbatches of one step on one data-parallel rank; None where no world size is given or it is not sound."""
         self.problems: list[str] = []
         self._bad: set[str] = set()
-        for name, spec in SPECS.items():
+        for name, spec in self.specs.items():
             if rule := spec.broken(self.values[name]):
                 self.add(name, rule)
-        for name in filter(self.changed, SPECS):
+        for name, value in vars(config.extra).items() if config.extra_specs else ():
+            if (dotted := f"extra.{name}") not in self.specs:
+                self.add(dotted, f"unknown field{nearest(dotted, config.extra_specs)}", value=value)
+        if self.values["model.model_type"] is None:  # rules ask for what it stands for
+            self.values["model.model_type"] = f"encoder_{'and' if config.model.has_two_halves else 'or'}_decoder"
+        for name in filter(self.changed, self.specs):
             with suppress(UnsoundError):
                 self._refuse_unread(name)
 
@@ -72,7 +78,7 @@ class Findings:
 
     def changed(self, name: str) -> bool:
         """The field is sound and does not hold its default."""
-        return self.sound(name) and self.values[name] != SPECS[name].default
+        return self.sound(name) and self.values[name] != self.specs[name].default
 
     def multiple(self, name: str, of: int, words: str, *, why: str = "", advice: str = "try {up}") -> None:
         """Refuse a size that is given, sound and no multiple of `of`; `{up}` in the advice is the next one."""
@@ -108,17 +114,17 @@ class Findings:
         """`optim.fp8=e4m3|hybrid` holds for these values, `train.output_dir` for any value but the default."""
         name, _, words = condition.partition("=")
         value = self.value(name)
-        return as_yaml(value) in words.split("|") if words else value != SPECS[name].default
+        return as_yaml(value) in words.split("|") if words else value != self.specs[name].default
 
     def _refuse_unread(self, name: str) -> None:
         """Refuse a field that nothing reads, as the first of its `needs` that does not hold says: somebody set the
         field and expects an effect."""
-        for need in SPECS[name].needs:
+        for need in self.specs[name].needs:
             if self._holds(need):
                 continue
             other, _, words = need.partition("=")
             reason = f", {REASONS[need]}" if need in REASONS else ""
-            wanted = f"to {words.replace('|', ' or ')}" if words else f"above {SPECS[other].default}"
+            wanted = f"to {words.replace('|', ' or ')}" if words else f"above {self.specs[other].default}"
             why = f"with {other} = {as_yaml(self.values[other])}{reason}; set that {wanted}"
             if not words and self.values[other] is None:
                 why = f"without {other}{reason}; set that"

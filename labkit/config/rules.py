@@ -73,7 +73,9 @@ EXCLUSIONS = (
     ("model.attention_backend=efficient", "optim.precision=fp64",
      "the memory-efficient kernel takes no 64-bit type; choose fused, or set optim.precision"),
     ("parallel.rank_offset", "", "a run's first rank is rank 0; leave it out"),
-    ("parallel.split_rank", "model.family=gpt|bert|mamba", "only a T5 has an encoder to split off; leave it out"),
+    ("parallel.split_rank", "model.model_type=encoder_or_decoder",
+     "only a T5 has an encoder to split off; leave it out"),
+    ("model.model_type=encoder_or_decoder", "model.family=t5", "a T5 is an encoder and a decoder; leave it out"),
     ("model.position=none", "model.family=gpt|bert|t5", "attention alone sees no order of tokens; choose learned"),
     ("model.activation=swiglu", "model.family=bert", "BERT's masked-LM head has no gate; choose gelu or gelu_tanh"),
     ("model.activation=relu|geglu", "model.family=gpt|bert|mamba", "a T5 has it; choose gelu, gelu_tanh or swiglu"),
@@ -83,14 +85,17 @@ EXCLUSIONS = (
     ("model.transformer_impl=transformer_engine", "model.family=bert|t5", "BERT and T5 run local layers; set it so"),
     ("optim.fp8=e4m3|hybrid", "model.family=t5", "a T5 computes in optim.precision alone; set it to none"),
     ("parallel.cp", "model.family=bert|t5", "rings of keys carry no padding mask, which BERT and T5 need; set it to 1"),
-    ("parallel.vpp", "model.family=t5 parallel.split_rank=null", "an encoder-decoder is not interleaved; set it to 1"),
+    ("parallel.vpp", "model.model_type=encoder_and_decoder parallel.split_rank=null",
+     "an encoder-decoder is not interleaved; set it to 1"),
     ("moe.num_experts", "model.family=bert|t5", "the layers of BERT and T5 are dense; set it to 0"),
     ("graph.cuda_graph_impl", "model.family=bert|t5",
      "graphs of layers take no padding mask, which BERT and T5 need; set it to none"),
-    ("schedule.name=interleaved|zbv|dualpipe_v", "model.family=t5",
+    ("schedule.name=interleaved|zbv|dualpipe_v", "model.model_type=encoder_and_decoder",
      "an encoder-decoder has one stage on each rank; choose auto, 1f1b, gpipe or zero_bubble_h1"),
-    ("parallel.standalone_embedding_stage=true", "model.family=t5", "both halves of a T5 embed tokens; leave it false"),
-    ("parallel.pipeline_layout", "model.family=t5", "parallel.split_rank shares the layers of a T5; leave it out"),
+    ("parallel.standalone_embedding_stage=true", "model.model_type=encoder_and_decoder",
+     "both halves of a T5 embed tokens; leave it false"),
+    ("parallel.pipeline_layout", "model.model_type=encoder_and_decoder",
+     "parallel.split_rank shares the layers of a T5; leave it out"),
     ("optim.calculate_per_token_loss=true", "model.family=bert",
      "BERT's loss has a mean over masked words and one over samples, and no number divides both; set it to false"),
     ("parallel.standalone_embedding_stage=true", "parallel.pipeline_layout",
@@ -234,7 +239,7 @@ def _order(found: Findings) -> None:
 def _encoder_decoder(found: Findings) -> None:
     """An encoder-decoder pipeline has stages in both halves, one chunk a rank, and equal layers on those of a half."""
     name, p, m = "parallel.split_rank", found.config.parallel, found.config.model
-    if p.split_rank is None and m.family == "t5" and p.pp > 1:
+    if p.split_rank is None and m.has_two_halves and p.pp > 1:
         rule = f"with parallel.pp = {p.pp} a T5 needs it: ranks before it run the encoder, the others the decoder"
         found.add(name, f"{rule}; choose 1 to {p.pp - 1}")
     elif p.split_rank is not None and p.split_rank >= p.pp:
@@ -243,7 +248,7 @@ def _encoder_decoder(found: Findings) -> None:
     elif p.split_rank is not None and p.vpp > 1:
         rule = "an encoder-decoder is not interleaved: its halves exchange tensors of other shapes, and the encoder's"
         found.add(name, f"{rule} output would have to visit every chunk; set parallel.vpp = 1")
-    elif p.split_rank is not None and m.family == "t5":
+    elif p.split_rank is not None and m.has_two_halves:
         depth = "model.layers" if m.decoder_layers is None else "model.decoder_layers"
         for layers, ranks, half in (("model.layers", p.split_rank, "en"), (depth, p.pp - p.split_rank, "de")):
             found.multiple(layers, ranks, f"the {half}coder's ranks", why=" by parallel.split_rank")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from labkit.config import fields, rules
 from labkit.config.errors import ConfigError
-from labkit.config.sections import SECTIONS, Sections
+from labkit.config.field_spec import BadValueError
+from labkit.config.sections import SECTIONS, ExtraConfig, Sections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,13 @@ class RunConfig(Sections):
         for dotted, value in values.items():
             section, _, name = dotted.partition(".")
             sections.setdefault(section, {})[name] = value
+        extra = {spec.name: spec.default for spec in self.extra_specs.values()}
+        extra |= vars(self.extra) | sections.pop("extra", {})
+        for spec in self.extra_specs.values():
+            with suppress(BadValueError):  # left for the checks
+                extra[spec.name] = spec.convert(extra[spec.name])
         changed = {s: dataclasses.replace(getattr(self, s), **v) for s, v in sections.items()}
-        return dataclasses.replace(self, **changed)
+        return dataclasses.replace(self, extra=ExtraConfig(**extra), **changed)
 
     def override(self, changes: Mapping[str, Any]) -> RunConfig:
         """A copy with `changes`, whose keys are fields (`parallel.tp`, `lr`, `num_layers`) or whole sections.
@@ -51,6 +58,16 @@ class RunConfig(Sections):
         if problems:
             raise ConfigError(problems, source="the override")
         return self.replaced(values)
+
+    def with_extra(self, provider: type | None) -> RunConfig:
+        """A copy with the fields that a script declares (Megatron's `extra_args_provider`); None declares none.
+
+        provider: a dataclass, each field made by `labkit.config.field`. Its fields are in `config.extra`, and are
+        checked as all others are. A value that the section has already stays.
+        """
+        if provider is None:
+            return self
+        return dataclasses.replace(self, extra_specs=fields.extra_specs(provider)).replaced({})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested values: sections, then fields; lists for tuples."""
@@ -69,7 +86,7 @@ class RunConfig(Sections):
         """`to_yaml` with the help of each section and field, and the values it may take, in a comment above it."""
         from labkit.config import yaml_text
 
-        return yaml_text.dump_commented(self.to_dict())
+        return yaml_text.dump_commented(self.to_dict(), fields.SPECS | self.extra_specs)
 
     def problems(self, world_size: int | None = None) -> list[str]:
         """One sentence for each rule that is broken; empty for a sound configuration.

@@ -13,13 +13,15 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
-from labkit.config.field_spec import field
+from labkit.config.field_spec import FieldSpec, field
 
 _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
 _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
 _ROUTED = "moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss|none"
 _MAMBA = "model.family=mamba"
+_HALVES = "model.model_type=encoder_and_decoder"
 _PROFILED = "train.profile=pytorch|nsys"
 _DECAYS = "optim.lr_schedule=cosine|linear|inverse-square-root|wsd"
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -28,6 +30,7 @@ REASONS = {
     "model.recompute_granularity=selective|full": "which recomputes nothing",
     "moe.dispatcher=alltoall": "which has no all-to-all to hide",
     _ROUTED: "which assigns by itself",
+    _HALVES: "which has no decoder behind an encoder, as model.family = t5 has",
     "moe.score_function=sigmoid": "as the bias moves sigmoid scores",
     **dict.fromkeys(_INTERLEAVED.split(), "and only the interleaved schedule reads this"),
     "schedule.path=null": "which takes the place of the name",
@@ -52,10 +55,14 @@ class ModelConfig:
     family: str = field("gpt",
         "`gpt`, `bert` (arXiv 1810.04805), `t5` (arXiv 1910.10683) or `mamba` (arXiv 2405.21060).",
         choices="gpt bert t5 mamba")
+    model_type: str | None = field(None,
+        "What a model of your own is (Megatron's ModelType): `encoder_or_decoder`, or `encoder_and_decoder`, whose "
+        "halves parallel.split_rank puts on different ranks. None follows `family`: a T5 is an encoder_and_decoder.",
+        choices="encoder_or_decoder encoder_and_decoder")
     layers: int = field(4, "Transformer layers of the whole model, over all stages; of a T5 its encoder's.", ge=1,
         aliases="num_layers encoder_num_layers")
     decoder_layers: int | None = field(None, "Decoder layers of a T5; None means `layers`.", ge=1,
-        aliases="decoder_num_layers", needs="model.family=t5")
+        aliases="decoder_num_layers", needs=_HALVES)
     hidden: int = field(128, "Width of the residual stream.", ge=1, aliases="hidden_size")
     heads: int = field(4, "Query heads; a head is hidden / heads wide.", ge=1, aliases="num_attention_heads")
     kv_heads: int | None = field(None,
@@ -69,7 +76,7 @@ class ModelConfig:
     seq_length: int = field(64, "Tokens of one sample; of a T5 those that its encoder reads.", ge=1,
         aliases="encoder_seq_length")
     decoder_seq_length: int | None = field(None, "Tokens that a T5's decoder reads; None means seq_length.", ge=1,
-        needs="model.family=t5")
+        needs=_HALVES)
     position: str = field("learned",
         "Positions: `learned` (a table of seq_length rows), `rope` (arXiv 2104.09864), in Mamba models `none`, in a T5 "
         "`relative` (arXiv 1910.10683): a bias by distance on scores that are not scaled.",
@@ -139,6 +146,11 @@ class ModelConfig:
     num_microbatches_with_partial_activation_checkpoints: int | None = field(None,
         "So many of the microbatches in flight on a rank keep everything; the others are recomputed (arXiv 2205.05198, "
         "appendix C). None, as 0, recomputes all.", ge=0, needs="model.recompute_granularity=selective|full")
+
+    @property
+    def has_two_halves(self) -> bool:
+        """True for an encoder and a decoder behind it."""
+        return self.model_type == "encoder_and_decoder" or (self.model_type is None and self.family == "t5")
 
     @property
     def mamba_heads(self) -> int:
@@ -482,6 +494,13 @@ class CheckpointConfig:
         "checkpoint; else a folder of checkpoints, or one of its steps.", none="")
 
 
+class ExtraConfig(SimpleNamespace):
+    """Fields of a script's own, which labkit keeps and the script reads: `config.extra.NAME`."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sections:
     """All sections; `RunConfig` adds what can be done with them."""
@@ -495,7 +514,10 @@ class Sections:
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    extra: ExtraConfig = dataclasses.field(default_factory=ExtraConfig)
+    extra_specs: dict[str, FieldSpec] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """What a script has declared of the fields in `extra`, by dotted name (`RunConfig.with_extra`); no section."""
 
 
-SECTIONS: dict[str, type] = {name: type(section) for name, section in vars(Sections()).items()}
+SECTIONS: dict[str, type] = {name: type(section) for name, section in vars(Sections()).items() if name != "extra_specs"}
 """Class of each section by its name, in their order in a file."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 try:
@@ -22,7 +22,7 @@ except ModuleNotFoundError:
 
 from labkit.config import fields
 from labkit.config.errors import ConfigError, shown
-from labkit.config.fields import SPECS
+from labkit.config.field_spec import FieldSpec
 from labkit.config.sections import SECTIONS
 
 MAX_BYTES = 100_000
@@ -82,7 +82,7 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
 
 
-def dump_commented(values: dict[str, dict[str, Any]]) -> str:
+def dump_commented(values: dict[str, dict[str, Any]], specs: Mapping[str, FieldSpec]) -> str:
     """`dump` of sections with the help above each section and field, and an empty line between sections."""
     lines: list[str] = []
     section = ""
@@ -90,7 +90,8 @@ def dump_commented(values: dict[str, dict[str, Any]]) -> str:
         if key := re.match(r"( {0,2})(\w+):", line):
             indent, name = key.groups()
             section = section if indent else name
-            text = SPECS[f"{section}.{name}"].help if indent else str(SECTIONS[name].__doc__)
+            spec = specs.get(f"{section}.{name}", FieldSpec(name, "plain"))
+            text = spec.help if indent else str(SECTIONS[name].__doc__)
             room = WIDTH - len(indent) - 2
             comment = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
             lines += [] if indent or not lines else [""]

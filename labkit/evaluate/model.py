@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.functional import pad
 from labkit.config import ConfigError, ModelConfig, RunConfig
 from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
-from labkit.models.chunks import DTYPES, build_model_chunks
+from labkit.models.chunks import DTYPES, build_model_chunk, build_model_chunks
 from labkit.models.gpt import GPTModel
 from labkit.parallel.collectives import all_gather, broadcast, gather_objects, irecv, isend
 from labkit.parallel.groups import Group, ParallelGroups, initialize_model_parallel
@@ -145,7 +146,8 @@ class CheckpointModel:
         ]  # a run may be saving: all read what rank 0 found
         self.manifest = read_manifest(self.folder)
         under_tp = self.config.moe.num_experts > 0 and self.groups.tp.size > 1
-        [self.chunk] = build_model_chunks(self.config, self.groups, kind=_GPTUnderTp if under_tp else None)
+        provider = partial(build_model_chunk, kind=_GPTUnderTp if under_tp else None)
+        [self.chunk] = build_model_chunks(self.config, self.groups, model_provider=provider)
         self.chunk.eval().requires_grad_(False)
         self._load()
 

@@ -26,7 +26,7 @@ from labkit.config import ModelConfig, RunConfig
 from labkit.models.bert.bert_heads import SentenceOrderHead, WholeLinear
 from labkit.models.bert.bert_model import BertModel
 from labkit.models.build import Build
-from labkit.models.chunks import build_model_chunks
+from labkit.models.chunks import build_model_chunk, build_model_chunks
 from labkit.models.gpt import GPTModel
 from labkit.models.norm_and_dropout import Dropout
 from labkit.parallel.groups import ParallelGroups
@@ -100,7 +100,8 @@ class BertForTask(BertModel):
 
 def task_chunks(config: RunConfig, groups: ParallelGroups, outputs: int | None) -> list[GPTModel]:
     """The model chunks of this rank, with the head of a task on the last stage."""
-    return build_model_chunks(config, groups, kind=partial(BertForTask, outputs=outputs))
+    provider = partial(build_model_chunk, kind=partial(BertForTask, outputs=outputs))
+    return build_model_chunks(config, groups, model_provider=provider)
 
 
 def task_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:

@@ -8,6 +8,8 @@ from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.models.bert.bert_model import BertModel as BertModel
+    from labkit.models.chunks import ChunkSpec as ChunkSpec
+    from labkit.models.chunks import build_model_chunk as build_model_chunk
     from labkit.models.chunks import build_model_chunks as build_model_chunks
     from labkit.models.convert import full_state_from_hugging_face as full_state_from_hugging_face
     from labkit.models.convert import full_state_to_hugging_face as full_state_to_hugging_face

@@ -2,20 +2,98 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from labkit.config import RunConfig
+from labkit.config.errors import shown
 from labkit.models.build import LOCAL, LayerSpec
 from labkit.models.counts import stage_contents
 from labkit.models.gpt import GPTModel, draws
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.random import model_parallel_seed
+from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.schedules import Schedule, build_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """`optim.precision` -> type of parameters and activations."""
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """Which stage a model chunk is, and what the chunks of one rank share: all that the configuration does not say."""
+
+    index: int
+    """Place among the chunks of this rank (Megatron's `vp_stage`)."""
+    stage: int
+    """Stage of the whole pipeline. Under a V schedule the first and the last one are on the same rank."""
+    layers: range
+    """Global indices of its layers. Those of a decoder follow the encoder's: in a T5 they begin at `model.layers`."""
+    rng: RngTracker | None = None
+    """Random states for dropout and jitter, one for all chunks of the rank; None where the model draws nothing."""
+    spec: LayerSpec = LOCAL
+    """Parts of the layers, by `model.transformer_impl` and `optim.fp8`."""
+    tied_weight_VH: nn.Parameter | None = None
+    """The word embedding, if the rank's first chunk has it and the output layer of this one uses it too."""
+
+
+def build_model_chunk(
+    config: RunConfig,
+    groups: ParallelGroups,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    chunk: ChunkSpec,
+    kind: Callable[..., GPTModel] | None = None,
+) -> GPTModel:
+    """Build one stage of the configured model. This is the default `model_provider` of `pretrain`.
+
+    pre_process: the stage embeds tokens. Of an encoder-decoder the first stage of each half does.
+    post_process: the stage ends in the loss.
+    chunk: the stage, as a `model_provider` gets it; `dataclasses.replace(chunk, spec=...)` for other parts of layers.
+    kind: makes the module, in the place of the class of the model's family: a subclass with layers of its own.
+
+    Raises ValueError for sizes that tp does not divide, or an option that the family does not have.
+    """
+    return (kind or model_type(config.model.family))(
+        config.model,
+        groups,
+        layers=chunk.layers,
+        moe=config.moe,
+        pre_process=pre_process,
+        post_process=post_process,
+        seed=config.train.seed,
+        dtype=DTYPES[config.optim.precision],
+        gradient_accumulation_fusion=config.optim.gradient_accumulation_fusion,
+        label_smoothing=config.train.label_smoothing,
+        rng=chunk.rng,
+        spec=chunk.spec,
+        tied_weight_VH=chunk.tied_weight_VH,
+    )
+
+
+ModelProvider = Callable[..., Any]
+"""(config, groups, pre_process=, post_process=, chunk=) -> the module of one stage, as `build_model_chunk`."""
+
+
+def check_provider(model_provider: ModelProvider) -> None:
+    """Raise ValueError for a function that cannot be called for a stage, such as one of (config, groups)."""
+    form = "model_provider(config, groups, *, pre_process, post_process, chunk)"
+    if not callable(model_provider):
+        raise ValueError(f"model_provider is {shown(model_provider)}; give a function {form}, as build_model_chunk")
+    taken: object = "arguments that Python does not tell"
+    try:
+        taken = inspect.signature(model_provider)
+        taken.bind(None, None, pre_process=True, post_process=True, chunk=None)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"model_provider takes {taken}; pretrain calls {form} once for each stage of the rank, and it returns the "
+            "module of that stage: see labkit.models.build_model_chunk"
+        ) from None
 
 
 def build_model_chunks(
@@ -24,22 +102,22 @@ def build_model_chunks(
     schedule: Schedule | None = None,
     *,
     spec: LayerSpec = LOCAL,
-    kind: Callable[..., GPTModel] | None = None,
-) -> list[GPTModel]:
-    """Build the model chunks of this rank: the stages that `schedule` runs here, in their order.
+    model_provider: ModelProvider = build_model_chunk,
+) -> list[Any]:
+    """Build the model chunks of this rank, the stages that `schedule` runs here, in their order (Megatron's get_model).
 
     schedule: places stages on ranks; None takes the schedule that `config.schedule` names.
     spec: parts of the layers and the precision of their products. A config with fp8 or Transformer Engine needs
         `labkit.train.layer_spec(config.model, config.optim)`, which `pretrain` gives.
-    kind: makes a chunk, in the place of the class of the model's family.
+    model_provider: called once for each stage.
 
     Under a V schedule the first and the last stage are on one rank and share the tied weight. The weight is a parameter
     of the first chunk, and the last chunk refers to the same tensor. Its gradient is complete after the backwards of
     both stages, weight gradients included.
 
     Raises:
-        ValueError: the stages do not divide the layers, the schedule is for another number of pipeline ranks, or tied
-            weights lie on two ranks that `groups.embd` does not join.
+        ValueError: the stages do not divide the layers, the schedule is for another number of pipeline ranks, tied
+            weights lie on two ranks that `groups.embd` does not join, or the provider returns no module.
     """
     if config.optim.fp8 != "none" and spec is LOCAL:
         raise ValueError(
@@ -51,31 +129,23 @@ def build_model_chunks(
         schedule = build_schedule(config.schedule, pp=groups.pp.size, vpp=vpp, microbatches=microbatches)
     if schedule.pp != groups.pp.size:
         raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
-    model, random = config.model, draws(config.model, config.moe)
     contents = stage_contents(config, schedule.num_stages)
     _check_embedding_group(config, schedule, groups)
-    rng = model_parallel_seed(config.train.seed, groups) if random else None
-    kind, chunks = kind or model_type(model.family), list[GPTModel]()
-    for stage in schedule.stages_of(groups.pp.rank):
+    rng = model_parallel_seed(config.train.seed, groups) if draws(config.model, config.moe) else None
+    chunks: list[Any] = []
+    for index, stage in enumerate(schedule.stages_of(groups.pp.rank)):
         held = contents[stage]
-        first = chunks[0].embedding if chunks else None
-        tied = held.loss and not model.untie_embeddings_and_output_weights
-        chunk = kind(
-            model,
-            groups,
-            layers=held.layers,
-            moe=config.moe,
-            pre_process=held.embedding,
-            post_process=held.loss,
-            seed=config.train.seed,
-            dtype=DTYPES[config.optim.precision],
-            gradient_accumulation_fusion=config.optim.gradient_accumulation_fusion,
-            label_smoothing=config.train.label_smoothing,
-            rng=rng,
-            spec=spec,
-            tied_weight_VH=first.word.weight if tied and first is not None else None,
-        )
-        chunks.append(chunk)
+        first = chunks[0].embedding if chunks and isinstance(chunks[0], GPTModel) else None
+        tied = held.loss and not config.model.untie_embeddings_and_output_weights
+        word = first.word.weight if tied and first is not None else None
+        chunk = ChunkSpec(index, stage, held.layers, rng, spec, word)
+        made = model_provider(config, groups, pre_process=held.embedding, post_process=held.loss, chunk=chunk)
+        if not isinstance(made, nn.Module):
+            raise ValueError(
+                f"model_provider returned {'None' if made is None else f'a {type(made).__name__}'} where a "
+                "torch.nn.Module must be; return the module of the one stage that it is asked for"
+            )
+        chunks.append(made)
     return chunks
 
 

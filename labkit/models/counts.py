@@ -55,7 +55,7 @@ def stage_contents(config: RunConfig, num_stages: int) -> list[StageContents]:
         ValueError: the stages do not divide the layers, or `pipeline_layout` has other numbers of stages or layers.
     """
     layers, parallel = config.model.layers, config.parallel
-    if config.model.family == "t5":
+    if config.model.has_two_halves:
         return _halves(config.model, num_stages, parallel.split_rank)
     if parallel.pipeline_layout is not None:
         return _from_text(parallel.pipeline_layout, layers, num_stages)
@@ -143,13 +143,13 @@ def stage_layers(
 
 
 def decoder_layers(model: ModelConfig) -> int:
-    """Layers of a T5's decoder; 0 for other families."""
-    return (model.decoder_layers or model.layers) if model.family == "t5" else 0
+    """Layers of the decoder behind an encoder; 0 without one."""
+    return (model.decoder_layers or model.layers) if model.has_two_halves else 0
 
 
 def decoder_length(model: ModelConfig) -> int:
-    """Tokens that a T5's decoder reads; 0 for other families."""
-    return (model.decoder_seq_length or model.seq_length) if model.family == "t5" else 0
+    """Tokens that the decoder behind an encoder reads; 0 without one."""
+    return (model.decoder_seq_length or model.seq_length) if model.has_two_halves else 0
 
 
 def all_layers(model: ModelConfig) -> int:

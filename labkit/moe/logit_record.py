@@ -27,7 +27,7 @@ class LogitRecord:
             model(tokens)
         torch.stack(kept.logits["layers.3.mlp.router"])      # [forwards, T, E]
 
-    `pretrain` makes the model itself: make the record in its `model_provider`, beside the chunks.
+    `pretrain` makes the model itself: make the record in its `model_provider`, beside the chunk.
 
     Args:
         modules: model chunks, or routers.

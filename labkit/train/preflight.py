@@ -251,12 +251,24 @@ def problems(
     if broken := config.problems(world_size):
         return broken  # the other checks need valid sizes
     schedule, problem = _checked_schedule(config, world_size, schedule)
-    found = [problem, *_layer_and_device_problems(config, world_size, device)]
+    found = [problem, *model_problems(config, own_model), *_layer_and_device_problems(config, world_size, device)]
     if not info.under_torchrun():  # under torchrun each rank checks its machine, and rank 0 the folder
         found += [*folder_problems(config), *checkpoint_problems(config)]
         if not own_model and schedule is not None:
             found.append(memory_problem(config, world_size, device, schedule=schedule))
     return [problem for problem in found if problem]
+
+
+def model_problems(config: RunConfig, own_model: bool) -> list[str]:
+    """Return what labkit's own model cannot be, and fields of a script in a run that no script reads."""
+    unread = () if config.extra_specs else vars(config.extra).items()
+    rule = "no field of labkit; run the script that declares it (extra_args_provider), or leave it out"
+    found = [f"extra.{name} = {shown(value)}: {rule}" for name, value in unread]
+    model = config.model
+    if model.has_two_halves and model.family != "t5" and not own_model:
+        rule = f"model.family = {model.family} is none; give a model_provider of your own, or leave it out"
+        found.append(f"model.model_type = {shown(model.model_type)}: {rule}")
+    return found
 
 
 def checkpoint_problems(config: RunConfig) -> list[str]:
@@ -372,7 +384,7 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
     All ranks see all findings, so no rank allocates before the last one has checked. Raises ConfigError on all ranks
     for what the device cannot do, a folder that cannot be written, or too little memory.
     """
-    found = [problem(config, groups.device.type) for problem in _ON_DEVICE]
+    found = [*model_problems(config, own_model), *(problem(config, groups.device.type) for problem in _ON_DEVICE)]
     if groups.world.rank == 0:
         found += folder_problems(config)
     skipped = own_model or config.train.allow_oversubscription

@@ -28,7 +28,13 @@ from labkit.fp8.recipe import Float8Recipe, float8_recipe
 from labkit.fp8.scaling import Float8Spec
 from labkit.launch import before_launch, info, torchrun
 from labkit.models.build import LOCAL, LayerSpec
-from labkit.models.chunks import build_model_chunks, embedding_ends
+from labkit.models.chunks import (
+    ModelProvider,
+    build_model_chunk,
+    build_model_chunks,
+    check_provider,
+    embedding_ends,
+)
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.data_parallel.optimizer import (
@@ -42,7 +48,6 @@ from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel, single_process_groups
 from labkit.parallel.random import seed_default_generators
 from labkit.schedules.ir import Schedule
-from labkit.schedules.runtime import chunks_of
 from labkit.te.spec import EngineSpec
 from labkit.train.checkpoint.resume import Progress, continues_folder
 from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
@@ -60,7 +65,6 @@ if TYPE_CHECKING:
     from labkit.train.reporting.profiling import Profile
 
 DatasetsProvider = Callable[[RunConfig], tuple[Any, Any, Any]]
-ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
 
 
 @dataclass
@@ -99,10 +103,26 @@ class Run:
 
 def _look(
     world_size: int, device: str, config: RunConfig, *, schedule: Schedule | None = None,
-    model_provider: ModelProvider | None = None, **_: Any,
+    model_provider: ModelProvider | None = None, model_type: str | None = None,
+    extra_args_provider: type | None = None, **_: Any,
 ) -> None:  # fmt: skip
     """Raise ConfigError in the launching process for problems at which every rank would fail."""
+    config = declared(config, model_provider, model_type, extra_args_provider)
     refuse(problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
+
+
+def declared(
+    config: RunConfig, model_provider: ModelProvider | None, model_type: str | None, extra_args_provider: type | None
+) -> RunConfig:
+    """The configuration with what a script says of its model and adds to the fields.
+
+    Raises ValueError for a `model_provider` that cannot be called for a stage, or fields that cannot be added.
+    """
+    if model_provider is not None:
+        check_provider(model_provider)
+    if model_type is not None:
+        config = config.override({"model.model_type": model_type})
+    return config.with_extra(extra_args_provider)
 
 
 @before_launch(_look)
@@ -111,7 +131,9 @@ def pretrain(
     *,
     datasets_provider: DatasetsProvider | None = None,
     model_provider: ModelProvider | None = None,
+    model_type: str | None = None,
     forward_step: ForwardStep | None = None,
+    extra_args_provider: type | None = None,
     process_non_loss_data: ProcessNonLossData | None = None,
     process_non_loss_data_func: ProcessNonLossData | None = None,
     schedule: Schedule | None = None,
@@ -123,13 +145,18 @@ def pretrain(
     """Train `config` on the ranks of this world, or on this process alone.
 
     datasets_provider: config -> (train, validation, test); default: datasets of the configured text.
-    model_provider: (config, groups) -> this rank's model chunks, one for each stage that the schedule runs here, or a
-        single module for a single stage; default: that of `model.family`.
+    model_provider: (config, groups, *, pre_process, post_process, chunk) -> the module of one stage; called once for
+        each stage that the schedule runs on this rank. Default: `labkit.models.build_model_chunk`, which has the
+        arguments. A module of your own has `set_input_tensor`, which gets what the stage before it has sent.
+    model_type: what the provider's model is, as `model.model_type`.
     forward_step: (data iterator, chunk) -> (output, loss function); default: that of `model.family`. The loss function
         takes the output of the last stage and returns `(sum of losses, number of tokens, metrics)`, or `(mean loss,
         metrics)`. Two items are refused for cp > 1: a rank then holds a part of each sample and cannot compute the
         mean. The dict `metrics` has `loss_sum`, the sum of the losses of this rank's tokens, and `tokens`, the number
         of these tokens. The reported loss is the quotient of both over the global batch.
+    extra_args_provider: a dataclass whose fields, made by `labkit.config.field`, join the configuration as
+        `config.extra`. They are checked, saved and resumed as all others; `labkit.cli.train_script` reads them from a
+        command line.
     process_non_loss_data: called after each validation with a list and the number of finished steps (Megatron's
         iteration), on the last of the ranks that compute the loss. The validation runs one more global batch, and calls
         the loss function of `forward_step` with `non_loss_data=True`. The list has the results by microbatch; the
@@ -154,6 +181,7 @@ def pretrain(
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
+    config = declared(config, model_provider, model_type, extra_args_provider)
     run = initialize(config, schedule=schedule, own_model=model_provider is not None)
     with run.groups, listening():
         chunks, optimizer, lr_schedule = setup_model_and_optimizer(
@@ -211,16 +239,9 @@ def setup_model_and_optimizer(
     lr_mult: float = 1.0,
 ) -> tuple[Sequence[DataParallel], MegatronOptimizer, LearningRate]:
     """Step 2: make this rank's model chunks with gradient buffers, the optimizer and the learning rate."""
-    optim = run.config.optim
-    if model_provider is None:
-        built = build_model_chunks(run.config, run.groups, run.schedule, spec=layer_spec(run.config.model, optim))
-    else:
-        built = chunks_of(model_provider(run.config, run.groups))
-        if wrong := [chunk for chunk in built if not isinstance(chunk, nn.Module)]:
-            raise ValueError(
-                f"model_provider returned {'None' if wrong[0] is None else f'a {type(wrong[0]).__name__}'} where a "
-                "torch.nn.Module must be; return this rank's model chunks as a list, or a single module"
-            )
+    config, optim, provider = run.config, run.config.optim, model_provider or build_model_chunk
+    spec = layer_spec(config.model, optim)
+    built = build_model_chunks(config, run.groups, run.schedule, spec=spec, model_provider=provider)
     chunks = wrap_model_chunks(built, run.groups, optim)
     optimizer = build_optimizer(
         chunks,

@@ -283,16 +283,16 @@ def test_many_layouts_leave_no_more_threads_than_the_largest_of_them(
 
 def trained(config: Any, times: int) -> None:
     """Trainings of which each third fails on every rank. Each closes its groups before anything is collected."""
-    from labkit.models.chunks import build_model_chunks
+    from labkit.models.chunks import build_model_chunk
     from labkit.train import pretrain
 
     made: list[Any] = []
 
-    def provider(config: Any, groups: Any) -> Any:
+    def provider(config: Any, groups: Any, **stage: Any) -> Any:
         made.append(groups)
         if len(made) % 3 == 0:
             raise ArithmeticError("no model")
-        return build_model_chunks(config, groups)
+        return build_model_chunk(config, groups, **stage)
 
     for _ in range(times):
         with contextlib.suppress(ArithmeticError):

@@ -5,6 +5,7 @@ Without them the same layouts agree with one process (`test_schedule_parity.py`)
 
 import runpy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from labkit.config import RunConfig
-from labkit.models import build_model_chunks, chunks
+from labkit.models import ChunkSpec, build_model_chunk, stage_contents
 from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
@@ -69,25 +70,23 @@ def the_last_w_skipped(config: RunConfig, observer: Any) -> TrainResult:
 def two_chunks_exchanged(config: RunConfig, observer: Any) -> TrainResult:
     """On the middle ranks the second chunk runs before the first, so a microbatch meets layers in the wrong order."""
 
-    def model_provider(config: RunConfig, groups: Any) -> list[Any]:
-        chunks = build_model_chunks(config, groups, schedule_of(config, groups.world_size))
-        return chunks[::-1] if 0 < groups.pp.rank < groups.pp.size - 1 else chunks
+    def model_provider(config: RunConfig, groups: Any, *, chunk: ChunkSpec, **ends: Any) -> Any:
+        if 0 < groups.pp.rank < groups.pp.size - 1:
+            schedule = schedule_of(config, groups.world_size)
+            other = schedule.stages_of(groups.pp.rank)[1 - chunk.index]
+            chunk = replace(chunk, layers=stage_contents(config, schedule.num_stages)[other].layers)
+        return build_model_chunk(config, groups, chunk=chunk, **ends)
 
     return pretrain(config, observer=observer, model_provider=model_provider)
 
 
 def a_v_that_keeps_two_copies(config: RunConfig, observer: Any) -> TrainResult:
     """First and last stage are on one rank, and each has a word embedding of its own."""
-    shared = chunks.GPTModel
 
-    def apart(*args: Any, tied_weight_VH: Any = None, **kwargs: Any) -> Any:
-        return shared(*args, **kwargs)
+    def model_provider(config: RunConfig, groups: Any, *, chunk: ChunkSpec, **ends: Any) -> Any:
+        return build_model_chunk(config, groups, chunk=replace(chunk, tied_weight_VH=None), **ends)
 
-    chunks.GPTModel = apart  # type: ignore[assignment]
-    try:
-        return pretrain(config, observer=observer)
-    finally:
-        chunks.GPTModel = shared
+    return pretrain(config, observer=observer, model_provider=model_provider)
 
 
 FAULTS = [

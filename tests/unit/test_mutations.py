@@ -76,8 +76,6 @@ def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
     assert "twice: `return x + x`" in survivor["mutant"] and survivor["by"] == ""
     tests = {f"test_pairs.py::test_{name}" for name in ("area", "scale")}
     assert {row["by"] for row in results if row["killed"]} == tests
-        f"test_pairs.py::test_{name}" for name in ("area", "scale")
-    }
     assert (mutations.STATE / "tree0" / "labkit" / "data" / "pairs.py").read_text() == SOURCE
     log = mutations.STATE / "results.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.config import ModelConfig, MoEConfig, presets
-from labkit.models import build_model_chunks
+from labkit.models import build_model_chunk
 from labkit.moe.logit_record import LogitRecord
 from labkit.moe.router import TopKRouter
 from labkit.parallel import single_process_groups
@@ -176,10 +176,10 @@ def test_logits_of_a_training_run_give_the_loads_that_it_counted() -> None:
     config = presets.tiny_moe().override(changes)
     kept: list[LogitRecord] = []
 
-    def provided(config, groups):
-        chunks = build_model_chunks(config, groups)
-        kept.append(LogitRecord(chunks))
-        return chunks
+    def provided(config, groups, **stage):
+        chunk = build_model_chunk(config, groups, **stage)
+        kept.append(LogitRecord([chunk]))
+        return chunk
 
     result = pretrain(config, model_provider=provided)
     ((name, logits),) = kept[0].logits.items()

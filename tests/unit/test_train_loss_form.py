@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from labkit.config import presets
-from labkit.models.chunks import build_model_chunks
 from labkit.train import pretrain
 from labkit.train.forward_step import checked_forward_step, gpt_forward_step
 
@@ -65,12 +64,16 @@ def test_two_items_are_refused_under_context_parallelism_and_three_are_not():
         returned(2, losses.mean(), good(losses))
 
 
-def test_a_single_module_is_one_chunk():
-    single = pretrain(CONFIG, model_provider=lambda config, groups: build_model_chunks(config, groups)[0])
-    assert single.losses == pretrain(CONFIG).losses
-
-
 @pytest.mark.parametrize("built", [None, [None], ["model"]])
 def test_a_provider_that_returns_no_module_is_one_sentence(built):
     with pytest.raises(ValueError, match=r"model_provider returned .* where a torch.nn.Module must be"):
-        pretrain(CONFIG, model_provider=lambda config, groups: built)
+        pretrain(CONFIG, model_provider=lambda config, groups, **_: built)
+
+
+@pytest.mark.parametrize(
+    "provider",
+    [lambda config, groups: None, lambda config, groups, *, pre_process, post_process, vp_stage: None, int, "model"],
+)
+def test_a_provider_of_another_form_is_one_sentence(provider):
+    with pytest.raises(ValueError, match=r"model_provider\(config, groups, \*, pre_process, post_process, chunk\)"):
+        pretrain(CONFIG, model_provider=provider)

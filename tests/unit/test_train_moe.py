@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from labkit.config import MoEConfig, RunConfig, presets
-from labkit.models.chunks import build_model_chunks
+from labkit.models.chunks import build_model_chunk, build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import NaiveDataParallel, initialize_model_parallel, single_process_groups
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
@@ -67,12 +67,12 @@ def watched(config: RunConfig, look: Any) -> list[Any]:
 def moved(config: RunConfig, directions: dict[str, Tensor], by: float) -> float:
     """Loss and weighted routers' losses of one step, with every router moved by `by` times its direction."""
 
-    def provider(config: RunConfig, groups: Any) -> list[nn.Module]:
-        chunks = build_model_chunks(config, groups)
+    def provider(config: RunConfig, groups: Any, **stage: Any) -> nn.Module:
+        chunk = build_model_chunk(config, groups, **stage)
         with torch.no_grad():
-            for router in routers_of(chunks):
+            for router in routers_of([chunk]):
                 router.weight += by * directions[router.name]
-        return list(chunks)
+        return chunk
 
     line = pretrain(config, model_provider=provider).metrics[0]
     layers = config.model.layers

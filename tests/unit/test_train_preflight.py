@@ -176,7 +176,7 @@ def test_run_looks_before_it_launches(monkeypatch: pytest.MonkeyPatch, no_proces
     with pytest.raises(ConfigError, match="GPipe is for 2 pipeline ranks"):
         run(partial(pretrain, presets.tiny(), schedule=gpipe(2, 16)), 1, device="cpu")
     with pytest.raises(AssertionError, match="a process was started"):
-        run(partial(pretrain, model_provider=lambda *_: []), 32, large, device="cpu")  # nobody knows that model
+        run(partial(pretrain, model_provider=lambda *_, **__: None), 32, large, device="cpu")  # nobody knows that model
 
 
 def test_a_plain_call_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from labkit.data import build_gpt_datasets
 from labkit.data.gpt_data import GPTDataset
 from labkit.events import active_recorder, read_jsonl
 from labkit.launch import torchrun
-from labkit.models.chunks import build_model_chunks
+from labkit.models.chunks import build_model_chunk, build_model_chunks
 from labkit.parallel.groups import single_process_groups
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step, masked_loss
@@ -191,9 +191,9 @@ def test_providers_take_the_place_of_data_and_model():
     splits = tuple(GPTDataset(tokens, 16, name=name) for name in ("train", "valid", "test"))
     built = []
 
-    def model_provider(config, groups):
-        built.extend(build_model_chunks(config, groups))
-        return built
+    def model_provider(config, groups, **stage):
+        built.append(build_model_chunk(config, groups, **stage))
+        return built[-1]
 
     result = pretrain(config, datasets_provider=lambda _: splits, model_provider=model_provider)
     assert len(built) == 1
@@ -206,10 +206,10 @@ def test_parameters_keep_no_grad_and_scaled_groups_move_more():
     config = small(steps=2)
     built, before = [], {}
 
-    def model_provider(config, groups):
-        built.extend(build_model_chunks(config, groups))
+    def model_provider(config, groups, **stage):
+        built.append(build_model_chunk(config, groups, **stage))
         before.update({name: p.detach().clone() for name, p in built[0].named_parameters()})
-        return built
+        return built[-1]
 
     pretrain(config, model_provider=model_provider, scale_lr_cond=lambda name, _: ".mlp.fc" in name, lr_mult=0.0)
     for name, param in built[0].named_parameters():
@@ -309,9 +309,9 @@ def test_a_gradient_that_is_not_finite_may_skip_the_step(tmp_path):
 
         return output, with_infinite_slope
 
-    def model_provider(config, groups):
-        built.extend(build_model_chunks(config, groups))
-        return built
+    def model_provider(config, groups, **stage):
+        built.append(build_model_chunk(config, groups, **stage))
+        return built[-1]
 
     config = small(steps=3, output_dir=str(tmp_path), on_not_finite="skip")
     result = pretrain(config, forward_step=forward_step, model_provider=model_provider)
