@@ -43,8 +43,7 @@ from labkit.parallel.pipeline.posting_order import Operation, channel, in_postin
 
 Shape = Sequence[int]
 Payload = tuple[Tensor, ...]
-"""Tensors of one message, nearly always one. Decoder stages of an encoder-decoder send two: the decoder's hidden states
-and the encoder's output, which every later stage attends to."""
+"""Tensors of one message: one, or of decoder stages two (the decoder's hidden states, and the encoder's output)."""
 
 
 @dataclass(frozen=True, eq=False)
