@@ -256,8 +256,8 @@ under a layout with one process per rank (gloo, CPU), the other runs in one proc
 ‖a − b‖ / max(‖b‖, floor) on whole tensors, gathered over ranks. The row gives the largest difference over all tensors
 of the first and the last step. The floor is 1e-6 of the global norm for gradients and lr·√n for parameters. "First
 difference" names the first tensor, in the order of training, that differs by more than 1e-10 in float64 or 1e-5 in
-float32. In float32 rounding alone can exceed 1e-5, at some seeds and in some biases. Such a row says "rounding": one
-process that adds in other orders differs as far (`labkit/train/parity/rounding.py`).
+float32. Rounding alone can exceed that, at some seeds and in some tensors. Such a row says "rounding": one process that
+adds in other orders differs as far (`labkit/train/parity/rounding.py`).
 
 Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS} steps with 16 layers and {MICROBATCHES} microbatches, so
 pp4 vpp4 has 16 stages of one layer. The first table of schedules holds all schedules and runs {STEPS} steps. Parts of

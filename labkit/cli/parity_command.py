@@ -162,7 +162,7 @@ COMMAND = Command(
     options=(
         Option("layouts", "str", f"layouts such as tp=2,pp=2;dp=2; the configuration's own, or {STANDARD_LAYOUTS}"),
         Option("steps", "int", "optimizer steps", 3),
-        Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5, or within rounding)", "float64"),
+        Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5), or within rounding", "float64"),
         Option("timeout", "float", TIMEOUT_HELP),
         Option(
             "world-size",

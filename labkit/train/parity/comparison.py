@@ -6,8 +6,8 @@ lr sqrt(n), the size of one step of Adam. `compare` launches every layout with r
 that differs, in the order of a training step. This order is: block outputs of the first microbatch, the loss, gradients
 from the output back to the input, updated parameters, then the later steps.
 
-In float32 rounding can exceed the tolerance; `labkit.train.parity.rounding` tells rounding from a fault. If a layout
-exceeds the tolerance, the reference runs four more times with its sums in other orders.
+Rounding can exceed the tolerance; `labkit.train.parity.rounding` tells rounding from a fault. If a layout exceeds the
+tolerance, the reference runs four more times with its sums in other orders.
 
 In float64 layouts with experts choose experts themselves. In float32 they repeat the choices of the reference
 (`labkit.train.parity.routing_trace`), because rounding that changes one choice would change everything after it.
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +44,6 @@ from labkit.train.preflight import memory_problem
 
 if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult
-
-_Judge = Callable[[list[tuple[str, str, float]]], tuple[Verdict, str | None]]
-"""Function from the differences of a layout to the verdict and the tensor that it is about."""
 
 
 def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
@@ -196,8 +193,8 @@ def compare(
 
     layouts: overrides such as `{"tp": 2, "pp": 2}` or `{"parallel.tp": 2, "world_size": 4}`; world_size defaults to the
         least common multiple of tp cp pp and etp ep pp.
-    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5). Beyond 1e-5 a float32 layout may differ by ten times
-        the spread of one process with its sums in other orders. Its routers repeat the choices of the one process.
+    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5). Beyond that a layout may differ by ten times the
+        spread of one process with its sums in other orders. Routers in float32 repeat the choices of the one process.
     reference: a layout that the others are compared with, instead of one process. Experts with a capacity drop tokens
         by the number of tokens on a rank, so compare layouts in which ranks hold equal numbers.
     fault: arguments of `labkit.parallel.collectives.dropped`; the layouts leave out the matching communication. The
@@ -245,8 +242,7 @@ def compare(
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
         whole, calls = _observe(changed, world_size, watched, device)
-        judged = partial(judge, tolerance=tolerance, spread=spread if dtype == "float32" else None)
-        row = _row(dict(layout), changed, world_size, whole, expected, judged, tolerance)
+        row = _row(dict(layout), changed, world_size, whole, expected, tolerance, spread)
         rows.append(replace(row, dropped_calls=calls))
         if on_row is not None:
             on_row(rows[-1])
@@ -303,12 +299,12 @@ def _row(
     world_size: int,
     run: FullRun,
     reference: FullRun,
-    judged: _Judge,
     tolerance: float,
+    spread: Callable[[], Spread],
 ) -> ParityRow:
     """Compare every tensor with its reference: the largest differences, and the verdict."""
     found = list(differences(run, reference, lr=config.optim.lr))
-    verdict, first = judged(found)
+    verdict, first = judge(found, tolerance, spread)
     if verdict != "fault" and run.disagreements:
         verdict, first = "fault", run.disagreements[0]
     loss, gradient, parameter = (

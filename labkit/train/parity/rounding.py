@@ -1,10 +1,10 @@
 """Rounding or a fault: the verdict on a layout's differences from its reference.
 
-In float64 a difference beyond the tolerance, 1e-10, is a fault. In float32 rounding alone can exceed the tolerance of
-1e-5, because Adam divides a gradient by the root of its square. If rounding moves an element of 1e-5 by 1e-9, its
-parameter moves by 1e-4 of a step. The effect of rounding depends on seed, model and steps, so `compare` measures it.
-The reference runs again with its sums in other orders (`reordered_sums`). The *spread* of a tensor at a step is its
-largest difference from the first run.
+Rounding alone can exceed the tolerance, 1e-5 in float32 and 1e-10 in float64. Adam divides a gradient by the root of
+its square. If rounding moves an element of 1e-5 by 1e-9, its parameter moves by 1e-4 of a step. Large weights saturate
+softmax, whose gradient is then a small difference of large terms. The effect of rounding depends on seed, model and
+steps, so `compare` measures it. The reference runs again with its sums in other orders (`reordered_sums`). The *spread*
+of a tensor at a step is its largest difference from the first run.
 
 | difference of a tensor                       | verdict  |
 |----------------------------------------------|----------|
@@ -13,8 +13,8 @@ largest difference from the first run.
 | beyond that, or beyond its kind's `WIDEST`   | fault    |
 
 Each tensor is compared with its own spread at its own step, and no spread excuses more than `WIDEST`. So a bias that
-rounding moves far hides no fault in its weight or gradient, and a chaotic run hides no large fault. Only float64 shows
-a smaller fault in a tensor that rounding moves.
+rounding moves far hides no fault in its weight or gradient, and a chaotic run hides no large fault. Float64, whose
+spread is smaller, shows smaller faults in a tensor that rounding moves.
 
 `reordered_sums` works below autograd, in forward and in backward. It leaves operations without a sum alone, so the
 mathematics of the run does not change.
@@ -52,7 +52,7 @@ ORDERS = (1, 2, 3, 4)
 
 
 def judge(
-    found: Iterable[tuple[str, str, float]], tolerance: float, spread: Callable[[], Spread] | None
+    found: Iterable[tuple[str, str, float]], tolerance: float, spread: Callable[[], Spread]
 ) -> tuple[Verdict, str | None]:
     """The verdict on a layout, and the first tensor that rounding does not explain.
 
@@ -60,13 +60,13 @@ def judge(
 
     found: name, kind and difference of every compared tensor, in the order of training.
     tolerance: largest difference that is equal.
-    spread: called if the verdict depends on it; None means that every difference beyond the tolerance is a fault.
+    spread: called if the verdict depends on it.
     """
     first = None
     for name, kind, difference in found:
         if difference <= tolerance:
             continue
-        if spread is None or difference > WIDEST[kind] or difference > MULTIPLE * spread().get(name, 0.0):
+        if difference > WIDEST[kind] or difference > MULTIPLE * spread().get(name, 0.0):
             return "fault", name
         first = first or name
     return ("equal", None) if first is None else ("rounding", first)
