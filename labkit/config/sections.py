@@ -450,7 +450,7 @@ class TrainConfig:
     on_not_finite: str = field("stop",
         "A loss or gradient that is not finite ends the run (`stop`), or all ranks skip the step (`skip`) and ten such "
         "steps in a row end the run. Adaptive loss scales always skip a gradient's overflow.", choices="stop skip")
-    label_smoothing: float = field(0.0, "Share of the target given to all tokens but padding.", ge=0, lt=1)
+    label_smoothing: float = field(0.0, "In training, share of the target given to all tokens but padding.", ge=0, lt=1)
     eval_interval: int = field(0, "Steps between validations; 0 validates only at the end.", ge=0,
         needs="train.eval_steps")
     eval_steps: int = field(0, "Global batches of one validation; 0 does none.", ge=0, aliases="eval_iters")

@@ -146,7 +146,7 @@ def score_windows(
         batch = starts[len(blocks) : len(blocks) + micro_batch_size]
         rows = [_window(text, start, model.seq_length, stride) for start in batch]
         inputs_BS, labels_BS, counted_BS = (torch.stack(part).to(model.device) for part in zip(*rows, strict=True))
-        loss_BS = model.losses(inputs_BS, labels_BS).double() * counted_BS
+        loss_BS = model.losses(inputs_BS, labels_BS).double().masked_fill(~counted_BS, 0)
         blocks += list(zip(loss_BS.sum(dim=1).tolist(), counted_BS.sum(dim=1).tolist()))
         if on_blocks is not None:
             on_blocks(blocks, len(starts))

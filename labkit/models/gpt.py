@@ -48,7 +48,7 @@ class GPTModel(nn.Module):
         dtype: of parameters and activations.
         device: None means `groups.device`.
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
-        label_smoothing: of the loss.
+        label_smoothing: of the loss in training; in evaluation mode the loss is the plain negative log-likelihood.
         rng: random states for dropout and jitter, shared by the chunks of a rank; None makes them if they are needed.
         spec: parts of the layers, and the precision of their products (`labkit.train.layer_spec`).
         tied_weight_VH: the word embedding, if another chunk of this rank has it and the output layer uses it too; this
@@ -190,6 +190,10 @@ class GPTModel(nn.Module):
             return parallel_lm_logits(
                 x_SBH, self.output_weight_VH, self.group, sequence_parallel=self.sequence_parallel
             )
+        return self._loss(x_SBH, labels_BS)
+
+    def _loss(self, x_SBH: Tensor, labels_BS: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """Cross-entropy of every position, [B, S], smoothed in training alone; the caller chooses those that count."""
         labels_BS = check_token_ids(labels_BS, self.config.vocab_size, "label")
         loss_SB = linear_cross_entropy(
             x_SBH,
@@ -198,7 +202,8 @@ class GPTModel(nn.Module):
             self.group,
             vocab_size=self.config.vocab_size,
             padded_vocab_size=self.padded_vocab,
-            label_smoothing=self.label_smoothing,
+            bias_V=bias_V,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
             gradient_accumulation_fusion=self.fusion,
             sequence_parallel=self.sequence_parallel,
             check_ids=False,

@@ -4,7 +4,8 @@
          + mean over samples of the cross-entropy of the order of the two sentences
 
 Both means are of one microbatch. So a microbatch counts as one loss. The reported loss is the mean over the
-microbatches of the global batch, whatever number of words each has masked.
+microbatches of the global batch, whatever number of words each has masked. One without any masked word has no mean over
+words, so it adds nothing to that mean's report.
 
 A batch has these tensors. Any data set can feed a BERT by giving them.
 
@@ -56,9 +57,10 @@ def bert_loss(
         found = {"loss_BS": loss_BS.detach(), "loss_mask_BS": loss_mask_BS, "is_random_B": is_random_B}
         return found if order_B2 is None else found | {"order_B2": order_B2.detach()}
     mask = loss_mask_BS.to(loss_BS.dtype)
-    words = (loss_BS * mask).sum() / mask.sum().clamp(min=1)
-    loss, parts = words, {"lm_loss": words.detach()}
+    words = (loss_BS.masked_fill(mask == 0, 0) * mask).sum() / mask.sum().clamp(min=1)
+    any_words = mask.any().to(loss_BS.dtype)
+    loss, counted, parts = words, any_words, {"lm_loss": words.detach(), "lm_loss_count": any_words}
     if order_B2 is not None:
         order = cross_entropy(order_B2.to(loss_BS.dtype), is_random_B)
-        loss, parts = words + order, parts | {"sop_loss": order.detach()}
-    return loss, {"loss_sum": loss.detach(), "tokens": torch.ones_like(loss.detach()), **parts}
+        loss, counted, parts = words + order, torch.ones_like(any_words), parts | {"sop_loss": order.detach()}
+    return loss, {"loss_sum": loss.detach(), "tokens": counted, **parts}

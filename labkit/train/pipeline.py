@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from labkit.config import RunConfig
+from labkit.launch.info import announce
 from labkit.models.chunks import DTYPES
 from labkit.models.counts import decoder_length
 from labkit.moe.router import TopKRouter
@@ -123,14 +125,17 @@ class Pipeline:
     def means(self, reports: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Means over the global batch that `reports` are of, the same on every rank: `loss` and the family's others.
 
-        `loss` is the sum of all losses over the number of tokens, of all microbatches and data-parallel ranks. The
-        others (`parts_of`) are means of those microbatches that report them; one that none reports is left out.
+        `loss` is the sum of all losses over the number of tokens, of all microbatches and data-parallel ranks. Without
+        any token it is NaN, as in Megatron-LM, and rank 0 says why. The others (`parts_of`) are means of those
+        microbatches that report them; one that none reports is left out. A microbatch counts once, or as often as it
+        says (`lm_loss_count`).
         """
         groups, parts = self.groups, parts_of(self.config.model)
         totals = torch.zeros(2 + 2 * len(parts), dtype=torch.float64, device=groups.device)
         for report in reports:
             found = [report["loss_sum"], report["tokens"]]
-            found += [number for name in parts for number in (report.get(name, 0.0), float(name in report))]
+            for name in parts:
+                found += [report.get(name, 0.0), report.get(f"{name}_count", float(name in report))]
             totals += torch.stack([torch.as_tensor(number).to(totals) for number in found])
         with comm_scope(layer="loss", phase="report"):
             if groups.pp.rank == self.last_stage:
@@ -138,7 +143,10 @@ class Pipeline:
             broadcast(totals, groups.pp, src=self.last_stage)
         numbers = totals.tolist()  # here the host waits, once
         pairs = zip(("loss", *parts), numbers[::2], numbers[1::2])
-        return {name: total / max(n, 1.0) for name, total, n in pairs if name == "loss" or n > 0}
+        means = {name: total / n for name, total, n in pairs if n}
+        if "loss" not in means and groups.world.rank == 0:
+            announce("no token of this batch counts for the loss (its loss mask is 0 everywhere), so the loss is nan")
+        return {"loss": math.nan, **means}
 
     def finalize_grads(self) -> None:
         """After a training run: make every `main_grad` the gradient of the global batch. A graph of the whole iteration

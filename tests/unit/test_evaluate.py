@@ -16,7 +16,7 @@ from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, 
 from labkit.evaluate.lambada import Accuracy, Passage, passage_of, read_passages, score_passages
 from labkit.evaluate.model import layout_problems
 from labkit.evaluate.sampling import NO_TOKEN, Sampler
-from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, window_starts
+from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, score_windows, window_starts
 from labkit.launch import info, run
 from labkit.train import pretrain
 
@@ -47,6 +47,13 @@ def test_windows_score_every_token_but_the_first_once(tokens, seq_length, stride
         labels = range(start + 1, min(start + seq_length, tokens - 1) + 1)
         scored += labels if start == 0 else [at for at in labels if at > start + seq_length - stride]
     assert scored == list(range(1, tokens))
+
+
+def test_an_infinite_loss_that_is_not_scored_does_not_enter():
+    """Windows of 4 at stride 2, over 7 tokens: of the second window only the last two positions count."""
+    losses = [torch.tensor([[1.0, 2, 3, 4]]), torch.tensor([[math.inf, math.inf, 5, 6]])]
+    model = SimpleNamespace(seq_length=4, device="cpu", losses=lambda *_: losses.pop(0))
+    assert score_windows(model, list(range(7)), stride=2, micro_batch_size=1) == [(10.0, 4), (11.0, 2)]
 
 
 def test_windows_that_score_nothing_are_refused():

@@ -184,11 +184,13 @@ def test_loss_is_the_cross_entropy_of_the_logits(config: ModelConfig) -> None:
     torch.testing.assert_close(gpt(ids, labels_BS=labels), expected)
 
 
-def test_label_smoothing_reaches_the_loss() -> None:
+def test_label_smoothing_reaches_the_loss_of_training_alone() -> None:
     smooth, ids = model(label_smoothing=0.1), tokens()
     logits = smooth(ids)[..., :61].permute(1, 2, 0)
     expected = F.cross_entropy(logits, ids, reduction="none", label_smoothing=0.1 * 61 / 60)
     torch.testing.assert_close(smooth(ids, labels_BS=ids), expected)
+    plain = F.cross_entropy(logits, ids, reduction="none")
+    torch.testing.assert_close(smooth.eval()(ids, labels_BS=ids), plain)
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])

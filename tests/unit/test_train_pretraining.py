@@ -14,7 +14,7 @@ from labkit.launch import torchrun
 from labkit.models.chunks import build_model_chunk, build_model_chunks
 from labkit.parallel.groups import single_process_groups
 from labkit.train import pretrain
-from labkit.train.forward_step import gpt_forward_step, masked_loss
+from labkit.train.forward_step import forward_step_of, gpt_forward_step, masked_loss
 
 
 def small(**changes) -> RunConfig:
@@ -128,6 +128,89 @@ def test_validation_loss_is_the_mean_over_the_split():
     assert result.series("validation_perplexity")[0][1] == pytest.approx(math.exp(expected), rel=1e-12)
 
 
+FAMILIES = ("tiny", "llama_tiny", "tiny_moe", "bert_tiny", "mamba_tiny", "t5_tiny")
+DROPOUT = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)
+
+
+@pytest.mark.parametrize("preset", FAMILIES)
+def test_what_belongs_to_training_alone_changes_no_evaluation(preset):
+    """At a learning rate of 0: smoothing, dropout, the losses and the jitter of routers."""
+    plain = presets.get(preset).override({"steps": 1, "lr": 0.0, "eval_steps": 1, "global_batch_size": 2})
+    terms = {"label_smoothing": 0.1, **(DROPOUT if plain.model.family != "mamba" else {"hidden_dropout": 0.1})}
+    if plain.moe.num_experts:
+        terms |= {"z_loss_coeff": 0.1, "input_jitter": 0.1}
+    quiet, asked = pretrain(plain), pretrain(plain.override(terms))
+    for name in ("validation_loss", "validation_perplexity", "test_loss", "test_perplexity"):
+        assert asked.series(name) == quiet.series(name) != []
+    assert asked.losses != quiet.losses
+
+
+def masked(preset, mask_of, spoil=lambda loss_BS, mask_BS: loss_BS):
+    """The family's forward step, with another loss mask and another loss of each token."""
+    family = presets.get(preset).model.family
+    key = "loss_mask" if family == "t5" else "loss_mask_BS"
+
+    def forward_step(data_iterator, model):
+        batch = next(data_iterator)
+        batch[key] = mask_of(batch[key])
+        output, loss = forward_step_of(family)(iter([batch]), model)
+        if family == "bert":
+            return (spoil(output[0], batch[key]), output[1]), loss
+        return spoil(output, batch[key]), loss
+
+    return forward_step
+
+
+@pytest.mark.parametrize("preset", ["tiny", "bert_tiny", "t5_tiny"])
+def test_an_infinite_loss_of_a_masked_token_does_not_enter(preset):
+    def every_third(mask_BS):
+        return mask_BS * (torch.arange(mask_BS.shape[1]) % 3 > 0)
+
+    config = presets.get(preset).override({"steps": 2, "global_batch_size": 2, "eval_steps": 1})
+    usual = pretrain(config, forward_step=masked(preset, every_third))
+    spoiled = pretrain(
+        config, forward_step=masked(preset, every_third, lambda loss, mask: loss.masked_fill(mask == 0, math.inf))
+    )
+    for name in ("loss", "grad_norm", "validation_loss"):
+        assert spoiled.series(name) == usual.series(name) != []
+
+
+@pytest.mark.parametrize("changes", [{}, {"calculate_per_token_loss": True}])
+def test_a_batch_without_a_loss_token_has_no_loss_and_says_so(changes, tmp_path, capsys):
+    """The second of three, and the validation: not 0, which would be a perfect prediction."""
+    calls = []
+
+    def mask_of(mask_BS):
+        calls.append(None)
+        return mask_BS * (len(calls) <= 4 or 8 < len(calls) <= 12)
+
+    config = small(output_dir=str(tmp_path), eval_steps=1, **changes)
+    result = pretrain(config, forward_step=masked("tiny", mask_of))
+    assert [math.isnan(loss) for loss in result.losses] == [False, True, False]
+    told = capsys.readouterr().err.splitlines()
+    assert [line for line in told if "no token of this batch counts for the loss" in line] == told[-3:]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] is None for line in lines if "grad_norm" in line] == [False, True, False]
+    assert [line["validation_loss"] for line in lines if "validation_loss" in line] == [None]
+
+
+def test_a_microbatch_without_a_masked_word_has_no_part_in_the_mean_over_words():
+    """Of a BERT. Each second microbatch has none."""
+    calls = []
+
+    def mask_of(mask_BS):
+        calls.append(None)
+        return mask_BS * (len(calls) % 2)
+
+    changes = {"steps": 1, "micro_batch_size": 2, "global_batch_size": 8, "lr": 0.0}
+    for binary_head in (True, False):
+        config = presets.bert_tiny().override({**changes, "bert_binary_head": binary_head})
+        [line] = pretrain(config, forward_step=masked("bert_tiny", mask_of)).metrics
+        assert line["lm_loss"] == pytest.approx(math.log(config.model.vocab_size), rel=0.05)
+        if not binary_head:
+            assert line["loss"] == pytest.approx(line["lm_loss"])
+
+
 def test_process_non_loss_data_gets_what_the_loss_function_returns():
     seen = []
 
@@ -165,16 +248,15 @@ def test_the_default_loss_function_gives_the_loss_of_every_token(name):
 def test_collecting_what_is_no_loss_changes_no_training_step():
     """No dropout in it, no draw from the random states, and training mode afterwards."""
     changes = {"steps": 4, "eval_interval": 1, "eval_steps": 1, "global_batch_size": 2}
-    dropout = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)
     modes = []
 
     def forward_step(data_iterator, model):
         modes.append(model.training)
         return gpt_forward_step(data_iterator, model)
 
-    quiet = pretrain(small(**changes, **dropout))
+    quiet = pretrain(small(**changes, **DROPOUT))
     asked = pretrain(
-        small(**changes, **dropout), forward_step=forward_step, process_non_loss_data=lambda collected, step: None
+        small(**changes, **DROPOUT), forward_step=forward_step, process_non_loss_data=lambda collected, step: None
     )
     assert asked.losses == quiet.losses
     assert modes == [True, True, False, False, False, False] * 4 + [False, False]

@@ -33,7 +33,6 @@ from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.layers import LinearPlan, column_parallel_linear
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.parameters.weights import make_parameter
-from labkit.parallel.vocab.cross_entropy import linear_cross_entropy
 from labkit.parallel.vocab.token_ids import check_token_ids
 
 
@@ -163,29 +162,10 @@ class BertModel(GPTModel):
             return x_SBH
         order_B2 = None if self.binary_head is None else self.binary_head(x_SBH)
         x_SBH, bias_V = self.lm_head(x_SBH), self.lm_head.bias
-        return self._logits(x_SBH, bias_V) if labels_BS is None else self._loss(x_SBH, bias_V, labels_BS), order_B2
+        return self._logits(x_SBH, bias_V) if labels_BS is None else self._loss(x_SBH, labels_BS, bias_V), order_B2
 
     def _logits(self, x_SBH: Tensor, bias_V: Tensor) -> Tensor:
         """This rank's columns of the logits, [S, B, V]; f is inside, and the weight is the word embedding's."""
         plan = LinearPlan("output", self.group, self.sequence_parallel, self.fusion)
         with comm_scope(layer="output"):
             return column_parallel_linear(x_SBH, self.output_weight_VH, bias_V, plan)
-
-    def _loss(self, x_SBH: Tensor, bias_V: Tensor, labels_BS: Tensor) -> Tensor:
-        """Cross-entropy of every position, [B, S]; the caller chooses the masked ones."""
-        labels_BS = check_token_ids(labels_BS, self.config.vocab_size, "label")
-        loss_SB = linear_cross_entropy(
-            x_SBH,
-            self.output_weight_VH,
-            labels_BS.t(),
-            self.group,
-            vocab_size=self.config.vocab_size,
-            padded_vocab_size=self.padded_vocab,
-            bias_V=bias_V,
-            label_smoothing=self.label_smoothing,
-            gradient_accumulation_fusion=self.fusion,
-            sequence_parallel=self.sequence_parallel,
-            check_ids=False,
-            name="loss",
-        )
-        return loss_SB.t()

@@ -36,8 +36,6 @@ from labkit.parallel.layers import LinearPlan, column_parallel_linear
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import make_parameter
-from labkit.parallel.vocab.cross_entropy import linear_cross_entropy
-from labkit.parallel.vocab.token_ids import check_token_ids
 
 
 class T5Half(nn.Module):
@@ -165,7 +163,7 @@ class T5Model(GPTModel):
         if not self.post_process:
             return x_TBH, encoded_SBH
         x_TBH = x_TBH if self.output_scale == 1.0 else x_TBH * self.output_scale
-        return self._logits(x_TBH) if labels_BT is None else self._loss(x_TBH, labels_BT)
+        return self._logits(x_TBH) if labels_BT is None else self._loss(x_TBH, labels_BT, self.output_bias)
 
     def _received(self, text_dec_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """(hidden states, the encoder's output) for a stage of the decoder alone."""
@@ -185,25 +183,6 @@ class T5Model(GPTModel):
         plan = LinearPlan("output", self.group, self.sequence_parallel, self.fusion)
         with comm_scope(layer="output"):
             return column_parallel_linear(x_TBH, self.output_weight_VH, self.output_bias, plan)
-
-    def _loss(self, x_TBH: Tensor, labels_BT: Tensor) -> Tensor:
-        """Cross-entropy of every position of the decoder, [B, T]; the caller leaves out padding."""
-        labels_BT = check_token_ids(labels_BT, self.config.vocab_size, "label")
-        loss_TB = linear_cross_entropy(
-            x_TBH,
-            self.output_weight_VH,
-            labels_BT.t(),
-            self.group,
-            vocab_size=self.config.vocab_size,
-            padded_vocab_size=self.padded_vocab,
-            bias_V=self.output_bias,
-            label_smoothing=self.label_smoothing,
-            gradient_accumulation_fusion=self.fusion,
-            sequence_parallel=self.sequence_parallel,
-            check_ids=False,
-            name="loss",
-        )
-        return loss_TB.t()
 
 
 def _encoder(build: Build) -> Build:
