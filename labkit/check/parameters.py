@@ -210,5 +210,5 @@ def _is_number(value: object) -> bool:
 
 def can_be_written(folder: Path) -> bool:
     """Return True where the folder, or the nearest folder above it, can be written."""
-    nearest = next((each for each in (folder, *folder.absolute().parents) if each.exists()), Path("/"))
+    nearest = next((each for each in (folder, *folder.absolute().parents) if os.path.exists(each)), Path("/"))
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

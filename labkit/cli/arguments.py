@@ -48,6 +48,8 @@ class Command:
     example: str
     words: str = ""
     """The name of its positional arguments, in capitals; empty where it takes none."""
+    paths: bool = False
+    """These arguments may be paths."""
     configurable: bool = False
     """The command takes --config, --preset and every field of the configuration."""
     program: str = "labkit"
@@ -87,10 +89,11 @@ class Arguments:
 
 
 CONFIG_OPTIONS = (
-    Option("config", "str", "YAML file of the run; fields on the command line come on top"),
+    Option("config", "str", "YAML file of the run; fields on the command line come on top", path="any"),
     Option("preset", "str", "ready configuration under the file: tiny, llama_tiny, gpt2_124m, table1_1_2b, ..."),
     Option("print-config", "bool", "print the whole configuration as YAML, every field explained, and stop", False),
 )
+_WORD = FieldSpec("word", "str", path="any")
 
 
 def read(command: Command, argv: Sequence[str]) -> Arguments:
@@ -106,7 +109,10 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     while rest:
         token = rest.pop(0)
         if not token.startswith("-") or token == "-":
-            arguments.words.append(token)
+            try:
+                arguments.words.append(_WORD.convert(token) if command.paths else token)
+            except BadValueError as rule:
+                problems.append(f"{shown(token, 200)}: {rule}")
             continue
         token = "--parameter" if token == "-p" and "parameter" in by_name else token
         written, equals, text = token.lstrip("-").partition("=")

@@ -179,6 +179,7 @@ COMMAND = Command(
             "str",
             "a `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; the bundled BPE where "
             "not given",
+            path="any",
         ),
         Option("key", "str", "key of the text in JSON lines, column in Parquet", "text"),
         Option("append-eod", "bool", "close each document with the end token; where not given, without --sentences"),
@@ -186,11 +187,18 @@ COMMAND = Command(
         Option("workers", "int", "processes that tokenise; one for each core where not given", ge=1),
         Option("min-tokens", "int", "clean: fewest tokens of a document; 0 keeps short ones", 128, ge=0),
         Option("jaccard", "float", "clean: similarity from which on a document is a near-duplicate", 0.7, gt=0, le=1),
-        Option("tests", "tuple[str, ...]", "clean: files of test documents, which are left out of the result", ()),
+        Option(
+            "tests",
+            "tuple[str, ...]",
+            "clean: files of test documents, which are left out of the result",
+            (),
+            path="any",
+        ),
         Option("repair-newlines", "bool", "clean: join the lines of a paragraph", True),
         Option("overwrite", "bool", "replace an existing dataset", False),
     ),
     execute=execute,
     example="labkit data prepare books.jsonl news.jsonl corpus --tokenizer tokenizer.json",
     words="prepare|clean|show|merge WORDS",
+    paths=True,
 )

@@ -84,13 +84,13 @@ def _dashed(name: str) -> str:
 def _missing_or_idle(arguments: Arguments) -> list[str]:
     """Problems of missing options, and of options without effect."""
     options, problems = arguments.options, []
-    if options["verify"] is not None:
+    written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
+    if options["verify"] is not None or "verify" in written:
         return [
             f"--{_dashed(name)}: the schedule comes from the file of --verify; leave it out"
             for name in ("name", "vpp", "group_size", "all_warmup")
             if options[name] not in (None, False)
         ]
-    written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
     for option in COMMAND.options:
         if option.name in _EXAMPLES and options[option.key] is None and not written & {option.key, *option.aliases}:
             example = f"--{option.name} {_EXAMPLES[option.name]}"
@@ -126,7 +126,7 @@ def _words(options: dict[str, Any]) -> list[str]:
 
 def _files(options: dict[str, Any]) -> list[str]:
     """Problems of file names."""
-    problems = [f"--{name} '': give the name of a file" for name in _FILES if options[name] == ""]
+    problems = []
     if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
         problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
     for name in (name for name, write in _FILES.items() if write and options[name]):
@@ -368,10 +368,10 @@ COMMAND = Command(
             aliases=("schedule.all_warmup",),
         ),
         Option("rank", "int", "only the order of this rank, as one list (its legend goes to stderr)"),
-        Option("plot", "str", "draw timeline and memory into this file (png, svg, pdf)"),
-        Option("trace", "str", "write a trace for ui.perfetto.dev into this file (json)"),
-        Option("csv", "str", "write the schedule into this file, one row a rank"),
-        Option("verify", "str", "check the schedule in this file (CSV, or as `str(schedule)` prints it)"),
+        Option("plot", "str", "draw timeline and memory into this file (png, svg, pdf)", path="any"),
+        Option("trace", "str", "write a trace for ui.perfetto.dev into this file (json)", path="any"),
+        Option("csv", "str", "write the schedule into this file, one row a rank", path="any"),
+        Option("verify", "str", "check the schedule in this file (CSV, or as `str(schedule)` prints it)", path="any"),
         Option(
             "transport",
             "tuple[str, ...]",

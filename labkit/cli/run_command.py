@@ -160,7 +160,8 @@ def parameter_cell(notebook: Path) -> str:
 def _typed(parameter: Parameter, text: str) -> Any:
     """`text` as the type that the notebook declares; JSON where that is none of the simple ones."""
     if parameter.kind in SIMPLE:
-        return FieldSpec(parameter.name, parameter.kind).convert(text, text=True)
+        path = "any" if parameter.rule == "a folder" else ""
+        return FieldSpec(parameter.name, parameter.kind, path=path).convert(text, text=True)
     try:
         return json.loads(text)
     except ValueError:
@@ -268,7 +269,7 @@ COMMAND = Command(
     name="run",
     summary="Run chapters as notebooks, with parameters, and keep what they show.",
     options=(
-        Option("out", "str", "folder for the executed notebooks and their files", "build"),
+        Option("out", "str", "folder for the executed notebooks and their files", "build", path="folder"),
         Option(
             "parameter",
             "str",
@@ -276,10 +277,11 @@ COMMAND = Command(
             pairs=True,
         ),
         Option("html", "bool", "write each notebook as HTML, too", False),
-        Option("notebooks", "str", "folder of the chapters; notebooks where not given"),
+        Option("notebooks", "str", "folder of the chapters; notebooks where not given", path="any"),
         Option("timeout", "float", "seconds that one cell may take", 600.0),
     ),
     execute=execute,
     example="labkit run 00 --out build -p steps 5 --html",
     words="CHAPTER...",
+    paths=True,
 )

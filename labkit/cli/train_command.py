@@ -165,7 +165,7 @@ def trace_problems(path: str | None) -> list[str]:
     if path is None or not first_rank():
         return []
     folder = os.path.dirname(path) or "."
-    if not path or os.path.isdir(path):
+    if os.path.isdir(path):
         return [f"--trace {shown(path, 200)}: give the name of a file"]
     if not os.path.isdir(folder):
         return [f"--trace {shown(path, 200)}: there is no folder {shown(folder, 200)}; make it first"]
@@ -365,7 +365,12 @@ COMMAND = Command(
         ),
         Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
         Option("timeout", "float", TIMEOUT_HELP),
-        Option("trace", "str", "write the last train.keep_event_steps steps into this file (json) for ui.perfetto.dev"),
+        Option(
+            "trace",
+            "str",
+            "write the last train.keep_event_steps steps into this file (json) for ui.perfetto.dev",
+            path="any",
+        ),
     ),
     execute=execute,
     example="labkit train --preset tiny --nproc 4 --parallel.tp 2 --parallel.pp 2 --train.steps 50",

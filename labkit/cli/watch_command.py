@@ -239,4 +239,5 @@ COMMAND = Command(
     execute=execute,
     example="labkit watch runs/first runs/second",
     words="DIR...",
+    paths=True,
 )

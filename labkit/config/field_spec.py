@@ -23,6 +23,8 @@ from labkit.config.errors import kind_of, nearest
 
 LARGEST = 2**31 - 1
 """Largest size and count, and largest world size: ranks are 32-bit integers in every transport."""
+LONGEST_NAME, LONGEST_PATH = 255, 3840
+"""Bytes of a name and of a path. Linux takes 4,096 of a path; the rest is for the files that labkit writes below it."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,5})?", re.ASCII)
 _DIGIT, _LEADING_ZERO, _OCTAL = (re.compile(f"[+-]?{rest}") for rest in ("[.]?[0-9]", "0[0-9]", "0[0-7]{1,40}"))
@@ -77,8 +79,9 @@ class FieldSpec:
     needs: tuple[str, ...] = ()
     """Nothing reads the field unless each of these holds: `optim.fp8=e4m3|hybrid`, or `train.output_dir`, which then
     must be given and not be 0. A field that nothing reads must have its default."""
-    file: bool = False
-    """The field names an existing file."""
+    path: str = ""
+    """The value names a `file` that exists, a `folder` that may exist, or `any` path; empty where it names none. A `~`
+    at its start is the home folder."""
     none: str = "none"
     """A word for None on the command line beside `null`; empty where `none` is a value of the field."""
     ending: str = ""
@@ -99,9 +102,12 @@ class FieldSpec:
             return str(rule)
         if value is None:
             return ""
-        if self.file and not (os.path.isfile(value) or (self.ending and os.path.isfile(value + self.ending))):
+        if self.path == "file" and not (os.path.isfile(value) or (self.ending and os.path.isfile(value + self.ending))):
             is_folder = os.path.isdir(value)
             return "is a directory; give a file" if is_folder else "no such file; give an existing file or leave it out"
+        if self.path == "folder" and os.path.lexists(value) and not os.path.isdir(value):
+            missing = "a symbolic link to nothing" if os.path.islink(value) and not os.path.exists(value) else "a file"
+            return f"is {missing}; name a folder"
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}{nearest(value, self.choices)}"
         if self.ge is not None and value < self.ge:
@@ -129,11 +135,14 @@ class FieldSpec:
 
     def convert(self, value: object, *, text: bool = False) -> Any:
         """`value` as the field's type; BadValueError says why it is none. `text`: it comes from the command line."""
-        if value is None or (text and self.optional and str(value).lower() in ("null", self.none, "~", "")):
+        empty = ("null", self.none or "null", *(() if self.path else ("~", "")))
+        if value is None or (text and self.optional and str(value).lower() in empty):
             if self.optional:
                 return None
             raise BadValueError(f"must be {self._kind_words}, not nothing (null)")
         converted = self._from_text(str(value)) if text else self._typed(value)
+        if self.path:
+            return tuple(map(_sound_path, converted)) if isinstance(converted, tuple) else _sound_path(converted)
         return self.synonyms.get(converted, converted) if isinstance(converted, str) else converted
 
     @property
@@ -203,6 +212,35 @@ def _finite(value: Any) -> float:
         if math.isfinite(number := float(value)):
             return number
     raise BadValueError("must be a finite number")
+
+
+def expanded(value: Any) -> Any:
+    """A path with the home folder for the `~` at its start; in a tuple each of them. Other values stay as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(expanded, value))
+    with suppress(ValueError):  # a NUL, or a lone surrogate
+        return os.path.expanduser(value) if isinstance(value, str) else value
+    return value
+
+
+def _sound_path(value: str) -> str:
+    """The expanded path. BadValueError for one that no file can have."""
+    path = expanded(value)
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if not path.strip():
+        raise BadValueError("a path must not be empty; name one, or leave it out")
+    if b"\0" in encoded:
+        raise BadValueError("no file name may hold a NUL or half of a surrogate pair; take these characters out")
+    if path.startswith("~"):
+        raise BadValueError(f"{path.split('/')[0]} is no user's home folder; write the whole path, or ./ before the ~")
+    if (size := max(map(len, encoded.split(b"/")))) > LONGEST_NAME:
+        raise BadValueError(f"a name in it has {size:,} bytes, and a file system takes {LONGEST_NAME}; shorten it")
+    if len(encoded) > LONGEST_PATH:
+        raise BadValueError(f"has {len(encoded):,} bytes, and a path may have {LONGEST_PATH:,}; shorten it")
+    return path
 
 
 SIZE = FieldSpec("size", "int", ge=1)

@@ -30,7 +30,7 @@ TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     graph_rules: ("graph.",),
     optimizer_rules: ("optim.warmup_steps", "optim.lr_schedule"),
     profile_rules: ("train.profile",),
-    data_rules: ("data.", "train.output_dir", "train.tensorboard_dir"),
+    data_rules: ("data.",),
 }
 """Rules of a topic -> starts of the fields that use it. With all of these at their defaults no such rule is broken."""
 # fmt: off

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from labkit.config.field_spec import FieldSpec, field
+from labkit.config.field_spec import FieldSpec, expanded, field
 
 _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
 _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
@@ -205,13 +205,23 @@ class ParallelConfig:
         return self.tp if self.etp is None else self.etp
 
 
+@dataclass(frozen=True)
+class _HasPaths:
+    """A section with paths. A `~` at the start of one is the home folder, however the section was made."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            if "path" in f.metadata:
+                object.__setattr__(self, f.name, expanded(getattr(self, f.name)))
+
+
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(_HasPaths):
     """The way of microbatches through the pipeline."""
 
     name: str = field("auto", "`auto` is 1f1b, or interleaved where parallel.vpp is above 1.",
         choices="auto gpipe 1f1b interleaved zero_bubble_h1 zbv dualpipe_v", needs="schedule.path=null")
-    path: str | None = field(None, "A CSV file with a schedule of one's own; takes the place of `name`.", file=True)
+    path: str | None = field(None, "A CSV file with a schedule of one's own; takes the place of `name`.", path="file")
     microbatch_group_size: int | None = field(None,
         "Microbatches a rank runs on one chunk before the next (interleaving); None means pp.", ge=1,
         aliases="microbatch_group_size_per_vp_stage microbatch_group_size_per_virtual_pipeline_stage",
@@ -328,18 +338,18 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(_HasPaths):
     """The source of the tokens."""
 
     path: str | None = field(None,
         "A UTF-8 text file, or the prefix of an indexed dataset PREFIX.bin and PREFIX.idx; None: the bundled text.",
-        aliases="data_path", file=True, ending=".idx")
+        aliases="data_path", path="file", ending=".idx")
     blend: tuple[str, ...] = field((),
         "Indexed datasets, mixed by weight: weights and prefixes in turn, as in `0.3,books,0.7,news`. Prefixes alone, "
-        "as in `books,news`: by size.")
+        "as in `books,news`: by size.", path="any")
     tokenizer: str | None = field(None,
         "A `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; None: the bundled BPE.",
-        aliases="tokenizer_model", file=True)
+        aliases="tokenizer_model", path="file")
     split: str = field("90,5,5",
         "Shares of the text, or of the documents of an indexed dataset, for training, validation and test; without a "
         "share, no test runs.")
@@ -348,7 +358,7 @@ class DataConfig:
         "that reads its documents more than once and is prolonged keeps its order only if this number stays.", ge=1)
     cache: str | None = field(None,
         "Folder for the index arrays of indexed datasets; None: PREFIX.cache, if that can be written.",
-        aliases="data_cache_path")
+        aliases="data_cache_path", path="folder")
 
     @property
     def weighted(self) -> bool:
@@ -440,7 +450,7 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(_HasPaths):
     """Steps, batches, seeds and reports."""
 
     steps: int = field(20, "Optimizer steps.", ge=1, aliases="train_iters")
@@ -472,26 +482,28 @@ class TrainConfig:
     profile_ranks: tuple[int, ...] = field((0,), "Ranks that are profiled; empty: all.", needs=_PROFILED)
     output_dir: str | None = field(None,
         "Folder for metrics.jsonl and scalars.jsonl; None writes nothing. One run at a time writes into it, and a "
-        "folder that holds a run already is refused.")
+        "folder that holds a run already is refused.", path="folder")
     tensorboard_dir: str | None = field(None,
-        "Folder for TensorBoard, which gets the numbers of scalars.jsonl; needs the package tensorboard.")
+        "Folder for TensorBoard, which gets the numbers of scalars.jsonl; needs the package tensorboard.",
+        path="folder")
     overwrite: bool = field(False, "Replace the files of an earlier run in output_dir; other files there stay.",
         needs="train.output_dir")
     allow_oversubscription: bool = field(False, "Start a run that is predicted to need more memory than there is.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(_HasPaths):
     """Saved states of a run, from which it or another run goes on, under any layout."""
 
     dir: str | None = field(None,
-        "Folder of the run's checkpoints; None saves nothing. One run at a time saves into it.", aliases="save")
+        "Folder of the run's checkpoints; None saves nothing. One run at a time saves into it.", aliases="save",
+        path="folder")
     interval: int = field(100, "Steps between checkpoints; the last step always has one.", ge=1,
         aliases="save_interval", needs="checkpoint.dir")
     keep: int = field(2, "The newest so many stay, older ones are removed.", ge=1, needs="checkpoint.dir")
     asynchronous: bool = field(False, "Write a copy behind later steps.", aliases="async_save", needs="checkpoint.dir")
     load: str | None = field(None, "`none` starts anew; `latest` resumes from checkpoint.dir, null does if that has a "
-        "checkpoint; else a folder of checkpoints, or one of its steps.", none="")
+        "checkpoint; else a folder of checkpoints, or one of its steps.", none="", path="any")
 
 
 class ExtraConfig(SimpleNamespace):

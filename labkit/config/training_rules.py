@@ -63,8 +63,8 @@ def profile_rules(found: Findings) -> None:
 
 
 def data_rules(found: Findings) -> None:
-    """Indexed datasets, shares of the text, and the folders of the results."""
-    found.check(_indexed, _shares, _folders)
+    """Indexed datasets, and shares of the text."""
+    found.check(_indexed, _shares)
 
 
 def _indexed(found: Findings) -> None:
@@ -99,10 +99,3 @@ def _shares(found: Findings) -> None:
     elif eval_steps and shares[1] == 0:
         rule = f"the second share feeds the validations that train.eval_steps = {eval_steps} asks for"
         found.add(name, f"{rule}; raise it, or set train.eval_steps to 0")
-
-
-def _folders(found: Findings) -> None:
-    for name in ("output_dir", "tensorboard_dir"):
-        folder = getattr(found.config.train, name)
-        if folder and os.path.exists(folder) and not os.path.isdir(folder):
-            found.add(f"train.{name}", "is a file; name a folder")

@@ -22,7 +22,7 @@ except ModuleNotFoundError:
 
 from labkit.config import fields
 from labkit.config.errors import ConfigError, shown
-from labkit.config.field_spec import FieldSpec
+from labkit.config.field_spec import FieldSpec, expanded
 from labkit.config.sections import SECTIONS
 
 MAX_BYTES = 100_000
@@ -107,7 +107,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
     """
     name = shown(str(path), 200)[1:-1]
     try:
-        with open(os.fspath(path), "rb") as file:
+        with open(expanded(os.fspath(path)), "rb") as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8-sig") if len(data) <= MAX_BYTES else None
         problem = f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"

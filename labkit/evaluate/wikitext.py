@@ -92,24 +92,24 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp(sum of losses / T_o), the paper's."""
-        return math.exp(min(20.0, self.loss_sum / self.original_words))
+        return math.exp(min(self.loss_sum / self.original_words, 20.0))
 
     @property
     def adjusted_perplexity(self) -> float:
         """exp(mean loss x (T - 1) / (T_o - 1)), Megatron's."""
-        return math.exp(min(20.0, self.loss * (self.tokens - 1) / max(1, self.original_words - 1)))
+        return math.exp(min(self.loss * (self.tokens - 1) / max(1, self.original_words - 1), 20.0))
 
     @property
     def token_perplexity(self) -> float:
         """exp(mean loss a token)."""
-        return math.exp(min(20.0, self.loss))
+        return math.exp(min(self.loss, 20.0))
 
     @property
     def interval(self) -> tuple[float, float]:
         """The 95% interval of `perplexity`."""
         half = 1.96 * self.standard_error * self.scored
         low, high = ((self.loss_sum + sign * half) / self.original_words for sign in (-1, 1))
-        return math.exp(min(20.0, low)), math.exp(min(20.0, high))
+        return math.exp(min(low, 20.0)), math.exp(min(high, 20.0))
 
 
 def window_starts(tokens: int, seq_length: int, stride: int) -> range:

@@ -31,7 +31,7 @@ from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.verifier import verify
-from labkit.train.checkpoint import resume
+from labkit.train.checkpoint import resume, step_folders
 from labkit.train.reporting.output_folder import RunFolder, folder_problem, unwritable
 from labkit.train.reporting.tensorboard_writer import tensorboard_problem
 
@@ -276,7 +276,8 @@ def checkpoint_problems(config: RunConfig) -> list[str]:
     given = config.checkpoint
     if given.dir is None and given.load is None:
         return []
-    cannot = unwritable(Path(given.dir)) if given.dir is not None else ""
+    folder = None if given.dir is None else Path(given.dir)
+    cannot = "" if folder is None else unwritable(folder) or step_folders.in_the_way(folder)
     return [f"checkpoint.dir = {shown(given.dir, 200)}: {cannot}"] if cannot else resume.problems(config)
 
 

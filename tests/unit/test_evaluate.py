@@ -95,6 +95,8 @@ def test_perplexity_by_hand():
     low, high = found.interval
     assert math.log(high) - math.log(found.perplexity) == pytest.approx(1.96 * found.standard_error * 4 / 3)
     assert low < found.perplexity < high
+    broken = perplexity_of([(math.nan, 2), (6.0, 2)], tokens=5, original_words=3)
+    assert all(map(math.isnan, (broken.perplexity, broken.adjusted_perplexity, broken.token_perplexity)))
 
 
 def test_wilsons_interval_of_a_published_example():

@@ -157,6 +157,7 @@ def test_a_disk_without_room_for_the_configuration_is_told_in_a_sentence(tmp_pat
     (tmp_path / f".{CONFIG}.partial").mkdir()  # stands for any error of the file system
     with pytest.raises(ConfigError, match=r"train\.output_dir = .*: cannot be written \(Is a directory\)"):
         claimed(tmp_path, overwrite=True)
+    (tmp_path / f".{CONFIG}.partial").rmdir()
     assert RunConfig.from_yaml(tmp_path / CONFIG).train.seed == 7 and "did not finish" in problem(tmp_path)
 
 

@@ -196,4 +196,5 @@ COMMAND = Command(
     execute=execute,
     example="labkit checkpoint export runs/a model.safetensors --dtype bf16",
     words="list|verify|export|import DIR [OUT|SOURCE]",
+    paths=True,
 )

@@ -138,10 +138,15 @@ COMMAND = Command(
     summary="Score checkpoints: perplexity of WikiText-103's test text, or accuracy on LAMBADA (arXiv 1909.08053, "
     "section 5.2).",
     options=(
-        Option("path", "str", "the text (wikitext), or passages as JSON lines (lambada)", file=True),
+        Option("path", "str", "the text (wikitext), or passages as JSON lines (lambada)", path="file"),
         *MODEL_OPTIONS,
         Option("all", "bool", "every checkpoint of the folder", False),
-        Option("out", "str", "add rows to this file of JSON lines; a cut evaluation goes on, a finished one is read"),
+        Option(
+            "out",
+            "str",
+            "add rows to this file of JSON lines; a cut evaluation goes on, a finished one is read",
+            path="any",
+        ),
         Option("micro-batch-size", "int", "windows or passages of one forward pass", 4, ge=1),
         Option("stride", "int", "wikitext: tokens by which the window moves; 32, the paper's", ge=1),
         Option("raw", "bool", "wikitext: the text as it is, not detokenised", False),

@@ -159,7 +159,7 @@ COMMAND = Command(
     summary="Fine-tune a BERT on the files of a task, as Megatron-LM's paper does (arXiv 1909.08053, section 5.3). "
     "Table 6 gives batch, learning rate and epochs for the size of the model.",
     options=(
-        Option("path", "str", "folder with the task's files, as their authors publish them"),
+        Option("path", "str", "folder with the task's files, as their authors publish them", path="any"),
         *MODEL_OPTIONS,
         Option("nproc", "int", "ranks to start, a multiple of tp x pp; tp x pp where not given", ge=1),
         Option("sequence-parallel", "bool", "cut activations along the sequence over tp", False),
@@ -177,8 +177,10 @@ COMMAND = Command(
         Option("sweep", "bool", "try each row of the task in Table 6 first, and go on with the best", False),
         Option("ensemble", "bool", "add the scores of all seeds", False),
         Option("squad-version", "str", "1.1 or 2.0, where the folder has both", choices=VERSIONS),
-        Option("save", "str", "folder for the weights of each run, as checkpoints"),
-        Option("out", "str", "add rows to this file of JSON lines; a run whose row is there is not repeated"),
+        Option("save", "str", "folder for the weights of each run, as checkpoints", path="folder"),
+        Option(
+            "out", "str", "add rows to this file of JSON lines; a run whose row is there is not repeated", path="any"
+        ),
     ),
     execute=execute,
     example="labkit finetune mnli --path MNLI --checkpoint runs/bert --tp 2 --nproc 8 --seeds 5 --out mnli.jsonl",

@@ -125,6 +125,8 @@ class Checkpoints:
         assert self._folder is not None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if odd := disk.in_the_way(self._folder):
+                return f"checkpoint.dir = {str(self._folder)!r}: {odd}"
             held = disk.lock_folder(self._folder)
             if held is None:
                 return busy(self._config)

@@ -227,6 +227,8 @@ def import_weights(source: Import, folder: Path) -> Manifest:
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    if odd := disk.in_the_way(folder):
+        raise CheckpointError(f"{folder}: {odd}")
     lock = disk.lock_folder(folder)
     if lock is None:
         raise CheckpointError(f"{folder}: a run saves its checkpoints there; name another folder")

@@ -62,6 +62,19 @@ def remains_in(folder: Path) -> list[Path]:
     return sorted(folder / name for name in _names_in(folder) if _REMAINS.fullmatch(name))
 
 
+def in_the_way(folder: Path) -> str:
+    """Why a run cannot save here: a folder has the name of a file that it writes, or the reverse; empty if none has."""
+    files = [folder / name for name in (LATEST, LOCK, _DRAFT)]
+    odd = [path.name for path in files if path.exists() and not path.is_file()]
+    odd += [path.name for path in remains_in(folder) if path.suffix == ".partial" and not _is_folder(path)]
+    kind = "file" if odd and not _REMAINS.fullmatch(odd[0]) else "folder"
+    return f"{odd[0]} in it is no {kind}, and a run writes one there; move it, or name another folder" if odd else ""
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def _names_in(folder: Path) -> list[str]:
     """Names in a folder, none if there is no folder. Raises CheckpointError for a folder that cannot be read."""
     try:
@@ -89,7 +102,7 @@ def latest_step(folder: Path) -> int | None:
 def _named_in(file: Path) -> int | None:
     """The step that the file names."""
     try:
-        return step_of(file.read_text().strip())
+        return step_of(file.read_text().strip()) if file.is_file() else None
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -138,7 +151,7 @@ def appear(folder: Path, step: int) -> None:
     """
     final = step_folder(folder, step)
     sync_folder(partial_folder(folder, step))
-    if final.exists():
+    if os.path.lexists(final):
         set_aside(folder, step)
     with (folder / _DRAFT).open("w") as file:
         file.write(f"{final.name}\n")
@@ -162,7 +175,8 @@ def sync_folder(folder: Path) -> None:
 def set_aside(folder: Path, step: int) -> None:
     """Take a checkpoint out of the names that readers look at; `remove_remains` removes it. Raises OSError."""
     aside = folder / f".{step_folder(folder, step).name}.old"
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(aside)
     os.rename(step_folder(folder, step), aside)
 
 
@@ -212,10 +226,18 @@ def remove_remains(folder: Path) -> list[str]:
     found = []
     for path in remains_in(folder):
         try:
-            shutil.rmtree(path)
+            _remove(path)
         except OSError as error:
             found.append(_stays(path, error))
     return found
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link or file in the place of one; what a link leads to stays. Raises OSError."""
+    if _is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _stays(path: Path, error: OSError) -> str:

@@ -17,6 +17,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from labkit.train import file_lock
 from labkit.train.reporting.earlier_run import CONFIG, WRITTEN, begins_again, cut_after, why_they_stay
 
 STATE = "run.json"
+_FILES = (STATE, CONFIG, f".{CONFIG}.partial", *WRITTEN)
 _PATIENCE = 1.0
 """Seconds for which a run tries to lock its folder: another launch may hold the lock for a moment to look."""
 
@@ -37,7 +39,7 @@ def folder_problem(config: RunConfig, *, continues: bool = False) -> str:
     """
     if config.train.output_dir is None:
         return ""
-    problem = unwritable(Path(config.train.output_dir)) or _holds(config, continues=continues)
+    problem = unwritable(Path(config.train.output_dir), _FILES) or _holds(config, continues=continues)
     return _sentence(config.train, problem)
 
 
@@ -45,16 +47,19 @@ def _sentence(train: TrainConfig, problem: str) -> str:
     return f"train.output_dir = {shown(train.output_dir, 200)}: {problem}" if problem else ""
 
 
-def unwritable(folder: Path) -> str:
-    """Return why nothing can be written into the folder, or an empty string.
+def unwritable(folder: Path, files: Sequence[str] = ()) -> str:
+    """Return why nothing can be written into the folder, or an empty string. files: names of files that are written.
 
     The function tries, since permissions do not tell (a read-only mount, root). It removes folders that it made.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        for path in (folder / name for name in files):
+            if path.exists() and not path.is_file():
+                return f"{path.name} in it is no file, and a run writes one there; move it, or name another folder"
     except OSError as error:
         return _cannot(error)
     finally:
