@@ -34,6 +34,7 @@ it. `-` and `_` are the same.
 - In YAML a value has the field's own type. `1e-4` is a number. A quoted `"8"` is text, and a numeric field refuses it.
   Only `true` and `false` are truth values. Tags and anchors are refused.
 - On the command line every value is text, and labkit reads it as the field's type. `null` is none; `a,b` is a list.
+- A `~` at the start of a path is your home folder. A path is never empty.
 
 labkit reports all mistakes of a configuration together, before any process starts.
 

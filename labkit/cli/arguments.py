@@ -100,12 +100,14 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     """The arguments of `command`, as far as they can be read.
 
     The problems are left in `problems`: the command adds those that it finds itself and refuses all of them at once.
+    ConfigError for an option or word that cannot be a path.
     """
     by_name = {name: option for option in command.all_options for name in option.names}
     values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in command.all_options}
     own_fields = {name: s for s in extra_specs(command.extra_args_provider).values() for name in (s.name, s.dotted)}
     arguments = Arguments(values, source=command.called)
     problems, given, entries, rest = arguments.problems, Given(), list[Entry](), list(argv)
+    no_path = False
     while rest:
         token = rest.pop(0)
         if not token.startswith("-") or token == "-":
@@ -113,6 +115,7 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
                 arguments.words.append(_WORD.convert(token) if command.paths else token)
             except BadValueError as rule:
                 problems.append(f"{shown(token, 200)}: {rule}")
+                no_path = True
             continue
         token = "--parameter" if token == "-p" and "parameter" in by_name else token
         written, equals, text = token.lstrip("-").partition("=")
@@ -146,6 +149,9 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
                 problems += given.add(f"--{option.name}", values[option.key], words)
             except BadValueError as rule:
                 problems.append(f"{words}: {rule}")
+                no_path = no_path or bool(option.path)
+    if no_path:
+        arguments.refuse()  # at once: the command would say that the path is missing
     if not command.words:
         rule = f"{command.called} takes no such word; options begin with --"
         problems += [f"{shown(word)}: {rule}" for word in arguments.words]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import show
+from labkit.cli.train_command import output_problems
 from labkit.config.errors import nearest, shown
 
 
@@ -35,6 +36,9 @@ def execute(arguments: Arguments) -> int:
         if value is not None and (rule := option.broken(value)):
             problems.append(f"--{option.name} {shown(value)}: {rule}")
     arguments.refuse(problems)
+    if "overwrite" in action.options:
+        ending = "" if words[0] == "clean" else ".bin"
+        arguments.refuse(output_problems(action.words.split()[-1], words[-1] + ending))
     try:
         return action.do(arguments, words[1:])
     except ModuleNotFoundError as error:

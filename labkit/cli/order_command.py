@@ -84,13 +84,13 @@ def _dashed(name: str) -> str:
 def _missing_or_idle(arguments: Arguments) -> list[str]:
     """Problems of missing options, and of options without effect."""
     options, problems = arguments.options, []
-    written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
-    if options["verify"] is not None or "verify" in written:
+    if options["verify"] is not None:
         return [
             f"--{_dashed(name)}: the schedule comes from the file of --verify; leave it out"
             for name in ("name", "vpp", "group_size", "all_warmup")
             if options[name] not in (None, False)
         ]
+    written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
     for option in COMMAND.options:
         if option.name in _EXAMPLES and options[option.key] is None and not written & {option.key, *option.aliases}:
             example = f"--{option.name} {_EXAMPLES[option.name]}"

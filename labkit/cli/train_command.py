@@ -17,6 +17,7 @@ from labkit.cli.command_line import CommandFailedError, exit_code, run_command
 from labkit.cli.output import readers_may_leave, show
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
+from labkit.config.field_spec import LONGEST_NAME
 from labkit.events import Event
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,6 +27,8 @@ TIMEOUT_HELP = (
     "parallel.distributed_timeout_minutes where not given"
 )
 LONGEST_TIMEOUT = 7 * 24 * 3600
+ROOM = 30
+"""Bytes at the end of a file name for what labkit appends while the file is not finished."""
 MOST_READ_TWICE = 1_000_000
 """Bytes of a text that is tokenised here as well as in the ranks; a longer one is not too short."""
 
@@ -101,7 +104,7 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     device, timeout = arguments.options["device"], arguments.options["timeout"]
     arguments.problems += device_problems(device)
     arguments.problems += timeout_problems(timeout)
-    arguments.problems += trace_problems(arguments.options["trace"])
+    arguments.problems += output_problems("--trace", arguments.options["trace"])
     arguments.refuse(config.problems(world_size))
     assert world_size is not None, "a sound layout has a smallest world"
     from labkit.launch import info
@@ -160,20 +163,22 @@ def timeout_problems(timeout: float | None) -> list[str]:
     return [f"--timeout {timeout:g}: must be above 0 and at most {LONGEST_TIMEOUT} seconds (a week)"]
 
 
-def trace_problems(path: str | None) -> list[str]:
-    """Problems of --trace that show before there is a trace."""
+def output_problems(name: str, path: str | None) -> list[str]:
+    """Problems of a file that a command will write, before there is something to write. name: of the argument."""
     if path is None or not first_rank():
         return []
-    folder = os.path.dirname(path) or "."
+    folder, given = os.path.dirname(path) or ".", f"{name} {shown(path, 200)}"
     if os.path.isdir(path):
-        return [f"--trace {shown(path, 200)}: give the name of a file"]
+        return [f"{given}: give the name of a file"]
     if not os.path.isdir(folder):
-        return [f"--trace {shown(path, 200)}: there is no folder {shown(folder, 200)}; make it first"]
+        return [f"{given}: there is no folder {shown(folder, 200)}; make it first"]
+    if (size := len(os.fsencode(os.path.basename(path)))) > LONGEST_NAME - ROOM:
+        return [f"{given}: its name has {size} bytes, and may have {LONGEST_NAME - ROOM}; shorten it"]
     try:
         with open(path, "ab") if os.path.exists(path) else TemporaryFile(dir=folder):
             return []
     except OSError as error:
-        return [f"--trace {shown(path, 200)}: {error.strerror or error}; give a path that can be written"]
+        return [f"{given}: {error.strerror or error}; give a path that can be written"]
 
 
 def data_problem(config: RunConfig) -> str:

@@ -5,6 +5,7 @@ The checks, the command line's help, the comments of a printed configuration and
 
 In YAML and Python a value has the field's own type: a quoted `"8"` is text, not a number. On the command line
 everything is text, and labkit reads it as the field's type: `8`, `1e-4`, `true`, `null` for none, `a,b` for a list.
+Everywhere a `~` at the start of a path is the home folder, and no path is empty.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def _finite(value: Any) -> float:
 
 
 def expanded(value: Any) -> Any:
-    """A path with the home folder for the `~` at its start; in a tuple each of them. Other values stay as they are."""
-    if isinstance(value, tuple):
+    """A path with the home folder for the `~` at its start; in a list each of them. Other values stay as they are."""
+    if isinstance(value, list | tuple):
         return tuple(map(expanded, value))
     with suppress(ValueError):  # a NUL, or a lone surrogate
         return os.path.expanduser(value) if isinstance(value, str) else value

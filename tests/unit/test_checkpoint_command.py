@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 
 from labkit.cli import main
 from labkit.config import presets
-from labkit.train import pretrain
+from labkit.train import preflight, pretrain
+from labkit.train.checkpoint.exchange import import_weights
+from labkit.train.checkpoint.manifest import CheckpointError
 
 MODEL = {"hidden": 32, "heads": 4, "layers": 2, "seq_length": 16, "global_batch_size": 2}
 NAME = "layers.1.mlp.fc2.weight"
@@ -74,6 +77,50 @@ def test_a_layout_in_words(parallel: dict, world_size: int, words: str) -> None:
     from labkit.train.checkpoint.manifest import Manifest
 
     assert layout_words(Manifest(1, {}, {}, {}, {"parallel": parallel}, world_size, {})) == words
+
+
+IN_THE_WAY = {
+    "latest": "file", ".lock": "file", ".latest.partial": "file", ".step_00000005.partial": "folder"
+}  # fmt: skip
+"""Name in a folder of checkpoints -> what a run expects or makes under that name."""
+
+
+@pytest.mark.parametrize("other", ["the other kind", "a link", "a pipe"])
+@pytest.mark.parametrize("name", IN_THE_WAY)
+def test_what_is_in_the_way_of_a_save_is_seen_before_a_run_starts(run: Path, name: str, other: str) -> None:
+    """And once more in the ranks, which torchrun may have started. What is there stays."""
+    kind, place = IN_THE_WAY[name], run / name
+    place.unlink(missing_ok=True)
+    if other == "a pipe":
+        os.mkfifo(place)
+    elif other == "a link":
+        place.symlink_to(run)
+    elif kind == "file":
+        place.mkdir()
+    else:
+        place.write_text("mine")
+    config = presets.tiny().override(MODEL | {"steps": 5, "eval_steps": 0, "optim.precision": "bf16"})
+    config, before = config.override({"checkpoint.dir": str(run)}), os.lstat(place)
+    problem = f"checkpoint.dir = {str(run)!r}: {name} in it is no {kind}, and a run writes one there"
+    assert [found.partition(";")[0] for found in preflight.checkpoint_problems(config)] == [problem]
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        pretrain(config)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} in it is no {kind}"):
+        import_weights(None, run)  # type: ignore[arg-type] # refused before the weights are looked at
+    assert os.path.samestat(before, os.lstat(place))
+
+
+def test_a_step_that_is_a_link_is_resumed_and_only_the_link_is_removed(run: Path, tmp_path: Path) -> None:
+    elsewhere = {step: tmp_path / f"{step}" for step in (2, 4)}
+    for step, folder in elsewhere.items():
+        (run / f"step_{step:08d}").rename(folder)
+        (run / f"step_{step:08d}").symlink_to(folder)
+    (run / ".step_00000001.old").symlink_to(tmp_path / "nowhere")  # as earlier versions left them
+    config = presets.tiny().override(MODEL | {"steps": 5, "eval_steps": 0, "optim.precision": "bf16"})
+    result = pretrain(config.override({"checkpoint.dir": str(run), "checkpoint.keep": 1}))
+    assert result.resumed_after == 4
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "latest", "step_00000005"]
+    assert all((folder / "manifest.json").exists() for folder in elsewhere.values())
 
 
 def test_list_needs_no_torch(saved: Path) -> None:

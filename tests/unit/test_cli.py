@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 import termios
 import threading
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -26,8 +28,9 @@ from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS,
 from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.run_command import Chapter
 from labkit.cli.train_command import COMMAND as TRAIN
-from labkit.config import RunConfig, presets
+from labkit.config import RunConfig, presets, yaml_text
 from labkit.config.fields import ALIASES, SPECS
+from labkit.config.sections import SECTIONS
 from labkit.launch import forkserver
 from labkit.launch import rank_pool as pool
 from labkit.parallel.rank_generator import rank_generators
@@ -151,6 +154,48 @@ def test_a_bool_stands_alone_or_takes_the_word_after_it(words: list[str], value:
 def test_none_is_a_word_where_a_field_has_it(word: str, value: str | None) -> None:
     """`checkpoint.load none` starts anew, and without a value the run resumes."""
     assert _config(f"--checkpoint.load={word}").checkpoint.load == value
+
+
+OF_THE_COMMANDS = {name: import_module(f"labkit.cli.{module}").COMMAND for name, (module, _) in COMMANDS.items()}
+OPTIONS = [(name, option) for name, command in OF_THE_COMMANDS.items() for option in command.all_options]
+
+
+def test_a_tilde_is_the_home_folder_in_every_option_and_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also in quotes and behind `=`, where no shell expands it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a").write_text("train: {steps: 3}")
+    words = re.compile(r"\b(file|files|folder)\b")
+    for name, option in OPTIONS:
+        may_be = "str" in option.kind and option.name not in ("preset", "squad-version")
+        assert option.path or not (may_be and words.search(option.doc)), (name, option.name)
+        if option.path:
+            found = read(OF_THE_COMMANDS[name], [f"--{option.name}=~/a"]).options[option.key]
+            assert found in (f"{tmp_path}/a", (f"{tmp_path}/a",)), (name, option.name)
+    assert {name: read(command, ["~/a"]).words == [f"{tmp_path}/a"] for name, command in OF_THE_COMMANDS.items()} == {
+        name: name in ("watch", "checkpoint", "data", "run") for name in OF_THE_COMMANDS
+    }
+    assert read(OF_THE_COMMANDS["train"], ["--config", "~/a"]).config.train.steps == 3
+
+
+def test_a_tilde_is_the_home_folder_in_every_field(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In YAML, on the command line, in changes and in sections made by hand. A run stores the whole path."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lists = {name for name, spec in SPECS.items() if spec.path and spec.kind.startswith("tuple")}
+    written: dict = {name: ["~/a", "b/~"] if name in lists else "~/a" for name, spec in SPECS.items() if spec.path}
+    whole = {name: (f"{tmp_path}/a", "b/~") if name in lists else f"{tmp_path}/a" for name in written}
+    sections = {section: {n.partition(".")[2]: v for n, v in written.items() if n.startswith(f"{section}.")}
+                for section in SECTIONS}  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml_text.dump(sections))
+    assert yaml_text.read("~/c.yaml") == (whole, [])
+    by_hand = RunConfig(**{section: SECTIONS[section](**values) for section, values in sections.items()})
+    assert by_hand == RunConfig().override(written) == RunConfig().replaced(whole)
+    assert all(vars(getattr(by_hand, SPECS[name].section))[SPECS[name].name] == path for name, path in whole.items())
+    words = [f"--{name}={','.join(path) if name in lists else path}" for name, path in written.items()]
+    assert _config(*words) == presets.tiny().replaced(whole)
+    assert set(written) == {
+        "schedule.path", "data.path", "data.blend", "data.tokenizer", "data.cache", "train.output_dir",
+        "train.tensorboard_dir", "checkpoint.dir", "checkpoint.load",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("word", ["maybe", "1", "on"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import re
 import resource
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 from labkit.cli import main
 from labkit.cli.command_line import COMMANDS as COMMAND_LINE
 from labkit.config import ConfigError, RunConfig, presets
+from labkit.config.field_spec import BadValueError
+from labkit.config.fields import SPECS
+from labkit.config.sections import SECTIONS
 
 AT_ONCE = 5.0
 """Seconds of processor time: a refusal takes milliseconds, and a text that makes the reader run away takes minutes."""
@@ -32,6 +36,8 @@ TWO_BY_TWO = _file("own.csv", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
 CIRCLE = _file("circle.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
 SHORT_TEXT = _file("short.txt", "a few words")
 LABKIT = str(Path(sys.executable).with_name("labkit"))
+
+LONG = "a" * 256
 
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -567,6 +573,41 @@ COMMANDS: list[tuple[list[str], str]] = [
         ["parity", "--preset", "tiny", "--device", "cpu", "--hidden", "65536", "--layouts", "tp=2"],
         "one process: 1 rank",
     ),
+    *[
+        (words, "'': a path must not be empty; name one, or leave it out")
+        for words in (
+            ["watch", ""],
+            ["checkpoint", "list", ""],
+            ["checkpoint", "export", ".", ""],
+            ["run", ""],
+            ["run", "00", "--out", ""],
+            ["run", "00", "--notebooks="],
+            ["data", "show", ""],
+            ["data", "prepare", SHORT_TEXT, ""],
+            ["data", "prepare", SHORT_TEXT, "x", "--tokenizer", ""],
+            ["train", "--config", ""],
+            ["eval", "wikitext", "--checkpoint", ""],
+            ["generate", "--prompts="],
+            ["finetune", "mnli", "--save", ""],
+            ["finetune", "mnli", "--out", ""],
+            ["finetune", "mnli", "--path", ""],
+        )
+    ],
+    *[
+        (words, "...: a name in it has 256 bytes, and a file system takes 255; shorten it")
+        for words in (
+            ["watch", LONG],
+            ["checkpoint", "list", LONG],
+            ["run", "00", "--out", LONG],
+            ["data", "show", LONG],
+            ["train", "--config", LONG],
+            ["eval", "lambada", "--out", LONG],
+            ["order", "--csv", LONG],
+        )
+    ],
+    (["data", "prepare", SHORT_TEXT, "/nowhere/x"], "PREFIX '/nowhere/x.bin': there is no folder '/nowhere'"),
+    (["data", "clean", SHORT_TEXT, str(FOLDER), "--overwrite"], f"OUT.jsonl {str(FOLDER)!r}: give the name of a file"),
+    (["data", "prepare", SHORT_TEXT, LONG[6:]], "its name has 254 bytes, and may have 225; shorten it"),
 ]
 
 
@@ -591,6 +632,44 @@ SOUND: list[dict] = [
     {**MOE, **SELECTIVE, "recompute_modules": ["moe", "mlp"], "layer_freq": [1, 0]},
     {"num_experts": 1, "top_k": 1},
 ]
+
+
+PATHS = [name for name, spec in SPECS.items() if spec.path]
+BAD_PATHS: dict[str, str] = {
+    "": "a path must not be empty",
+    " \t": "a path must not be empty",
+    LONG: "a name in it has 256 bytes, and a file system takes 255",
+    "\u20ac" * 86: "a name in it has 258 bytes",
+    "b/" * 2100: "has 4,200 bytes, and a path may have 3,840",
+    "a\0b": "no file name may hold a NUL",
+    "\ud800": "no file name may hold a NUL or half of a surrogate pair",
+    "~nobody-has-this-name/a": "~nobody-has-this-name is no user's home folder",
+}
+
+
+@pytest.mark.parametrize("field", PATHS)
+@pytest.mark.parametrize(("path", "rule"), BAD_PATHS.items(), ids=range(len(BAD_PATHS)))
+def test_a_path_that_no_file_can_have_is_refused_by_its_field(field: str, path: str, rule: str) -> None:
+    """However it is given: as a change, on the command line, or to the section itself."""
+    section, _, name = field.partition(".")
+    value = (path,) if SPECS[field].kind.startswith("tuple") else path
+    with pytest.raises(ConfigError) as caught:
+        presets.tiny().override({field: value})
+    [problem] = caught.value.problems
+    assert problem.startswith(f"{field} = ") and rule in problem
+    made = RunConfig(**{section: SECTIONS[section](**{name: value})})
+    assert any(problem.startswith(f"{field} = ") and rule in problem for problem in made.problems())
+    if value == path and "\0" not in path:
+        with pytest.raises(BadValueError, match=re.escape(rule)):
+            SPECS[field].convert(path, text=True)
+
+
+@pytest.mark.parametrize("field", [name for name in PATHS if SPECS[name].path == "folder"])
+def test_a_folder_is_no_file_and_no_link_to_nothing(tmp_path: Path, field: str) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    for path, rule in ((SHORT_TEXT, "is a file"), (str(tmp_path / "link"), "is a symbolic link to nothing")):
+        [problem] = presets.tiny().override({field: path}).problems()
+        assert problem.startswith(f"{field} = ") and problem.endswith(f": {rule}; name a folder")
 
 
 @pytest.mark.parametrize("changes", SOUND, ids=str)

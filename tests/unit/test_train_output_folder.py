@@ -65,6 +65,22 @@ def test_two_runs_of_one_process(tmp_path: Path) -> None:
     claimed(tmp_path, overwrite=True).let_go()
 
 
+@pytest.mark.parametrize("name", [STATE, CONFIG, f".{CONFIG}.partial", *WRITTEN])
+def test_a_folder_or_pipe_in_the_place_of_a_file_is_seen_before_a_run_starts(tmp_path: Path, name: str) -> None:
+    for make in (os.mkdir, os.mkfifo):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        make(folder / name)
+        assert f": {name} in it is no file, and a run writes one there; move it" in problem(folder, overwrite=True)
+
+
+@pytest.mark.parametrize("path", ["a/b", "missing/../b", "a/../../b/"])
+def test_a_look_leaves_no_folder_behind(tmp_path: Path, path: str) -> None:
+    (tmp_path / "here").mkdir()
+    assert problem(tmp_path / "here" / path) == "" and os.listdir(tmp_path) == ["here"]
+    assert os.listdir(tmp_path / "here") == []
+
+
 def test_a_look_does_not_turn_a_run_away(tmp_path: Path) -> None:
     """While a launch looks at the folder it shares the lock for a moment; a run waits that long."""
     claimed(tmp_path).finish()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
-from labkit.cli.train_command import device_problems, refusing_arguments, started_by_torchrun
+from labkit.cli.train_command import device_problems, output_problems, refusing_arguments, started_by_torchrun
 from labkit.config import ConfigError, ParallelConfig
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.manifest import CheckpointError, read_manifest
@@ -52,9 +52,7 @@ def broken_options(arguments: Arguments, command: Command) -> list[str]:
             problems.append(f"--{option.name} {value}: {rule}")
     if arguments.options["checkpoint"] is None:
         problems.append("--checkpoint: give the folder of a run's checkpoints, or one of its steps")
-    if (out := arguments.options.get("out")) is not None and not Path(out).parent.is_dir():
-        problems.append(f"--out {out}: there is no folder {Path(out).parent}; make it, or name a file elsewhere")
-    return problems
+    return problems + output_problems("--out", arguments.options.get("out"))
 
 
 def checkpoint_of(arguments: Arguments) -> Path:
