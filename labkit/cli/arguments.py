@@ -53,9 +53,9 @@ class Command:
     configurable: bool = False
     """The command takes --config, --preset and every field of the configuration."""
     program: str = "labkit"
-    """What runs the command."""
+    """First word of the command line: `labkit`, or `python` before the name of a script."""
     preset: str | None = None
-    """The preset where the command line names neither a preset nor a file."""
+    """Preset of a command line that names neither a preset nor a file."""
     extra_args_provider: type | None = None
     """Fields of a script, which the command takes as well (`RunConfig.with_extra`)."""
 

@@ -26,7 +26,7 @@ from labkit.finetune.scores import scores_of
 from labkit.finetune.starting_weights import Weights, load_weights, weights_at
 from labkit.finetune.table6 import DROPOUT, LENGTH, TABLE_6, WARMUP, WEIGHT_DECAY, Row, size_of
 from labkit.finetune.task_files import TaskFiles, read_task
-from labkit.finetune.task_model import task_chunks, task_forward_step
+from labkit.finetune.task_model import task_forward_step, task_provider
 from labkit.finetune.task_samples import Packer, TaskSamples, Windows, samples_of, windows_of
 from labkit.launch import info
 from labkit.parallel.collectives import gather_objects
@@ -219,15 +219,15 @@ def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
     config = configuration(prepared, row, seed, info.rank_info().world_size)
     info.report_progress({"run": f"seed {seed}, {row.words}", "steps": config.train.steps})
     run = initialize(config, own_model=True)  # RACE has four pairs for a sample, which no prediction of memory counts
-    outputs = prepared.files.outputs
+    fresh = task_provider(prepared.files.outputs)
 
-    def chunks(config: RunConfig, groups: ParallelGroups) -> list[torch.nn.Module]:
-        made: list[torch.nn.Module] = [*task_chunks(config, groups, outputs)]
-        load_weights(made, groups, prepared.weights)
+    def provider(config: RunConfig, groups: ParallelGroups, **stage: Any) -> torch.nn.Module:
+        made = fresh(config, groups, **stage)
+        load_weights([made], groups, prepared.weights)
         return made
 
     with run.groups, listening():
-        wrapped, optimizer, learning_rate = setup_model_and_optimizer(run, chunks)
+        wrapped, optimizer, learning_rate = setup_model_and_optimizer(run, provider)
         samples = prepared.samples("train", seed)
         batches = partial(data_iterator, samples, config, run.groups)
         data = Data(lambda consumed: batches(consumed_samples=consumed), batches, None)

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from labkit.config import ModelConfig, RunConfig
+from labkit.config import ModelConfig
 from labkit.models.bert.bert_heads import SentenceOrderHead, WholeLinear
 from labkit.models.bert.bert_model import BertModel
 from labkit.models.build import Build
-from labkit.models.chunks import build_model_chunk, build_model_chunks
-from labkit.models.gpt import GPTModel
+from labkit.models.chunks import ModelProvider, build_model_chunk
 from labkit.models.norm_and_dropout import Dropout
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope
@@ -98,10 +97,9 @@ class BertForTask(BertModel):
         return x_SBH if self.head is None else self.head(x_SBH, padding_mask_BS)
 
 
-def task_chunks(config: RunConfig, groups: ParallelGroups, outputs: int | None) -> list[GPTModel]:
-    """The model chunks of this rank, with the head of a task on the last stage."""
-    provider = partial(build_model_chunk, kind=partial(BertForTask, outputs=outputs))
-    return build_model_chunks(config, groups, model_provider=provider)
+def task_provider(outputs: int | None) -> ModelProvider:
+    """The `model_provider` of a BERT with the head of a task on the last stage."""
+    return partial(build_model_chunk, kind=partial(BertForTask, outputs=outputs))
 
 
 def task_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:

@@ -15,7 +15,7 @@ from labkit.config import RunConfig, presets
 from labkit.evaluate import Records
 from labkit.finetune import Settings, finetune
 from labkit.finetune.finetuning import Trained, configuration, predict, prepare, train_and_predict
-from labkit.finetune.task_model import task_chunks, task_forward_step
+from labkit.finetune.task_model import task_forward_step, task_provider
 from labkit.launch import info
 from labkit.parallel.groups import ParallelGroups
 from labkit.train import pretrain
@@ -49,15 +49,15 @@ def predicted(settings: Settings) -> dict[str, np.ndarray]:
     config = configuration(prepare(replace(settings, save=None)), prepared.row, 3, info.rank_info().world_size)
     run = initialize(config, own_model=True)
 
-    def chunks(config: RunConfig, groups: ParallelGroups) -> list[torch.nn.Module]:
-        made: list[torch.nn.Module] = [*task_chunks(config, groups, prepared.files.outputs)]
-        state, reader = RankWeights(made, groups), Reader(chosen(Path(folder), None))
+    def provider(config: RunConfig, groups: ParallelGroups, **stage: Any) -> torch.nn.Module:
+        made = task_provider(prepared.files.outputs)(config, groups, **stage)
+        state, reader = RankWeights([made], groups), Reader(chosen(Path(folder), None))
         assert state.misfits(reader) == ""
         state.load_weights(reader)
         return made
 
     with run.groups:
-        wrapped, *_ = setup_model_and_optimizer(run, chunks)
+        wrapped, *_ = setup_model_and_optimizer(run, provider)
         pipeline = Pipeline(config, run.groups, wrapped, task_forward_step, run.schedule)
         return {split: predict(run, pipeline, prepared.samples(split)) for split in prepared.files.splits}
 

@@ -26,8 +26,9 @@ from labkit.finetune.scores import answers, best_span, exact_match, f1, squad_sc
 from labkit.finetune.starting_weights import load_weights
 from labkit.finetune.table6 import TABLE_6, rows_of, size_of
 from labkit.finetune.task_files import Passage
-from labkit.finetune.task_model import task_chunks
+from labkit.finetune.task_model import task_provider
 from labkit.finetune.task_samples import Packer, TaskSamples, Windows
+from labkit.models.chunks import build_model_chunks
 from labkit.parallel import single_process_groups
 from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.train import pretrain
@@ -365,8 +366,8 @@ def test_saved_weights_are_a_checkpoint(
 def test_every_pretrained_weight_is_loaded(task: str, folder: Any, checkpoint: str) -> None:
     path = str(folder({"squad": "squad1.1"}.get(task, task)))
     prepared = prepare(Settings(task=task, path=path, checkpoint=checkpoint))
-    groups, outputs = single_process_groups(), prepared.files.outputs
-    chunks = task_chunks(configuration(prepared, prepared.row, 99, 1), groups, outputs)
+    groups, provider = single_process_groups(), task_provider(prepared.files.outputs)
+    chunks = build_model_chunks(configuration(prepared, prepared.row, 99, 1), groups, model_provider=provider)
     load_weights([*chunks], groups, prepared.weights)
     reader, names = Reader(prepared.weights.source), set()
     for name, parameter in named_parameters(chunks).items():

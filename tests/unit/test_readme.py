@@ -65,16 +65,6 @@ def commands() -> list[str]:
     return [call for call in calls if call.startswith("labkit ")]
 
 
-def test_git_ignores_what_commands_write():
-    """A clone stays clean while a reader types the commands of the page."""
-    options = r"> |TO=|prepare \S+ |--(?:csv|plot|out|trace|train\.output_dir|checkpoint\.dir) "
-    written = re.findall(rf"(?:{options})([\w./]+)", README)
-    assert {"mine.yaml", "mine.csv", "runs/first", "corpus"} <= set(written)
-    names = {f"{name}{ending}" for name in written for ending in ([".bin", ".cache/a"] if name == "corpus" else ["/a"])}
-    command = ["git", "check-ignore", "--no-index", *sorted(names)]
-    assert set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()) == names
-
-
 def test_commands_are_found():
     assert {command.split()[1] for command in commands()} >= {"groups", "train", "parity"}
 

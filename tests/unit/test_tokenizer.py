@@ -15,7 +15,7 @@ from labkit.data.cleaning import Cleaner, Rules
 from labkit.data.indexed import IndexedDataset
 from labkit.data.preparation import Recipe, prepare
 from labkit.data.text import BUNDLED, END_OF_TEXT, bundled_tokens, encode, located_tokens, vocabulary_size
-from labkit.evaluate.tasks import encoder
+from labkit.evaluate.tasks import tokenizer_for
 from labkit.finetune.task_samples import Packer
 
 
@@ -61,7 +61,7 @@ def test_tokens_that_a_tokenizer_adds_around_a_text_are_no_tokens_of_the_text(tm
         IndexedDataset(tmp_path / "out")[0],
         Packer(path, 80, 2000).ids(text),
         Packer(path, 80, 2000).located(text)[0],
-        encoder(SimpleNamespace(config=presets.tiny()), path)(text),
+        tokenizer_for(SimpleNamespace(config=presets.tiny()), path).encode(text).ids,
     ]
     assert [list(ids) for ids in found] == [own] * len(found)
     for fewest, kept in ((len(own), text), (len(own) + 1, None)):
