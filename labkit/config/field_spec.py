@@ -231,16 +231,16 @@ def _sound_path(value: str) -> str:
         encoded = os.fsencode(path)
     except UnicodeEncodeError:
         encoded = b"\0"
-    if not path.strip():
-        raise BadValueError("a path must not be empty; name one, or leave it out")
-    if b"\0" in encoded:
-        raise BadValueError("no file name may hold a NUL or half of a surrogate pair; take these characters out")
-    if path.startswith("~"):
-        raise BadValueError(f"{path.split('/')[0]} is no user's home folder; write the whole path, or ./ before the ~")
-    if (size := max(map(len, encoded.split(b"/")))) > LONGEST_NAME:
-        raise BadValueError(f"a name in it has {size:,} bytes, and a file system takes {LONGEST_NAME}; shorten it")
-    if len(encoded) > LONGEST_PATH:
-        raise BadValueError(f"has {len(encoded):,} bytes, and a path may have {LONGEST_PATH:,}; shorten it")
+    size, longest = len(encoded), max(map(len, encoded.split(b"/")))
+    for broken, rule in (
+        (not path.strip(), "a path must not be empty; name one, or leave it out"),
+        (b"\0" in encoded, "no file name may hold a NUL or half of a surrogate pair; take these characters out"),
+        (path.startswith("~"), f"{path.split('/')[0]} is no user's home folder; write the whole path, or ./ before it"),
+        (longest > LONGEST_NAME, f"a name in it has {longest:,} bytes, and may have {LONGEST_NAME}; shorten it"),
+        (size > LONGEST_PATH, f"has {size:,} bytes, and a path may have {LONGEST_PATH:,}; shorten it"),
+    ):
+        if broken:
+            raise BadValueError(rule)
     return path
 
 

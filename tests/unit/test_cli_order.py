@@ -231,7 +231,7 @@ def test_a_file_for_other_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--pp", "2", "--microbatches", "x"], "--microbatches 'x': must be an integer"),
         (["--pp", "2", "--num_microbatches", "x"], "--num_microbatches 'x': must be an integer"),
         (["--microbatches=", "--parallel.pp", "x"], None),
-        (["--verify", ""], "--verify '': a path must not be empty"),
+        (["--verify", ""], "--verify '': a path must not be empty; name one, or leave it out"),
     ],
 )
 def test_one_mistake_is_told_once(capsys: pytest.CaptureFixture[str], words: list[str], message: str | None) -> None:

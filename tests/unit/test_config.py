@@ -246,13 +246,15 @@ def _values(dotted: str) -> st.SearchStrategy:
         return st.sampled_from(spec.choices)
     if spec.kind == "bool":
         return st.booleans()
-    name = st.text(st.characters(codec="utf-8", exclude_characters="\0")).map(lambda text: f"a{text[:40]}")
+    if spec.path:
+        path = st.text("ab~/. \u2028", min_size=1, max_size=12).filter(lambda text: text.strip() and text[0] != "~")
+        return st.lists(path, max_size=3).map(tuple) if spec.kind.startswith("tuple") else path
     if spec.kind == "tuple[str, ...]":
-        return st.lists(name if spec.path else st.text(max_size=5), max_size=3).map(tuple)
+        return st.lists(st.text(max_size=5), max_size=3).map(tuple)
     if spec.kind == "tuple[int, ...]":
         return st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple)
     if spec.kind == "str":
-        return name if spec.path else st.text(max_size=12)
+        return st.text(max_size=12)
     if spec.kind == "int":
         return st.integers(0, 2**31 - 1)
     return st.floats(allow_nan=False, allow_infinity=False)

@@ -594,7 +594,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         )
     ],
     *[
-        (words, "...: a name in it has 256 bytes, and a file system takes 255; shorten it")
+        (words, "...: a name in it has 256 bytes, and may have 255; shorten it")
         for words in (
             ["watch", LONG],
             ["checkpoint", "list", LONG],
@@ -638,7 +638,7 @@ PATHS = [name for name, spec in SPECS.items() if spec.path]
 BAD_PATHS: dict[str, str] = {
     "": "a path must not be empty",
     " \t": "a path must not be empty",
-    LONG: "a name in it has 256 bytes, and a file system takes 255",
+    LONG: "a name in it has 256 bytes, and may have 255",
     "\u20ac" * 86: "a name in it has 258 bytes",
     "b/" * 2100: "has 4,200 bytes, and a path may have 3,840",
     "a\0b": "no file name may hold a NUL",
