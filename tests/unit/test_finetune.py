@@ -453,7 +453,7 @@ def test_signals_leave_finished_runs_and_nothing_else(
         ("mnli --path HERE --checkpoint EXPORT", "names no tokenizer"),
         (
             "mnli --path HERE --checkpoint RUN --out nowhere/o.jsonl",
-            "--out nowhere/o.jsonl: there is no folder nowhere",
+            "--out 'nowhere/o.jsonl': there is no folder 'nowhere'",
         ),
     ],
 )
