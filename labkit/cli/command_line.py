@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(execute: Callable[[], int], called: str) -> int:
-    """What `execute` returns; its errors become a message, which begins with `called`, and an exit code."""
+    """The result of `execute`; its errors become a message, which begins with `called`, and an exit code."""
     try:
         code = execute()
         sys.stdout.flush()

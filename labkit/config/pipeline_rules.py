@@ -49,7 +49,7 @@ def _number_of_chunks(found: Findings) -> None:
 def _stages(found: Findings) -> None:
     """The stages that `parallel.pipeline_layout` names hold the model's layers; without it all hold equally many."""
     text, chunks = found.config.parallel.pipeline_layout, _chunks(found)
-    if text is None and chunks is not None and found.config.model.family != "t5":  # whose halves have a rule elsewhere
+    if text is None and chunks is not None and not found.config.model.has_two_halves:  # a rule elsewhere
         _equal_shares(found, chunks)
     elif text is not None:
         try:

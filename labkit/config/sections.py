@@ -528,7 +528,7 @@ class Sections:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     extra: ExtraConfig = dataclasses.field(default_factory=ExtraConfig)
     extra_specs: dict[str, FieldSpec] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """What a script has declared of the fields in `extra`, by dotted name (`RunConfig.with_extra`); no section."""
+    """The fields in `extra` that a script has declared, by dotted name (`RunConfig.with_extra`); no section."""
 
 
 SECTIONS: dict[str, type] = {name: type(section) for name, section in vars(Sections()).items() if name != "extra_specs"}

@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """Which stage a model chunk is, and what the chunks of one rank share: all that the configuration does not say."""
+    """The stage of a model chunk, and what the chunks of one rank share: all that the configuration does not say."""
 
     index: int
     """Place among the chunks of this rank (Megatron's `vp_stage`)."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import pickle
+import re
 import subprocess
 import sys
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, presets, rules
+from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, field, presets, rules
 from labkit.config.fields import ALIASES, SPECS, resolve
 from labkit.config.sections import REASONS, SECTIONS
 from labkit.parallel.rank_generator import rank_generators
@@ -438,3 +441,79 @@ def test_fuzzed_files_give_a_config_or_a_config_error(tmp_path_factory, content)
         assert isinstance(RunConfig.from_yaml(path), RunConfig)
     except ConfigError as error:
         assert error.problems
+
+
+# ---- fields of a script ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Every kind of field that a script may add."""
+
+    alpha: float = field(1.0, "A number.", gt=0)
+    words: tuple[str, ...] = field((), "A list.")
+    most: int | None = field(None, "None is a value.", ge=1)
+    mode: str = field("plain", "Words.", choices="plain other")
+    on: bool = field(False, "Read in one mode alone.", needs="extra.mode=other")
+
+
+def test_fields_of_a_script_are_like_all_others(tmp_path: pathlib.Path) -> None:
+    config = presets.tiny().with_extra(Options)
+    assert vars(config.extra) == {"alpha": 1.0, "words": (), "most": None, "mode": "plain", "on": False}
+    changed = config.override({"extra.alpha": 2, "extra": {"words": ["a"], "most": 3}}).validate(4)
+    assert isinstance(changed.extra.alpha, float) and changed.extra.words == ("a",) and config.extra.alpha == 1.0
+    path = tmp_path / "config.yaml"
+    for text in (changed.to_yaml(), changed.to_commented_yaml()):
+        path.write_text(text, encoding="utf-8")
+        assert RunConfig.from_yaml(path) == changed, "without the script as well"
+        assert RunConfig.from_yaml(path).with_extra(Options).override({"extra.alpha": 0}).problems() == [
+            "extra.alpha = 0.0: must be greater than 0"
+        ]
+    assert "  # A number. [> 0]\n  alpha: 2.0\n" in changed.to_commented_yaml()
+    sent = pickle.loads(pickle.dumps(changed))
+    assert sent == changed and sent.override({"extra.most": 0}).problems() == ["extra.most = 0: must be at least 1"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.extra.alpha = 3.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"extra.alpha": "1"}, "extra.alpha = '1': must be a number, not text; write it without quotes"),
+        ({"extra.mode": "othr"}, "extra.mode = 'othr': must be one of plain, other; did you mean \"other\"?"),
+        ({"extra": {"alpa": 1}}, 'extra.alpa = 1: unknown field; did you mean "extra.alpha"?'),
+        (
+            {"extra.on": True},
+            "extra.on = True: has no effect with extra.mode = plain; set that to other, or leave this out",
+        ),
+    ],
+)
+def test_bad_values_of_a_script_are_refused_as_others(changes: dict[str, object], problem: str) -> None:
+    assert presets.tiny().with_extra(Options).override(changes).problems() == [problem]
+    assert presets.tiny().override(changes).with_extra(Options).problems() == [problem], "in whatever order"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "default", "said"),
+    [
+        ("lr", float, field(1.0, "L."), "extra.lr has a name that the configuration knows"),
+        ("a", float, field(0.0, "A.", gt=0), "extra.a has the default 0.0, which must be greater than 0"),
+        ("a", float, dataclasses.field(), "extra.a needs a default"),
+        ("a", complex, field(1j, "A."), "extra.a must be one of int, float"),
+        ("a", float, field(1.0, "A.", aliases="b"), "and has no aliases"),
+    ],
+)
+def test_fields_that_cannot_be_added_are_refused(name: str, kind: type, default: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"extra_args_provider: .*{re.escape(said)}"):
+        presets.tiny().with_extra(dataclasses.make_dataclass("Own", [(name, kind, default)]))
+    with pytest.raises(ValueError, match="extra_args_provider must be a dataclass"):
+        presets.tiny().with_extra(print)  # type: ignore[arg-type]
+
+
+def test_what_a_model_of_ones_own_is_changes_the_rules_of_its_stages() -> None:
+    own = presets.tiny().override({"model_type": "encoder_and_decoder", "pp": 2, "decoder_layers": 4})
+    (problem,) = own.problems()
+    assert problem.startswith("parallel.split_rank = None: with parallel.pp = 2 ")
+    assert own.override({"split_rank": 1}).problems(2) == []
+    wrong = RunConfig().override({"family": "t5", "model_type": "encoder_or_decoder"}).problems()
+    assert wrong == ["model.model_type = 'encoder_or_decoder': a T5 is an encoder and a decoder; leave it out"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.config import ModelConfig, ParallelConfig, presets
-from labkit.models import GPTModel, build_model_chunks, stage_layers
+from labkit.models import ChunkSpec, GPTModel, build_model_chunk, build_model_chunks, stage_layers
 from labkit.models.attention import ParallelAttention
-from labkit.models.build import Build
+from labkit.models.build import Build, LayerSpec
 from labkit.models.core_attention import CoreAttention, attention_by_kernel
 from labkit.models.embedding import rotary_table, rotate
 from labkit.parallel import initialize_model_parallel, single_process_groups
@@ -354,6 +356,19 @@ def test_a_v_shares_one_weight_between_its_first_and_last_stage() -> None:
     assert not record_of(first.embedding.word.weight).shared_embedding, "nothing is summed over other ranks"
     first, last = chunks_at(0, V, **{"model.untie_embeddings_and_output_weights": True})
     assert last.output is not None and last.output_weight_VH is last.output.weight
+
+
+def test_no_argument_of_a_model_is_forgotten_when_a_chunk_is_built() -> None:
+    """A parameter that the constructor gets later must come from the configuration, or a field would do nothing."""
+    config = presets.tiny_moe().override({"precision": "bf16", "label_smoothing": 0.1, "hidden_dropout": 0.1})
+    passed: dict[str, Any] = {}
+    chunk = ChunkSpec(0, 0, range(8), rng=RngTracker("cpu"), spec=LayerSpec())
+    ends = {"pre_process": True, "post_process": True, "chunk": chunk}
+    build_model_chunk(config, GROUPS, **ends, kind=lambda *_, **options: passed.update(options))
+    keywords = {p.name for p in inspect.signature(GPTModel).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert passed.keys() == keywords - {"device"}, "the groups have the device"
+    assert (passed["moe"], passed["dtype"], passed["label_smoothing"]) == (config.moe, torch.bfloat16, 0.1)
+    assert passed["rng"] is chunk.rng and passed["spec"] is chunk.spec
 
 
 def test_tied_weights_on_ranks_that_no_group_joins_are_refused() -> None:

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NAMES: dict[str, str] = {
     "check": "check check_parameters",
-    "cli": "main",
+    "cli": "main train_script",
     "config": """
-        ConfigError DataConfig GraphConfig ModelConfig MoEConfig OptimConfig ParallelConfig presets RunConfig
+        ConfigError DataConfig field GraphConfig ModelConfig MoEConfig OptimConfig ParallelConfig presets RunConfig
         ScheduleConfig TrainConfig
     """,
     "data": "build_gpt_datasets data_iterator load_tokenizer unigram_entropy",
@@ -36,8 +36,8 @@ NAMES: dict[str, str] = {
     """,
     "launch": "rank_info RankError Ranks run",
     "models": """
-        build_model_chunks gather_full_state GPTModel layer_activation_bytes layer_parts load_full_state SavedTensors
-        Share sleep_through stage_contents stage_layers
+        build_model_chunk build_model_chunks ChunkSpec gather_full_state GPTModel layer_activation_bytes layer_parts
+        load_full_state SavedTensors Share sleep_through stage_contents stage_layers
     """,
     "moe": """
         apply_capacity get_capacity MoEAlltoAllTokenDispatcher MoELayer permute sort_chunks_by_idxs topk_routing
