@@ -104,7 +104,7 @@ def rates(
     where it was rejected. A share of what is unknown is left out.
 
     flops: of a step, the same for all. MFU needs the operations of a model by `labkit.models.counts`: all S^2 pairs of
-        attention, nothing recomputed. Training reports the same, and so do Megatron (arXiv 2104.04473) and PaLM
+        attention, nothing recomputed (model FLOPs). Training reports the same, as Megatron-LM does now, and PaLM
         (arXiv 2204.02311), so the numbers compare.
     share: name of the share of the peak; `mfu`, or `share_of_peak` where the operations are those of kernels.
     optims: whose precision chooses the peak, by name of the alternative; bf16 for others.

@@ -18,12 +18,14 @@ multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.config.pipeline_layout import parse_layout
 from labkit.models.mamba.mamba_costs import mamba_linear_flops, mamba_parameters, scan_flops
 from labkit.schedules import Schedule, build_schedule
+from labkit.schedules.simulator import kept_whole
 
 DENSE = MoEConfig()
 """No layer has experts."""
@@ -340,8 +342,7 @@ def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule |
     """
     parallel, model = config.parallel, config.model
     if schedule is None:
-        microbatches = config.num_microbatches(parallel.smallest_world_size)
-        schedule = build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
+        schedule = _configured_schedule(config)
     contents = stage_contents(config, schedule.num_stages)
     held = [contents[stage] for stage in schedule.stages_of(pp_rank)]
     total = sum(
@@ -362,6 +363,13 @@ def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule |
     if both_ends and not in_one_chunk and not model.untie_embeddings_and_output_weights:
         total -= padded_vocab(model, parallel.tp) // parallel.tp * model.hidden
     return total
+
+
+def _configured_schedule(config: RunConfig) -> Schedule:
+    """On as few ranks as the layout needs."""
+    parallel = config.parallel
+    microbatches = config.num_microbatches(parallel.smallest_world_size)
+    return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
 
 
 # ---- operations ----
@@ -456,22 +464,59 @@ def _head_flops(model: ModelConfig, samples: int) -> int:
     return 2 * (samples * model.seq_length * model.hidden**2 + order)
 
 
-def step_flops(
-    model: ModelConfig, *, samples: int = 1, causal: bool = False, recompute: bool = False, moe: MoEConfig = DENSE
-) -> Flops:
-    """Operations of forward and backward of `samples` sequences.
+def step_flops(model: ModelConfig, *, samples: int = 1, causal: bool = False, moe: MoEConfig = DENSE) -> Flops:
+    """Operations of forward and backward of `samples` sequences: the *model FLOPs*, without any recomputation.
 
     The backward of a GEMM is two GEMMs, one for the gradient of each operand, so a step costs three forward passes.
-
-    With `recompute` (activation checkpointing of every layer) the layers run forward twice and the output layer once.
     """
-    once = forward_flops(model, samples=samples, causal=causal, moe=moe)
-    total = once.times(3)
-    if not recompute:
+    return forward_flops(model, samples=samples, causal=causal, moe=moe).times(3)
+
+
+def hardware_flops(config: RunConfig, schedule: Schedule | None = None) -> int:
+    """Operations that all ranks together execute in a step: the *hardware FLOPs* of arXiv 2205.05198.
+
+    They are `step_flops` and the forwards that `config.model` has backward repeat. Microbatches that their rank keeps
+    whole repeat nothing (`kept_whole`). Operations that a kernel repeats inside, as flash attention does, do not count.
+
+    schedule: of the run; None takes the configured one on as few ranks as its layout needs.
+    """
+    model, batch = config.model, config.train.global_batch_size
+    total = step_flops(model, samples=batch, moe=config.moe).total
+    if model.recompute_granularity == "none":
         return total
-    return Flops(
-        total.linear + once.linear, total.attention + once.attention, total.logits, total.experts + once.experts
-    )
+    if schedule is None:
+        schedule = _configured_schedule(config)
+    contents, count = stage_contents(config, schedule.num_stages), schedule.num_microbatches
+    for rank in range(schedule.pp):
+        most = model.num_microbatches_with_partial_activation_checkpoints or 0
+        kept = Counter(stage for stage, _ in kept_whole(schedule, rank, most))
+        for stage in schedule.stages_of(rank):
+            repeated = _repeated_flops(model, config.moe, contents[stage].layers)
+            total += repeated * (count - kept[stage]) * (batch // count)
+    return total
+
+
+def _repeated_flops(model: ModelConfig, moe: MoEConfig, layers: range) -> int:
+    """Operations that the backward of one sample repeats in the layers of one stage."""
+    if model.recompute_granularity == "full":
+        depth = model.layers  # behind it is a T5's decoder, whose first layers count anew
+        halves = range(layers.start, min(layers.stop, depth)), range(max(layers.start, depth), layers.stop)
+        most = model.recompute_num_layers if model.recompute_method == "block" else None
+        return sum(forward_flops(model, layers=half[:most], logits=False, moe=moe).total for half in halves)
+    names, h = model.recompute_modules, model.hidden
+    total = forward_flops(model, layers=layers, logits=False).attention if "core_attn" in names else 0
+    router, experts = h * moe.num_experts, moe.num_experts * expert_parameters(model, moe)
+    for index in layers:
+        weights = 0
+        if moe.is_moe_layer(index):
+            shared = moe_parameters(model, moe) - router - experts
+            weights = shared if "shared_experts" in names else 0
+            weights = router + shared + moe.top_k * expert_parameters(model, moe) if "moe" in names else weights
+        elif "mlp" in names:
+            weights = h * (fc1_width(model) + ffn_width(model))
+        in_decoder = model.family == "t5" and index >= model.layers
+        total += 2 * weights * (decoder_length(model) if in_decoder else model.seq_length)
+    return total
 
 
 def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = True) -> float:

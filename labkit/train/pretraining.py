@@ -377,7 +377,7 @@ def _train_from(
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
         _profile_of(run) as profile,
         Report(
-            config, run.groups, timers, recorder, pipeline.router_metrics,
+            config, run.groups, timers, recorder, pipeline.router_metrics, run.schedule,
             resumed_after=start.step, skipped_steps=start.skipped_steps, append=continues,
         ) as report,
     ):  # fmt: skip

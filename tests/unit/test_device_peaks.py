@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labkit.config import OptimConfig, presets
-from labkit.models.counts import step_flops
+from labkit.models.counts import forward_flops, step_flops
 from labkit.parallel import single_process_groups
 from labkit.train.reporting.device_peaks import PEAKS, Gpu, known_peak, mean_peak, peak_of, peak_of_a_rank
 from labkit.train.reporting.progress_line import step_words
@@ -94,10 +94,13 @@ def test_a_rank_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_of_a_rank(groups, BF16) == 312.0 and asked == [torch.device("cuda", 3)]
 
 
-def test_mfu_is_the_rate_of_the_models_operations_over_the_peak() -> None:
-    config = presets.tiny_moe()
-    flops = step_flops(config.model, samples=config.train.global_batch_size, moe=config.moe).total
+def test_mfu_and_hfu_are_the_rates_of_the_models_and_the_hardwares_operations_over_the_peak() -> None:
+    config = presets.tiny_moe().override({"recompute_granularity": "full"})
+    samples = config.train.global_batch_size
+    flops = step_flops(config.model, samples=samples, moe=config.moe).total
+    again = forward_flops(config.model, samples=samples, moe=config.moe, logits=False).total
     rates = Throughput(config, 4, peak=312.0).rates(0.5)
     assert rates["mfu"] == pytest.approx(flops / 0.5 / (4 * 312e12))
-    assert "mfu" not in Throughput(config, 4).rates(0.5)
-    assert step_words({"step": 1, "mfu": 0.4127}) == ["step 1:", "MFU 41.3%"]
+    assert rates["hfu"] == pytest.approx((flops + again) / 0.5 / (4 * 312e12))
+    assert not {"mfu", "hfu"} & set(Throughput(config, 4).rates(0.5))
+    assert step_words({"step": 1, "mfu": 0.4127, "hfu": 0.5}) == ["step 1:", "MFU 41.3%", "HFU 50.0%"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.config import ModelConfig, ParallelConfig, RunConfig, presets
+from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
 from labkit.models import build_model_chunks, counts
 from labkit.models.chunks import model_type
 from labkit.models.mamba.mamba_costs import CHUNK
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.schedules import Schedule
+from labkit.train import pretrain
 
 GROUPS = single_process_groups()
 GPT2 = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=301, make_vocab_size_divisible_by=32, seq_length=32)
@@ -157,6 +159,65 @@ def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
     assert counted(config, backward=True) == counts.step_flops(config, samples=3).total
 
 
+RECOMPUTED = [
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "full", "recompute_num_layers": 2},
+    {"recompute_granularity": "full", "recompute_method": "block"},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
+]
+
+
+def batch_of(model: ModelConfig, samples: int, **parallel) -> RunConfig:
+    """A run whose microbatches have one sample each; with one stage all are one microbatch."""
+    micro = 1 if parallel else samples
+    train = TrainConfig(micro_batch_size=micro, global_batch_size=samples)
+    return RunConfig(model=model, parallel=ParallelConfig(**parallel), train=train)
+
+
+@pytest.mark.parametrize("changes", RECOMPUTED, ids=lambda changes: " ".join(map(str, changes.values())))
+@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED, BERT, POST], ids=["gpt2", "gated", "grouped", "bert", "post"])
+def test_hardware_operations_equal_torchs_counter(config: ModelConfig, changes: dict[str, Any]) -> None:
+    again = replace(config, **changes)
+    assert counted(again, backward=True) == counts.hardware_flops(batch_of(again, 3))
+    assert counts.hardware_flops(batch_of(config, 3)) == counts.step_flops(config, samples=3).total
+
+
+@pytest.mark.parametrize("changes", RECOMPUTED[:3], ids=["full", "groups", "block"])
+def test_hardware_operations_of_mamba_layers_equal_torchs_counter(changes: dict[str, Any]) -> None:
+    again = replace(HYBRID, **changes)
+    assert counted(again, backward=True) == counts.hardware_flops(batch_of(again, 3))
+
+
+def test_operations_of_a_run_with_recomputation_equal_torchs_counter() -> None:
+    """Two microbatches of two samples, of which `pretrain` recomputes half of the layers."""
+    size = {"layers": 4, "make_vocab_size_divisible_by": 1, "attention_backend": "math"}
+    batch = {"micro_batch_size": 2, "global_batch_size": 4, "steps": 1, "eval_steps": 0}
+    config = presets.tiny().override(size | batch | RECOMPUTED[2] | {"recompute_num_layers": 2})
+    also = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=also) as counter:
+        [line] = pretrain(config).metrics
+    assert counter.get_total_flops() == counts.hardware_flops(config)
+    hardware = line["hardware_tflops_per_rank"] * line["step_time"] * 1e12
+    assert hardware == pytest.approx(counter.get_total_flops())
+    model = line["tflops_per_rank"] * line["step_time"] * 1e12
+    assert model == pytest.approx(counts.step_flops(config.model, samples=4).total)
+
+
+def test_what_the_stages_of_a_pipeline_recompute() -> None:
+    """Each chunk recomputes its first layer. Of four microbatches the first rank, with two in flight, keeps the first
+    of every two; the second rank, with one, keeps all (Megatron's rule)."""
+    model = replace(GPT2, layers=8, recompute_granularity="full")
+    plain, layer = counts.step_flops(model, samples=4).total, counts.forward_flops(model, layers=1, logits=False).total
+    block = replace(model, recompute_method="block")
+    assert counts.hardware_flops(batch_of(block, 4, pp=2)) == plain + 4 * 2 * layer
+    assert counts.hardware_flops(batch_of(block, 4, pp=2, vpp=2)) == plain + 4 * 4 * layer
+    uneven = batch_of(replace(block, recompute_num_layers=3), 4, pp=2, pipeline_layout="Et|t*7 L")
+    assert counts.hardware_flops(uneven) == plain + 4 * (1 + 3) * layer
+    partial = replace(model, num_microbatches_with_partial_activation_checkpoints=1)
+    assert counts.hardware_flops(batch_of(partial, 4, pp=2)) == plain + 2 * 4 * layer
+
+
 @given(
     s=st.sampled_from([128, 1024, 2048]),
     h=st.sampled_from([512, 768, 3072]),
@@ -166,7 +227,7 @@ def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
 )
 def test_the_papers_formula_is_the_same_count(s: int, h: int, v: int, layers: int, recompute: bool) -> None:
     model = ModelConfig(layers=layers, hidden=h, heads=8, vocab_size=v, seq_length=s)
-    exact = counts.step_flops(model, samples=4, recompute=recompute).total
+    exact = counts.hardware_flops(batch_of(replace(model, recompute_granularity="full" if recompute else "none"), 4))
     assert counts.paper_step_flops(model, samples=4, recompute=recompute) == pytest.approx(exact, rel=1e-12)
 
 

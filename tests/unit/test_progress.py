@@ -28,10 +28,10 @@ from labkit.train.reporting.report import Throughput, peak_memory_bytes
 VALUES = {
     "step": 12, "steps": 100, "loss": 5.80543, "grad_norm": 1.2345, "learning_rate": 3e-4, "loss_scale": 1.0,
     "skipped_steps": 0, "step_time": 0.42, "tokens_per_second": 1234.4, "tflops_per_rank": 0.01234,
-    "peak_memory_bytes": 440_234_147, "eta": 36.96,
+    "hardware_tflops_per_rank": 0.0164, "peak_memory_bytes": 440_234_147, "eta": 36.96,
 }  # fmt: skip
-WORDS = ["step 12 of 100:", "loss 5.8054", "0.420 s/step", "ETA 0:37", "1,234 tokens/s", "12.3 GFLOP/s/rank",
-         "lr 3.00e-04", "grad norm 1.23", "memory 0.41 GiB"]  # fmt: skip
+WORDS = ["step 12 of 100:", "loss 5.8054", "0.420 s/step", "ETA 0:37", "1,234 tokens/s", "model 12.3 GFLOP/s/rank",
+         "hardware 16.4 GFLOP/s/rank", "lr 3.00e-04", "grad norm 1.23", "memory 0.41 GiB"]  # fmt: skip
 
 
 def test_the_words_of_a_step_in_order_of_importance() -> None:
@@ -170,7 +170,7 @@ def test_rates_are_those_of_the_configuration() -> None:
     batch = config.train.global_batch_size
     assert rates["step_time"] == 0.5 and rates["tokens_per_second"] == batch * config.model.seq_length / 0.5
     flops = step_flops(config.model, samples=batch, moe=config.moe).total
-    assert rates["tflops_per_rank"] == pytest.approx(flops / 4 / 0.5 / 1e12)
+    assert rates["tflops_per_rank"] == rates["hardware_tflops_per_rank"] == pytest.approx(flops / 4 / 0.5 / 1e12)
 
 
 def test_the_time_left_is_by_the_steps_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_every_shown_field_is_in_the_metrics() -> None:
     result = pretrain(presets.tiny().override(shape | {"eval_steps": 1}))
     of_bert = pretrain(presets.bert_tiny().override(shape | {"eval_steps": 1}))
     named = {name for line in [*result.metrics, *of_bert.metrics] for name in line}
-    assert set(FIELDS) - named == {"eta", "mfu", "slow_ranks"}, "a CPU has no known peak, and no rank is slow"
+    assert set(FIELDS) - named == {"eta", "mfu", "hfu", "slow_ranks"}, "a CPU has no known peak, and no rank is slow"
     line = result.metrics[1]
     assert line["step"] == 2 and line["step_time"] == line["timers"]["step"][1]
     assert line["tokens_per_second"] == pytest.approx(2 * 8 / line["step_time"])

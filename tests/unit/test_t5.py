@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, presets
+from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
 from labkit.data.datasets import build_datasets, data_iterator
 from labkit.models import Share, T5Model, counts
 from labkit.models.convert import full_shapes
@@ -100,9 +100,18 @@ def test_names_shapes_and_parameters_are_those_of_the_closed_forms() -> None:
 # ---- costs ----
 
 
+RECOMPUTED: list[dict[str, Any]] = [
+    {},
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "full", "recompute_method": "block"},
+    {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
+]
+
+
 @FORMS
-def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
-    config = replace(config, make_vocab_size_divisible_by=1)  # the closed forms leave padding out
+@pytest.mark.parametrize("recomputed", RECOMPUTED, ids=["nothing", "uniform", "block", "selective"])
+def test_operations_equal_torchs_counter(config: ModelConfig, recomputed: dict[str, Any]) -> None:
+    config = replace(config, make_vocab_size_divisible_by=1, **recomputed)  # the closed forms leave padding out
     model, (text_enc, text_dec, mask) = built(config), batch()
     also = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=also) as counter:
@@ -110,17 +119,10 @@ def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
         forward = counter.get_total_flops()
         loss.backward()
     assert forward == counts.forward_flops(config, samples=2).total
-    assert counter.get_total_flops() == counts.step_flops(config, samples=2).total
+    train = TrainConfig(micro_batch_size=2, global_batch_size=2)
+    assert counter.get_total_flops() == counts.hardware_flops(RunConfig(model=config, train=train))
     halves = [counts.forward_flops(config, layers=range(*ends), logits=False).total for ends in ((0, 2), (2, 5))]
     assert sum(halves) + counts.forward_flops(config, layers=range(0)).total == counts.forward_flops(config).total
-
-
-RECOMPUTED: list[dict[str, Any]] = [
-    {},
-    {"recompute_granularity": "full"},
-    {"recompute_granularity": "full", "recompute_method": "block"},
-    {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
-]
 
 
 @FORMS

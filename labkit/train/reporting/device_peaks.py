@@ -1,9 +1,9 @@
-"""Peak rates of known GPUs, and the share of a peak that a run reaches (MFU).
+"""Peak rates of known GPUs, and the share of a peak that a run reaches (MFU and HFU).
 
 MFU, the model FLOPs utilisation of arXiv 2204.02311 (appendix B), is the rate of the model's operations over the peak
 of the devices. The operations are those of `labkit.models.counts.step_flops`. Both count attention over all pairs of
-positions and no operation that recomputation repeats. Megatron's formula (arXiv 2104.04473) counts the same pairs, so
-the number compares with published ones. The GPU benchmarks have the same MFU.
+positions and no operation that recomputation repeats. HFU, the hardware FLOPs utilisation of arXiv 2205.05198, counts
+these, too (`hardware_flops`); the 52 % of arXiv 2104.04473 are such. The GPU benchmarks have the same MFU.
 
 The table has TFLOP/s of dense products by NVIDIA's documents, by the name that `torch.cuda.get_device_name` gives. A
 data sheet of Hopper or Ada prints its tensor cores with sparsity; a dense product reaches half of that.
@@ -14,7 +14,7 @@ data sheet of Hopper or Ada prints its tensor cores with sparsity; a dense produ
                                                         with sums in float32
 
 The whole name must fit, so a slice of a GPU (MIG) or a laptop's variant is unknown. A run on an unknown device, such as
-a CPU, has no MFU.
+a CPU, has neither.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A finished step as one line of text: its values with their units, the most important first.
 
-    step 12 of 100: loss 5.8054  0.420 s/step  ETA 0:37  1,234 tokens/s  12.3 GFLOP/s/rank  lr 3.00e-04
-      grad norm 1.23  memory 0.41 GiB
+    step 12 of 100: loss 5.8054  0.420 s/step  ETA 0:37  1,234 tokens/s  model 12.3 GFLOP/s/rank
+      hardware 16.4 GFLOP/s/rank  lr 3.00e-04  grad norm 1.23  memory 0.41 GiB
 
-The values have their names from metrics.jsonl, so a line of that file can be shown unchanged.
+The values have their names from metrics.jsonl, so a line of that file can be shown unchanged. The rate of model FLOPs
+is Megatron's TFLOP/s/GPU; that of hardware FLOPs counts recomputation.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ FIELDS: dict[str, Callable[[Any], str]] = {
     "step_time": lambda seconds: f"{digits(seconds)} s/step",
     "eta": lambda seconds: f"ETA {duration(seconds)}",
     "tokens_per_second": lambda rate: f"{digits(rate)} tokens/s",
-    "tflops_per_rank": lambda rate: f"{teraflops(rate)}/rank",
+    "tflops_per_rank": lambda rate: f"model {teraflops(rate)}/rank",
     "mfu": lambda share: f"MFU {share:.1%}",
+    "hardware_tflops_per_rank": lambda rate: f"hardware {teraflops(rate)}/rank",
+    "hfu": lambda share: f"HFU {share:.1%}",
     "learning_rate": lambda rate: f"lr {rate:.2e}",
     "grad_norm": lambda norm: f"grad norm {digits(norm)}",
     "peak_memory_bytes": lambda size: f"memory {size / 2**30:.2f} GiB",

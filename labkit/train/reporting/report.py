@@ -29,9 +29,10 @@ import torch
 from labkit.config import RunConfig
 from labkit.events import Event, EventRecorder, not_recording, recording
 from labkit.launch import report_progress
-from labkit.models.counts import decoder_length, step_flops
+from labkit.models.counts import decoder_length, hardware_flops, step_flops
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
+from labkit.schedules import Schedule
 from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank
 from labkit.train.reporting.earlier_run import EVALUATIONS, evaluations_at
@@ -46,30 +47,38 @@ from labkit.train.stepping import StepResult
 class Throughput:
     """Turns the seconds of a step into rates, and predicts the end of the run."""
 
-    def __init__(self, config: RunConfig, world_size: int, peak: float | None = None) -> None:
-        """peak: TFLOP/s that a rank can reach, None if it is unknown."""
+    def __init__(
+        self, config: RunConfig, world_size: int, peak: float | None = None, schedule: Schedule | None = None
+    ) -> None:
+        """peak: TFLOP/s that a rank can reach, None if it is unknown. schedule: see `hardware_flops`."""
         train = config.train
         self._steps = train.steps
         self._tokens = train.global_batch_size * (config.model.seq_length + decoder_length(config.model))
-        flops = step_flops(config.model, samples=train.global_batch_size, moe=config.moe).total
-        self._teraflops = flops / 1e12 / world_size
+        of_model = step_flops(config.model, samples=train.global_batch_size, moe=config.moe).total
+        of_hardware = hardware_flops(config, schedule)
+        self._teraflops = {
+            ("tflops_per_rank", "mfu"): of_model / 1e12 / world_size,
+            ("hardware_tflops_per_rank", "hfu"): of_hardware / 1e12 / world_size,
+        }
         self._peak = peak
         self._first: tuple[int, float] | None = None
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Return the rates of steps that took `seconds` each.
 
-        `tokens_per_second` counts the tokens of all ranks. `tflops_per_rank` is Megatron's TFLOP/s/GPU, with the
-        operations of `labkit.models.counts.step_flops`: all S^2 pairs of attention, nothing that is recomputed. The
-        operations are those of the configured GPT, also if a model provider builds another model. `mfu` is their share
-        of the peak; it is left out where `reporting.device_peaks` does not know the device.
+        `tokens_per_second` counts the tokens of all ranks. `tflops_per_rank` is Megatron's TFLOP/s/GPU, of model FLOPs
+        (`labkit.models.counts.step_flops`): all S^2 pairs of attention, nothing that is recomputed.
+        `hardware_tflops_per_rank` is of hardware FLOPs (`hardware_flops`), which count recomputation; the TFLOP/s of
+        arXiv 1909.08053 and 2104.04473 are such. Operations are those of the configured model, also if a model provider
+        builds another. `mfu` and `hfu` are the shares of the peak; they are left out where `reporting.device_peaks`
+        does not know the device.
         """
-        rates = {
-            "step_time": seconds,
-            "tokens_per_second": self._tokens / seconds,
-            "tflops_per_rank": self._teraflops / seconds,
-        }
-        return rates if self._peak is None else rates | {"mfu": rates["tflops_per_rank"] / self._peak}
+        rates = {"step_time": seconds, "tokens_per_second": self._tokens / seconds}
+        for (rate, share), teraflops in self._teraflops.items():
+            rates[rate] = teraflops / seconds
+            if self._peak is not None:
+                rates[share] = rates[rate] / self._peak
+        return rates
 
     def time_left(self, step: int, step_time: float) -> float:
         """Return the seconds from now to the end of the last step. `step` (counted from 1) has just finished.
@@ -103,13 +112,14 @@ class Report:
         timers: Timers,
         recorder: EventRecorder | None,
         routers: RouterMetrics | None,
+        schedule: Schedule | None = None,
         *,
         resumed_after: int = 0,
         skipped_steps: int = 0,
         append: bool = False,
     ) -> None:
         """recorder: gets this rank's Events; after each step the report adds them to the timers and takes them.
-        routers: the routers of a model with experts.
+        routers: the routers of a model with experts. schedule: of the run, whose recomputation the rates count.
         resumed_after, skipped_steps: steps that were done, and skipped, before this process resumed the run.
         append: go on in the files that are there."""
         self.losses: list[float] = []
@@ -126,7 +136,7 @@ class Report:
         board = config.train.tensorboard_dir
         self._tensorboard = TensorBoard(board) if board is not None and self._writes else None
         peak = peak_of_a_rank(groups, config.optim) if groups.device.type == "cuda" else None
-        self._throughput = Throughput(config, groups.world.size, peak)
+        self._throughput = Throughput(config, groups.world.size, peak, schedule)
         self._pace = PaceWatch(groups)
         self._peak_memory = 0
         self.skipped_steps = skipped_steps
