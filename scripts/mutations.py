@@ -33,14 +33,14 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from equivalent_mutants import EQUIVALENT  # pyright: ignore[reportMissingImports]
-from mutants import PACKAGES, Mutant, sample
+from mutants import PACKAGES, SIZE, Mutant, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE, PAGE = ROOT / "build" / "mutations", ROOT / "docs" / "faults.md"
 HEAD = "\n## Mutants\n"
 """Begin of this script's part of the page."""
+EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent_mutants.json").read_text(encoding="utf-8"))
+"""Mutants that change nothing that a user could see, each with the reason."""
 GOAL = 0.9
 """Share of mutants that must be killed, those called equivalent left out."""
 TESTS = """
@@ -114,7 +114,8 @@ def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out:
     which line."""
     os.setsid()
     os.chdir(tree)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**34, 2**34))
+    for kind, most in ((resource.RLIMIT_FSIZE, 2**34), (resource.RLIMIT_DATA, 2**33)):  # for loops without an end
+        resource.setrlimit(kind, (most, most))
     sys.path.insert(0, tree)
     os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
     sys.dont_write_bytecode = True
@@ -129,7 +130,13 @@ def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out:
         measured = Coverage(data_file=None, source=packages, config_file=False, messages=False)
         measured.start()
     watch = Watch(order, measured)
-    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # some are imported already
+    options = [
+        "--timeout=100",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+    ]  # some are imported already
     code = pytest.main([*options, *(["-x"] if order else []), *files], plugins=[watch])
     lines: dict[str, dict[int, list[str]]] = {}
     if measured is not None:
@@ -255,13 +262,14 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     survived = [row["mutant"] for row in results if not row["killed"]]
     equal, others = ([name for name in survived if (name in EQUIVALENT) is wanted] for wanted in (True, False))
     killed, counted = len(results) - len(survived), len(results) - len(equal)
-    packages = ", ".join(f"`{package}`" for package in PACKAGES)
+    paths = [row["mutant"].split(": ")[0] for row in results]
+    ran = ", ".join(f"`{package}`" for package in PACKAGES if any(f"/{package}/" in path for path in paths))
     text = f"""{HEAD}
 `scripts/mutations.py` changes the source by the operators of cosmic-ray: other comparisons, numbers, operators and
-exceptions, `not` before conditions, loops without a pass, decorators left out. It draws {len(results)} places of
-{packages}
-with a fixed seed, from each module in proportion to its places. Left out are annotations, what `raise` says, strings,
-logging, `TYPE_CHECKING` and dataclass decorators. `make sweep PART=mutations` runs them again.
+exceptions, `not` before conditions, loops without a pass, decorators left out. It draws {SIZE} places by a fixed seed,
+from each module in proportion to its places. Left out are annotations, what `raise` says, strings, `TYPE_CHECKING` and
+decorators of classes. `make sweep PART=mutations` runs them all; below are {len(results)}, of
+{ran}.
 
 {killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). {len(equal)} more change nothing that a user
 could see:
@@ -294,7 +302,7 @@ def main() -> int:
     counted = [row for row in results if row["killed"] or row["mutant"] not in EQUIVALENT]
     share = sum(row["killed"] for row in counted) / max(1, len(counted))
     print(f"{sum(row['killed'] for row in counted)} of {len(counted)} mutants are killed ({share:.0%})")
-    if given.page and not given.words:
+    if given.page:
         PAGE.write_text(PAGE.read_text().split(HEAD)[0] + page(results))
     return 0 if share >= GOAL else 1
 

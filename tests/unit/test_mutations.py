@@ -74,15 +74,20 @@ def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
     assert [row["mutant"] for row in results] == [mutant.name for mutant in sample]
     [survivor] = [row for row in results if not row["killed"]]
     assert "twice: `return x + x`" in survivor["mutant"] and survivor["by"] == ""
-    tests = {f"test_pairs.py::test_{name}" for name in ("area", "scale")}
-    assert {row["by"] for row in results if row["killed"]} == tests
+    assert {row["by"] for row in results if row["killed"]} == {
+        f"test_pairs.py::test_{name}" for name in ("area", "scale")
+    }
     assert (mutations.STATE / "tree0" / "labkit" / "data" / "pairs.py").read_text() == SOURCE
     log = mutations.STATE / "results.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
     judged = []
-    monkeypatch.setattr(mutations, "judge", lambda *given: judged.append(given[1]) or {**results[-1], "again": True})
-    assert mutations.run(sample, 1) == [*results[:-1], {**results[-1], "again": True}] and judged == [sample[-1]]
-    assert mutations.run(sample, 1)[-1]["again"] and len(judged) == 1
+    again = {"killed": True, "by": "again"}
+    monkeypatch.setattr(
+        mutations, "judge", lambda runner, mutant, base: judged.append(mutant) or {"mutant": mutant.name, **again}
+    )
+    missing = mutations.run(sample, 1)
+    assert [row["by"] == "again" for row in missing].count(True) == len(judged) == 1
+    assert mutations.run(sample, 1) == missing and len(judged) == 1
     monkeypatch.setattr("sweep.commit", lambda: "two")
     mutations.run(sample, 1)
     assert len(judged) == 1 + len(sample), "another commit starts anew"
@@ -91,8 +96,9 @@ def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
 def test_the_page_counts_and_gives_reasons(scripts, monkeypatch):
     _, mutations = scripts
     monkeypatch.setattr(mutations, "EQUIVALENT", {"a: `x | y` -> `y | x`": "a union has no order"})
-    rows = [{"mutant": name, "killed": killed} for name, killed in (("a: `x | y` -> `y | x`", 0), ("b", 1), ("c", 0))]
-    page = mutations.page(rows)
+    names = {"a: `x | y` -> `y | x`": False, "labkit/data/b.py: ": True, "c": False}
+    page = mutations.page([{"mutant": name, "killed": killed} for name, killed in names.items()])
+    assert "below are 3, of\n`data`.\n" in page
     assert "1 of 2 mutants are killed (50%). 1 more " in page
     assert "| a: `x \\| y` -> `y \\| x` | a union has no order |\n" in page and page.endswith("|---|\n| c |\n")
 

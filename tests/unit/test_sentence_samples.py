@@ -37,9 +37,31 @@ def of_bert(**changes: object) -> RunConfig:
 # ---- index ----
 
 
-def test_the_random_numbers_are_those_of_cpp() -> None:
+def published_twister(seed: int, count: int) -> list[int]:
+    """The numbers by the recurrence of `std::mt19937_64` ([rand.eng.mers], [rand.predef]), one at a time."""
+    x, numbers = [seed], []
+    for i in range(1, 312):
+        x.append((6364136223846793005 * (x[-1] ^ x[-1] >> 62) + i) % 2**64)
+    for i in range(count):
+        upper_and_lower = (x[i] & ~(2**31 - 1)) | (x[i + 1] & (2**31 - 1))
+        x.append(x[i + 156] ^ upper_and_lower >> 1 ^ (upper_and_lower & 1) * 0xB5026F5AA96619E9)
+        z = x[-1]
+        z ^= z >> 29 & 0x5555555555555555
+        z ^= z << 17 & 0x71D67FFFEDA60000
+        z ^= z << 37 & 0xFFF7EEE000000000
+        numbers.append(z ^ z >> 43)
+    return numbers
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1234, 5489, 2**64 - 1])
+def test_the_random_numbers_are_those_of_cpp(seed: int) -> None:
     """The C++ standard names the 10,000th number of a default `std::mt19937_64` ([rand.predef], seed 5489)."""
-    assert int(mersenne_twister_64(5489, 10_000)[-1]) == 9981545732273789042
+    for count in (1, 1000):
+        assert mersenne_twister_64(seed, count).tolist() == published_twister(seed, count)
+
+
+def test_the_random_order_is_one_of_all_and_the_standards() -> None:
+    assert int(mersenne_twister_64(5489, 10_000)[-1]) == 9981545732273789042 == published_twister(5489, 10_000)[-1]
     order = shuffled(1000, 7)
     assert sorted(order) == list(range(1000)) and order.tolist() != list(range(1000))
     assert shuffled(0, 7).tolist() == [] and shuffled(1, 7).tolist() == [0]
