@@ -184,6 +184,21 @@ def test_a_blend_of_datasets_with_sentences_and_the_order_of_a_longer_run(tmp_pa
     np.testing.assert_array_equal(kept[0].sentence_index, kept[1].sentence_index)
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_splits_take_their_shares_of_the_documents_and_share_none(prepared: bool, tmp_path: Path) -> None:
+    given = {"data.split": "70,20,10", "data.tokenizer": WORD_PIECES, "eval_steps": 2, "seq_length": 32}
+    if prepared:
+        with IndexedDatasetBuilder(tmp_path / "made", np.uint16) as builder:
+            for document in range(50):
+                builder.add_document(np.arange(20) + document, [5] * 4)
+        given["data.path"] = str(tmp_path / "made")
+    splits = build_datasets(of_bert(**given))
+    borders = splits[0].source.document_indices
+    for dataset, low, high in zip(splits, (0.0, 0.7, 0.9), (0.7, 0.9, 1.0)):
+        first, last = (int(borders[round(share * (len(borders) - 1))]) for share in (low, high))
+        assert (dataset.sentence_index[:, 0].min(), dataset.sentence_index[:, 1].max()) == (first, last), dataset.name
+
+
 def test_batches_are_rows_of_samples_and_go_on_where_a_run_ended() -> None:
     config = of_bert(micro_batch_size=2, global_batch_size=4)
     dataset = build_datasets(config)[0]
