@@ -99,6 +99,15 @@ def test_perplexity_by_hand():
     assert all(map(math.isnan, (broken.perplexity, broken.adjusted_perplexity, broken.token_perplexity)))
 
 
+def test_perplexities_beyond_e20_are_told_as_e20():
+    """As Megatron's: `math.exp(min(20, loss))`; below it nothing is changed."""
+    found = perplexity_of([(200.0, 2), (230.0, 2)], tokens=5, original_words=3)
+    most = math.exp(20.0)
+    assert (found.perplexity, found.adjusted_perplexity, found.token_perplexity, found.interval[1]) == (most,) * 4
+    below = perplexity_of([(19.9, 1)], tokens=2, original_words=1)
+    assert math.exp(19.9) == below.perplexity == below.adjusted_perplexity == below.token_perplexity < most
+
+
 def test_wilsons_interval_of_a_published_example():
     """10 of 100: 0.0552 to 0.1744 (Brown, Cai and DasGupta, Interval Estimation for a Binomial Proportion, 2001)."""
     assert Accuracy(10, 100).interval == pytest.approx((0.0552, 0.1744), abs=1e-4)

@@ -277,6 +277,16 @@ def test_no_answer_wins_where_cls_scores_above_every_span() -> None:
     assert answers(passages, windows, logits, may_refuse=False) != {"a": ""}
 
 
+def test_a_question_without_a_passage_has_no_answer_and_spoils_no_other() -> None:
+    passages = [Passage("a", "how many", "", ()), Passage("b", "how many", "the bug", ())]
+    windows = Windows(passages, Packer(None, 80, 1152), 64)
+    logits = np.zeros((len(windows.places), 2, 80))
+    for may_refuse in (False, True):
+        assert answers(passages, windows, logits - logits[:, :, :1], may_refuse=may_refuse)["a"] == ""
+        logits[:, :, 0] = -1.0
+        assert answers(passages, windows, logits, may_refuse=may_refuse)["b"] != ""
+
+
 def test_no_answer_scores_as_in_the_window_where_it_is_lowest() -> None:
     """One window that rules it out is enough, whichever it is; and each question has its own."""
     context = "the bug " * 60

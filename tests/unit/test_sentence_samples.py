@@ -338,6 +338,14 @@ def test_encoder_and_decoder_of_t5_together_hold_the_text(length, target, decode
     assert back == text[:target].tolist() and list(spans) == list(SPECIAL.sentinels[: len(spans)])
 
 
+def test_a_span_without_a_place_in_the_decoder_stays_and_those_behind_it_too() -> None:
+    sample = t5_sample(np.arange(10), [[0], [2, 3, 4, 5], [8]], SPECIAL, encoder_length=12, decoder_length=6)
+    assert sample["text_enc"].tolist() == [80, *range(1, 10), 0, 0]
+    assert sample["labels"].tolist() == [80, 0, 91, 0, 0, 0] and sample["loss_mask"].tolist() == [1, 1, 1, 0, 0, 0]
+    full = t5_sample(np.arange(10), [[0], [2]], SPECIAL, encoder_length=12, decoder_length=3)
+    assert full["labels"].tolist() == [80, 0, 91], "a span that just fits is taken"
+
+
 def test_t5_datasets_take_their_tokens_from_the_tokenizer_or_behind_it(tmp_path: Path) -> None:
     dataset, valid, _ = build_t5_datasets(of_bert(), 32)
     assert dataset.maker.special.begin == 1024 and len(dataset.maker.special.sentinels) == 100 and len(valid) == 0

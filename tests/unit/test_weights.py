@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.parallel import Group
+from labkit.config import presets
+from labkit.models import build_model_chunks
+from labkit.parallel import Group, single_process_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import (
     DeviceSeed,
@@ -24,6 +26,20 @@ from labkit.parallel.parameters.weights import (
     tensor_part,
 )
 from labkit.train.parity.assemble import join_replicated
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama_tiny", "mixtral_tiny", "bert_tiny", "t5_tiny", "mamba_tiny"])
+def test_biases_begin_at_zero_and_norms_at_one(preset: str) -> None:
+    """Of all families, apart from Mamba's `dt_bias` and T5's table of relative positions."""
+    found = {"weight": 0, "bias": 0}
+    for chunk in build_model_chunks(presets.get(preset), single_process_groups()):
+        for name, parameter in chunk.named_parameters():
+            *_, owner, kind = f".{name}".split(".")
+            if "relative" in name or (kind == "weight" and "norm" not in owner) or kind not in found:
+                continue
+            assert (parameter == (0.0 if kind == "bias" else 1.0)).all(), name
+            found[kind] += 1
+    assert found["weight"] > 4
 
 
 def member(rank: int, size: int) -> Group:
