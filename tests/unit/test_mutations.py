@@ -67,6 +67,11 @@ def test_places_are_drawn_once_and_without_what_is_left_out(scripts):
     assert mutants.sample() == drawn and all(compile(mutant.text, "", "exec") for mutant in drawn)
 
 
+def test_the_tests_of_the_packages_exist(load_script):
+    mutations = load_script("mutations")
+    assert [file for file in mutations.tests() if not (ROOT / file).is_file()] == []
+
+
 def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
     mutants, mutations = scripts
     sample = mutants.sample()
