@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from labkit.cli.command_line import main
+from labkit.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -33,6 +34,8 @@ COMMANDS = {
 }
 """Subcommand -> (module, its line in the help)."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell."""
 SILENCE = 2.0
 """Seconds that a rank of torchrun waits before it prints an error that rank 0 probably prints too."""
 
@@ -55,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv` by default) and return the exit code. A user's mistake never raises."""
     words = list(sys.argv[1:] if argv is None else argv)
     with readers_may_leave():
-        return exit_code(lambda: _dispatch(words), f"labkit {words[0]}" if words else "labkit")
+        code = exit_code(lambda: _dispatch(words), f"labkit {words[0]}" if words else "labkit")
+        if code == INTERRUPTED and argv is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter ends undisturbed by further ones
+        return code
 
 
 def exit_code(execute: Callable[[], int], called: str) -> int:
@@ -65,7 +71,7 @@ def exit_code(execute: Callable[[], int], called: str) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as interrupt:
-        return _say(str(interrupt) or "interrupted", 130)
+        return _say(str(interrupt) or "interrupted", INTERRUPTED)
     except _errors_of_users() as error:
         return _say(_message(error, called), 2, may_be_everybodys=True)
     except _failures() as error:

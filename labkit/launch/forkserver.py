@@ -26,6 +26,8 @@ _server = ForkServer()
 _modules = ["labkit.launch.preloaded"]
 """Imported in this order; `preloaded` stays the last, since it freezes what has been imported before it."""
 _server.set_forkserver_preload(_modules)
+_started_by = 0
+"""Process that has started the server."""
 
 
 def preload(*modules: str) -> None:
@@ -43,7 +45,9 @@ def preload(*modules: str) -> None:
 
 def ensure_running() -> None:
     """Start the server unless it runs; a later launch then does not wait for the import of torch."""
+    global _started_by
     if _server._forkserver_pid is None:  # pyright: ignore[reportAttributeAccessIssue]
+        _started_by = os.getpid()
         before, tempfile.tempdir = tempfile.tempdir, str(parent_of_sockets())
         try:
             util.get_temp_dir()  # makes multiprocessing's folder for sockets, once
@@ -59,6 +63,14 @@ def ensure_running() -> None:
         _server.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end() -> None:
+    """End the server, also during its imports, if this process has started it. Its ranks have ended."""
+    pid = _server._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+    if pid is not None and _started_by == os.getpid():  # not a fork of the process
+        os.kill(pid, signal.SIGKILL)
+        _server._stop()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Popen(popen_forkserver.Popen):

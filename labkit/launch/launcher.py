@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import signal
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from labkit.launch import info, machine, pickling, torchrun
+from labkit.launch import forkserver, info, machine, pickling, torchrun
 from labkit.launch.failure_report import RankError
 from labkit.launch.rank_pool import GRACE, RankPool
 
@@ -215,6 +216,8 @@ class Ranks:
         return self._pool
 
     def _give_up(self) -> None:
+        if isinstance(sys.exception(), KeyboardInterrupt) and sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _in_a_line
         pool, self._pool = self._pool, None
         if pool is None:
             return
@@ -239,6 +242,15 @@ def ask_to_stop(asked: bool = True) -> None:
         pool.ask_to_stop(asked)
 
 
+def _in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End a script that Ctrl-C interrupted in a launch by a line in the place of a traceback."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter ends undisturbed by further ones
+    print(str(error) or "interrupted", file=sys.stderr)
+
+
 def _end(pool: RankPool) -> None:
     pool.kill()
     pool.remove_folder()
@@ -247,10 +259,14 @@ def _end(pool: RankPool) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all ranks before multiprocessing's own exit handler, which would wait for a stopped rank for ever."""
+    """End all ranks before multiprocessing's own exit handler, which would wait for a stopped rank for ever.
+
+    The fork server goes as well, since it looks for the end of this process only after its imports.
+    """
     for pool in list(_pools):
         with contextlib.suppress(Exception):
             _end(pool)
+    forkserver.end()
 
 
 def _check(
