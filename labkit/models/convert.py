@@ -27,18 +27,18 @@ Shapes: H hidden, D head dimension, g key/value heads, r query heads per key/val
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.models.bert.hugging_face_bert import BIAS, DECODER, bert_end_shapes, bert_names
-from labkit.models.counts import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
-from labkit.models.hugging_face_config import family_of
-from labkit.models.mamba.hugging_face_mamba import mamba_layer_shapes, mamba_names
-from labkit.models.t5.hugging_face_t5 import UNUSED, WORDS, t5_names, t5_shapes
+from labkit.models.bert.hugging_face_bert import BIAS, DECODER, bert_names
+from labkit.models.full_shapes import full_shapes
+from labkit.models.hugging_face_config import family_of, shape_fields
+from labkit.models.mamba.hugging_face_mamba import mamba_names
+from labkit.models.t5.hugging_face_t5 import UNUSED, WORDS, t5_names
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import name_of, record_of
 from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter, tensor_part
@@ -121,18 +121,26 @@ class HuggingFaceState(Mapping[str, Tensor]):
     So a state that reads its tensors from a file is converted one tensor after the other.
     """
 
-    IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".embeddings.position_ids")
+    IGNORED = (".attn.bias", ".attn.masked_bias", ".embeddings.position_ids")
     """Ends of names of tensors that follow from the configuration."""
+    RATES = ".rotary_emb.inv_freq"
+    """End of the name of another one, which old files of Llama have: it must be that of the `rope_theta`."""
 
     def __init__(self, config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None) -> None:
         """state: of `GPT2LMHeadModel`, `LlamaForCausalLM`, `BertForPreTraining` or `T5ForConditionalGeneration`; with
             experts in `moe`, of `MixtralForCausalLM`.
 
         Raises:
-            ValueError: a model of another family; tensors that are missing or have no place in our model, by name.
+            ValueError: a model of another family; tensors that are missing or have no place in our model, by name; two
+                tensors for one of our model that differ. Asked for a tensor: a shape that does not fit the model.
         """
-        self._state = state
-        self._names = {_short(name): name for name in state if not name.endswith(self.IGNORED)}
+        self._state, self._config, self._moe = state, config, moe
+        self._names: dict[str, str] = {}
+        for name in state:
+            if name.endswith(self.RATES):
+                _check_rates(config, name, state[name])
+            elif not name.endswith(self.IGNORED):
+                self._check_same(self._names.setdefault(_short(name), name), name)
         family = family_of(config, moe)
         recipes = _from_llama(config, moe or MoEConfig(), self._names)
         if family == "gpt2":
@@ -145,10 +153,6 @@ class HuggingFaceState(Mapping[str, Tensor]):
             recipes = _from_t5(config, self._names)
         self._recipes: dict[str, _Recipe] = {}
         unused = dict(self._names)
-        again = (BIAS,) if config.untie_embeddings_and_output_weights else ("lm_head.weight", *DECODER)
-        again += (*WORDS, UNUSED) if family == "t5" else ()
-        for name in again:  # the embedding once more, or a bias that nothing reads
-            unused.pop(name, None)
         for recipe in recipes:
             for part in recipe.parts:
                 if part not in self._names:
@@ -158,13 +162,57 @@ class HuggingFaceState(Mapping[str, Tensor]):
                     )
                 unused.pop(part, None)
             self._recipes[recipe.name] = recipe
+        for name, original in self._copies():
+            if (copy := unused.pop(name, None)) and original:
+                self._check_same(self._names[original], copy)
         if unused:
             first = ", ".join(list(unused)[:5])
             raise ValueError(f"no place for the tensors {first}; is the model config the right one?")
 
+    def _copies(self) -> Iterator[tuple[str, str | None]]:
+        """(short name, that of the tensor which it is once more); None for tensors that nothing reads."""
+        (word,) = self._recipes["embedding.word.weight"].parts
+        family, tied = self._config.family, not self._config.untie_embeddings_and_output_weights
+        if family == "bert":
+            yield from ((DECODER[0], word), (DECODER[1], BIAS)) if tied else ((BIAS, None),)
+        elif tied:
+            yield "lm_head.weight", word
+        if family == "t5":
+            yield from ((WORDS[0], word), (WORDS[1], word), (UNUSED, None))
+
+    def _check_same(self, name: str, other: str) -> None:
+        """ValueError unless two of their tensors are equal."""
+        if name == other:
+            return
+        one, two = self._state[name], self._state[other]
+        if one.shape != two.shape or not (one.is_meta or torch.equal(one, two)):
+            untie = ', or set "tie_word_embeddings": false in config.json' if self._config.family != "t5" else ""
+            raise ValueError(
+                f"{name} and {other} differ, and the model has one tensor for both; remove the wrong one"
+                + untie * other.endswith(("lm_head.weight", DECODER[0]))
+            )
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Their short name -> shape in a model of this configuration."""
+        likes = {name: torch.empty(shape, device="meta") for name, shape in self._full_shapes.items()}
+        theirs = full_state_to_hugging_face(self._config, likes, self._moe)
+        return {_short(name): tuple(like.shape) for name, like in theirs.items()}
+
+    @cached_property
+    def _full_shapes(self) -> dict[str, tuple[int, ...]]:
+        return full_shapes(self._config, self._moe)
+
     def __getitem__(self, name: str) -> Tensor:
         recipe = self._recipes[name]
-        return recipe.join(*(self._state[self._names[part]] for part in recipe.parts))
+        parts = [self._state[self._names[part]] for part in recipe.parts]
+        for short, part in zip(recipe.parts, parts):
+            if tuple(part.shape) != (needed := self._shapes.get(short, self._full_shapes[name])):
+                raise ValueError(
+                    f"{self._names[short]} has shape {list(part.shape)}, and config.json says {list(needed)}: "
+                    f"{shape_fields(self._config, self._moe, name)} (given there or by default)"
+                )
+        return recipe.join(*parts)
 
     def __contains__(self, name: object) -> bool:
         return name in self._recipes
@@ -187,6 +235,17 @@ def _short(name: str) -> str:
     """Their name without the outer prefix, which some files have and some have not; BERT's oldest files say `gamma`."""
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     return name.removeprefix("transformer.").removeprefix("model.").replace(".block_sparse_moe.", ".mlp.")
+
+
+def _check_rates(config: ModelConfig, name: str, rates: Tensor) -> None:
+    """ValueError unless these are the rotary embedding's, theta ** (-2 i / D), as far as 16 bits can tell."""
+    size = config.hidden // config.heads
+    expected = config.rope_theta ** (-torch.arange(0, size, 2) / size)
+    if rates.shape != expected.shape or not (rates.is_meta or torch.allclose(rates.float(), expected, 0.01, 1e-7)):
+        raise ValueError(
+            f"{name} is not that of heads of {size} and rope_theta = {config.rope_theta:g}, as config.json has them; "
+            "correct rope_theta or num_attention_heads, or remove the tensor"
+        )
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -294,41 +353,6 @@ def _gates_and_ups(*each: Tensor) -> Tensor:
     """E gates [G, H] and E ups [G, H] -> [E, 2G, H]."""
     half = len(each) // 2
     return torch.cat([torch.stack(each[:half]), torch.stack(each[half:])], dim=1)
-
-
-def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of a whole GPT-2, Llama, Mixtral, BERT, Mamba-2 or T5."""
-    if config.family == "t5":
-        return t5_shapes(config)
-    moe, hidden, vocabulary = moe or MoEConfig(), config.hidden, (config.vocab_size, config.hidden)
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": vocabulary}
-    if config.position == "learned":
-        shapes["embedding.position.weight"] = (config.seq_length, hidden)
-    linear = {"attention.qkv": (qkv_width(config), hidden), "attention.proj": (hidden, hidden)}
-    dense = {"mlp.fc1": (fc1_width(config), hidden), "mlp.fc2": (hidden, ffn_width(config))}
-    experts, width = moe.num_experts, expert_width(config, moe)
-    routed = {
-        "mlp.router": (experts, hidden),
-        "mlp.experts.fc1": (experts, width * gate_and_up(config), hidden),
-        "mlp.experts.fc2": (experts, hidden, width),
-    }
-    layers = range(config.layers)
-    if config.family == "mamba":
-        shapes, layers = shapes | mamba_layer_shapes(config), range(0)
-    for i in layers:
-        matrices = linear | (routed if moe.is_moe_layer(i) else dense)
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in matrices.items()}
-        shapes |= {f"layers.{i}.{name}.bias": shape[:1] for name, shape in matrices.items() if config.bias}
-        shapes |= _norm_shapes(f"layers.{i}.attention.norm", config) | _norm_shapes(f"layers.{i}.mlp.norm", config)
-    shapes |= _norm_shapes("final_norm" if config.norm_placement == "pre" else "embedding.norm", config)
-    if config.family == "bert":
-        shapes |= bert_end_shapes(config) | _norm_shapes("lm_head.norm", config)
-    return shapes | ({"output.weight": vocabulary} if config.untie_embeddings_and_output_weights else {})
-
-
-def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    parts = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
-    return {f"{name}.{part}": (config.hidden,) for part in parts}
 
 
 # ---- the other way ----

@@ -4,17 +4,18 @@
     config, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
     config_to_hugging_face(config, moe)     # the inverse, as far as our configuration knows the fields
 
-`family_of` names the family of a configuration. A model that no family can compute is refused, with the field.
+`family_of` names the family of a configuration. A model that no family can compute is refused, with the field. So is
+a `config.json` that says one thing twice and differently, where transformers and others would each pick a side.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.models.bert.hugging_face_bert import KINDS, bert_config, bert_fields, bert_kind
+from labkit.models.bert.hugging_face_bert import bert_config, bert_fields, bert_kind
 from labkit.models.counts import expert_width
 from labkit.models.mamba.hugging_face_mamba import check_mamba2, mamba_config, mamba_fields
 from labkit.models.t5.hugging_face_t5 import t5_config, t5_fields, t5_kind
@@ -33,6 +34,33 @@ ARCHITECTURES = {
     "t5": "T5ForConditionalGeneration",
 }
 """Family -> transformers' class of its language model."""
+SAME_FIELDS = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "num_layers"),
+    ("num_attention_heads", "n_head", "num_heads"),
+    ("head_dim", "d_kv"),
+    ("intermediate_size", "n_inner", "d_ff"),
+    ("max_position_embeddings", "n_positions", "n_ctx"),
+    ("num_local_experts", "num_experts"),
+    ("hidden_act", "activation_function"),
+    ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"),
+    ("dtype", "torch_dtype"),
+)
+"""Names of one field: those of the families, of transformers' `attribute_map` and of older files."""
+SHAPED_BY = {
+    "word.": ("vocab_size", "hidden_size"),
+    "output.": ("vocab_size", "hidden_size"),
+    "lm_head.bias": ("vocab_size",),
+    "position.": ("max_position_embeddings", "hidden_size"),
+    "relative_bias.": ("relative_attention_num_buckets", "num_attention_heads"),
+    ".experts.": ("num_local_experts", "intermediate_size", "hidden_size"),
+    ".router.": ("num_local_experts", "hidden_size"),
+    ".fc": ("intermediate_size", "hidden_size"),
+    ".norm.": ("hidden_size",),
+    "attention.": ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    ".mamba.": ("hidden_size", "num_attention_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+}
+"""Part of our name of a tensor -> fields of its shape, in the first names of `SAME_FIELDS`. Others: `hidden_size`."""
 
 
 def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
@@ -89,18 +117,26 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
     """Our config of the model that a `config.json` of one of these types describes (without dropout).
 
     Raises:
-        ValueError: another type, or an option that our model does not have.
+        ValueError: another type, an option that our model does not have, or two fields that contradict each other.
     """
-    kind = config.get("model_type")
-    if kind == "gpt2":
-        return _gpt2_config(config)
-    if kind in ("llama", "mixtral"):
-        return _llama_config(config)
-    if kind in KINDS.values() or kind in ("mamba2", "t5"):
-        model, other = {"mamba2": mamba_config, "t5": t5_config}.get(str(kind), bert_config)(config)
+    kind = str(config.get("model_type"))
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"model_type is {kind!r}; weights can be converted from {', '.join(ARCHITECTURES)}")
+    for said in _said_twice(kind, config):
+        _agreed(said)
+    if kind in ("gpt2", "llama", "mixtral"):
+        model = _gpt2_config(config) if kind == "gpt2" else _llama_config(config)
+    else:
+        model, other = {"mamba2": mamba_config, "t5": t5_config}.get(kind, bert_config)(config)
         _refuse(other)
-        return model
-    raise ValueError(f"model_type is {kind!r}; weights can be converted from {', '.join(ARCHITECTURES)}")
+    for name, value, part, size in (
+        ("hidden size", model.hidden, "attention heads", model.heads),
+        ("attention heads", model.heads, "num_key_value_heads", model.kv_heads or model.heads),
+        ("num_heads", model.mamba_heads, "n_groups", model.mamba_num_groups if kind == "mamba2" else 1),
+    ):
+        if value % size:
+            raise ValueError(f"{name} = {value} cannot be divided among {part} = {size}")
+    return model
 
 
 def moe_config_from_hugging_face(config: Mapping[str, Any]) -> MoEConfig:
@@ -133,11 +169,13 @@ def _gpt2_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _llama_config(config: Mapping[str, Any]) -> ModelConfig:
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = _rope(config)
+    kind = rope["type"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     _refuse({
         "rope_type": kind not in ("default", None) and kind,
+        "factor": rope["factor"] not in (1, None) and rope["factor"],
+        "partial_rotary_factor": rope["partial_rotary_factor"] not in (1, None) and rope["partial_rotary_factor"],
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
         "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
@@ -154,13 +192,65 @@ def _llama_config(config: Mapping[str, Any]) -> ModelConfig:
         vocab_size=config["vocab_size"],
         seq_length=config["max_position_embeddings"],
         position="rope",
-        rope_theta=config.get("rope_theta") or rope.get("rope_theta") or ROPE_THETA[config["model_type"]],
+        rope_theta=rope["rope_theta"] or ROPE_THETA[config["model_type"]],
         norm="rmsnorm",
         norm_eps=config["rms_norm_eps"],
         activation="swiglu",
         bias=False,
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
     )
+
+
+def _said_twice(kind: str, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Fields, or what follows from them, that say one thing: by name; None says nothing."""
+    get = config.get
+    yield from ({name: get(name) for name in names} for names in SAME_FIELDS)
+    classes = get("architectures") or []
+    classes = [classes] if isinstance(classes, str) else classes
+    if not any(str(each).lower().startswith(kind.replace("-", "")) for each in classes):
+        yield {"model_type": kind, "architectures": classes or None}
+    if kind == "t5":
+        scaled, act = get("scale_decoder_outputs"), get("feed_forward_proj", "relu")
+        yield {"tie_word_embeddings": scaled and get("tie_word_embeddings"), "scale_decoder_outputs": scaled}
+        dense = "gelu_new" if act == "gated-gelu" else str(act).removeprefix("gated-")
+        meant = {"is_gated_act": str(act).startswith("gated-"), "dense_act_fn": dense}
+        yield from ({f"{name} of feed_forward_proj {act!r}": x, name: get(name)} for name, x in meant.items())
+    if kind == "mamba2":
+        width = {"num_heads * head_dim": config["num_heads"] * config["head_dim"]}
+        width["expand * hidden_size"] = get("expand") and get("expand") * config["hidden_size"]
+        yield width | {"intermediate_size": get("intermediate_size")}
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the rotary embedding, which a `config.json` may give in several places.
+
+    Raises:
+        ValueError: two places contradict each other.
+    """
+    places = {f"{name}.": config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    for name, options in list(places.items()):  # transformers 5 may nest them by type of layer
+        _refuse({name[:-1]: not isinstance(options, Mapping) and options})
+        places |= {f"{name}{each}.": nested for each, nested in options.items() if isinstance(nested, Mapping)}
+
+    def said(places: Mapping[str, Mapping[str, Any]], *fields: str) -> Any:
+        return _agreed({name + field: at.get(field) for name, at in places.items() for field in fields})
+
+    everywhere = {"": config} | places
+    return {"type": said(places, "rope_type", "type"), "factor": said(places, "factor")} | {
+        field: said(everywhere, field) for field in ("rope_theta", "partial_rotary_factor")
+    }
+
+
+def _agreed(said: Mapping[str, Any]) -> Any:
+    """The value that all fields have which are not None. ValueError: two differ, by name."""
+    given = [(name, value) for name, value in said.items() if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise ValueError(
+                f"{given[0][0]} = {given[0][1]!r} and {name} = {value!r} contradict each other; correct one of them, "
+                "or remove it"
+            )
+    return given[0][1] if given else None
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
@@ -243,3 +333,11 @@ def _llama_fields(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         "sliding_window": None,
     }
     return fields | (experts if moe.num_experts else {})
+
+
+def shape_fields(config: ModelConfig, moe: MoEConfig | None, name: str) -> str:
+    """The fields of a model's `config.json` that fix the shape of a tensor (our name), with their values, in words."""
+    wanted = next((fields for part, fields in SHAPED_BY.items() if part in name), ("hidden_size",))
+    names = {each for field in wanted for each in next((same for same in SAME_FIELDS if field in same), (field,))}
+    fields = config_to_hugging_face(config, moe)
+    return ", ".join(f"{field} = {fields[field]!r}" for field in fields if field in names)

@@ -26,7 +26,7 @@ from labkit.models import (
     model_config_from_hugging_face,
 )
 from labkit.models.bert.hugging_face_bert import DECODER
-from labkit.models.convert import full_shapes
+from labkit.models.full_shapes import full_shapes
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.train.bert_step import bert_forward_step
 from labkit.train.checkpoint.exchange import Export, Import, export_folder, import_weights

@@ -24,7 +24,7 @@ from labkit.models import (
     load_full_state,
     model_config_from_hugging_face,
 )
-from labkit.models.convert import full_shapes
+from labkit.models.full_shapes import full_shapes
 from labkit.models.mamba.mamba_model import MambaModel
 from labkit.parallel import single_process_groups
 from labkit.train.checkpoint.exchange import Export, Import, export_folder, import_weights

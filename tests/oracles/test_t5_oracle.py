@@ -25,8 +25,8 @@ from labkit.models import (
     load_full_state,
     model_config_from_hugging_face,
 )
-from labkit.models.convert import full_shapes
 from labkit.models.core_attention import CoreAttention
+from labkit.models.full_shapes import full_shapes
 from labkit.models.t5.hugging_face_t5 import WORDS
 from labkit.models.t5.t5_layers import relative_buckets
 from labkit.parallel import initialize_model_parallel, single_process_groups

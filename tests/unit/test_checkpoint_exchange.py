@@ -28,11 +28,12 @@ from labkit.models import (
     model_config_from_hugging_face,
     moe_config_from_hugging_face,
 )
-from labkit.models.convert import full_shapes
+from labkit.models.full_shapes import full_shapes
 from labkit.parallel import record_of, single_process_groups
 from labkit.parallel.parameters.parameter_record import name_of
 from labkit.train import pretrain
 from labkit.train.checkpoint import exchange
+from labkit.train.checkpoint.exchange import Import
 from labkit.train.checkpoint.manifest import read_manifest
 from labkit.train.checkpoint.step_folders import lock_folder
 
@@ -251,7 +252,35 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data[:-5])
 
 
+def field(text: str) -> Change:
+    """Put text before the fields of config.json."""
+
+    def change(folder: Path) -> None:
+        read = (folder / "config.json").read_text()
+        (folder / "config.json").write_text("{" + text + ", " + read.removeprefix("{"))
+
+    return change
+
+
+def once_more(name: str, copy: str, *, by: float = 0.0) -> Change:
+    """A tensor under a second name. by: how much it differs."""
+    return tensors(lambda state: state.update({copy: state[name] + by}))
+
+
+def second_file(by: float, file: str = "model-2.safetensors") -> Change:
+    """Its last tensor in a second file of the index. by: how much it differs."""
+
+    def change(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        name = max(state)
+        save_file({name: state[name] + by}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: file}}))
+
+    return change
+
+
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
+RATES = ".self_attn.rotary_emb.inv_freq"
 REFUSED: dict[str, tuple[Change, str]] = {
     "pickled": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin is pickled"),
     "empty": (
@@ -276,14 +305,35 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a layer too few": (edit(num_hidden_layers=2), "no place for the tensors layers.2."),
     "another width": (
         edit(intermediate_size=40),
-        "layers.0.mlp.fc1.weight has shape [96, 32], and the model of its configuration has [80, 32]",
+        (
+            "layers.0.mlp.gate_proj.weight has shape [48, 32], and config.json says [40, 32]: hidden_size = 32, "
+            "intermediate_size = 40"
+        ),
     ),
-    "other heads": (edit(num_key_value_heads=1), "layers.0.attention.qkv.weight has shape"),
+    "other heads": (
+        edit(num_key_value_heads=1),
+        (
+            "layers.0.self_attn.k_proj.weight has shape [16, 32], and config.json says [8, 32]: hidden_size = 32, "
+            "num_attention_heads = 4, num_key_value_heads = 1"
+        ),
+    ),
+    "no key/value heads": (
+        edit(num_key_value_heads=None),
+        (
+            "layers.0.self_attn.k_proj.weight has shape [16, 32], and config.json says [32, 32]: hidden_size = 32, "
+            "num_attention_heads = 4, num_key_value_heads = 4 (given there or by default)"
+        ),
+    ),
+    "heads without a share": (edit(num_key_value_heads=3), "attention heads = 4 cannot be divided among num_key_value"),
+    "theta of nobody": (
+        tensors(lambda s: s.update({f"model.layers.0{RATES}": 1e3 ** (-torch.arange(0, 8, 2) / 8)})),
+        f"model.layers.0{RATES} is not that of heads of 8 and rope_theta = 10000",
+    ),
     "a tensor too few": (tensors(lambda s: s.pop(WEIGHT)), "has no tensor 'layers.1.mlp.down_proj.weight'"),
     "a tensor too many": (tensors(lambda s: s.update(extra=torch.ones(2))), "no place for the tensors extra"),
     "another shape": (
         tensors(lambda s: s.update({WEIGHT: torch.ones(3, 5)})),
-        "layers.1.mlp.fc2.weight has shape [3, 5]",
+        "layers.1.mlp.down_proj.weight has shape [3, 5], and config.json says [32, 48]",
     ),
     "integers": (tensors(lambda s: s.update({WEIGHT: s[WEIGHT].to(torch.int8)})), f"'{WEIGHT}' has type I8"),
     "outside": (index({WEIGHT: "../theirs/model-1.safetensors"}), "names the file '../theirs/model-1.safetensors'"),
@@ -305,6 +355,124 @@ def test_sources_that_cannot_be_imported(case: str, tmp_path: Path, capsys: pyte
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("labkit checkpoint: ") and err.count("\n") == 1 and words in err, err
     assert not (tmp_path / "ours").exists()
+
+
+FAMILIES = MODELS | {
+    "bert": presets.bert_tiny().override(SMALL | {"norm_placement": "post"}),
+    "bert, untied": presets.bert_tiny().override(
+        SMALL | {"norm_placement": "post", "untie_embeddings_and_output_weights": True}
+    ),
+    "megatron-bert": presets.bert_tiny().override(SMALL | {"norm_placement": "pre"}),
+    "mamba2": presets.mamba_tiny().override(
+        SMALL
+        | {"untie_embeddings_and_output_weights": False, "hybrid_override_pattern": None, "position": "none"}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 4}
+    ),
+    "t5": presets.t5_tiny().override(
+        SMALL
+        | {"position": "relative", "norm": "rmsnorm", "bias": False, "relative_buckets": 8, "relative_max_distance": 16}
+    ),
+}
+WORD = {
+    "gpt2": "transformer.wte.weight",
+    "llama, tied": "model.embed_tokens.weight",
+    "bert": "bert.embeddings.word_embeddings.weight",
+    "mamba2": "backbone.embeddings.weight",
+    "t5": "shared.weight",
+}
+BIAS, DECODER = "cls.predictions.bias", "cls.predictions.decoder"
+COPIES = [(name, WORD[name], "lm_head.weight") for name in ("gpt2", "llama, tied", "mamba2", "t5")] + [
+    ("bert", WORD["bert"], f"{DECODER}.weight"),
+    ("bert", BIAS, f"{DECODER}.bias"),
+    ("megatron-bert", WORD["bert"], f"{DECODER}.weight"),
+    ("megatron-bert", BIAS, f"{DECODER}.bias"),
+    ("t5", WORD["t5"], "encoder.embed_tokens.weight"),
+    ("t5", WORD["t5"], "decoder.embed_tokens.weight"),
+    ("gpt2", WORD["gpt2"], "wte.weight"),
+    ("llama", "model.norm.weight", "norm.weight"),
+    ("bert", "bert.embeddings.LayerNorm.weight", "bert.embeddings.LayerNorm.gamma"),
+    ("mixtral", "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight"),
+]
+"""Model, a tensor of it, and the name under which files may have it once more."""
+THETA = "rope_parameters.rope_theta"
+LINEAR = {"type": "linear", "factor": 2.0}
+TWICE: list[tuple[str, Change, str]] = [
+    *((name, once_more(*pair, by=1e-3), f"{pair[0]} and {pair[1]} differ") for name, *pair in COPIES),
+    *((name, edit(**{copy: 48}), f"{copy} = 48") for name, copy in (
+        ("gpt2", "hidden_size"), ("gpt2", "num_hidden_layers"), ("gpt2", "num_attention_heads"), ("gpt2", "n_ctx"),
+        ("gpt2", "max_position_embeddings"), ("llama", "n_embd"), ("llama", "n_layer"), ("mixtral", "num_experts"),
+        ("bert", "n_head"), ("mamba2", "d_model"), ("mamba2", "intermediate_size"), ("mamba2", "layer_norm_eps"),
+        ("t5", "hidden_size"), ("t5", "num_attention_heads"), ("t5", "head_dim"), ("t5", "num_hidden_layers"),
+        ("t5", "intermediate_size"),
+    )),
+    ("gpt2", edit(activation_function="gelu_new", hidden_act="gelu"), "hidden_act = 'gelu' and activation_function = "),
+    ("bert", edit(dtype="bfloat16"), "dtype = 'bfloat16' and torch_dtype = 'float32' contradict"),
+    ("gpt2", field('"n_head": 2'), "has the field 'n_head' twice, as 2 and as 4"),
+    ("llama", edit(architectures=["MistralForCausalLM"]), "model_type = 'llama' and architectures = ['Mistral"),
+    ("mamba2", edit(expand=3), "num_heads * head_dim = 64 and expand * hidden_size = 96 contradict"),
+    ("mamba2", edit(n_groups=4), "mixer.in_proj.weight has shape"),
+    ("t5", edit(feed_forward_proj="relu", dense_act_fn="gelu"), "of feed_forward_proj 'relu' = 'relu' and dense_act"),
+    ("t5", edit(feed_forward_proj="relu", is_gated_act=True), "of feed_forward_proj 'relu' = False and is_gated_act"),
+    ("t5", edit(scale_decoder_outputs=True, tie_word_embeddings=False), "tie_word_embeddings = False and scale_dec"),
+    (
+        "llama",
+        edit(rope_parameters={"rope_type": "default"}, rope_scaling=LINEAR),
+        "rope_parameters.rope_type = 'default' and rope_scaling.type = 'linear' contradict each other",
+    ),
+    ("llama", edit(rope_scaling=LINEAR | {"rope_type": "default"}), "rope_scaling.rope_type = 'default' and rope_scal"),
+    ("llama", edit(rope_parameters={"rope_theta": 1e6}), f"rope_theta = 500000.0 and {THETA} = 1000000.0 contradict"),
+    ("mixtral", edit(rope_parameters={"full": LINEAR}), "rope_type = 'linear' has no counterpart"),
+    ("llama", edit(rope_scaling={"factor": 2.0}), "factor = 2.0 has no counterpart"),
+    ("llama", edit(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5 has no counterpart"),
+    ("llama", edit(rope_scaling="linear"), "rope_scaling = 'linear' has no counterpart"),
+    ("gpt2", second_file(1e-3), "model.safetensors and model-2.safetensors have different tensors"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "words"), TWICE, ids=[f"{name}: {words}" for name, _, words in TWICE])
+def test_what_files_say_twice_and_differently_is_refused(
+    name: str, change: Change, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_model(tmp_path / "theirs", FAMILIES[name], weights(FAMILIES[name]))
+    change(source)
+    assert main(["checkpoint", "import", str(tmp_path / "ours"), str(source)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err, err
+    assert not (tmp_path / "ours").exists()
+
+
+ROPE = {"rope_type": "default", "type": "default", "rope_theta": 1e4, "factor": 1.0}
+SAME: list[tuple[str, Change]] = [
+    *((name, once_more(*pair)) for name, *pair in COPIES),
+    ("bert, untied", tensors(lambda s: s.update({BIAS: s[f"{DECODER}.bias"] + 1}))),  # no layer reads it
+    ("gpt2", edit(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, n_ctx=16, dtype="float32")),
+    ("gpt2", field('"n_head": 4')),
+    ("gpt2", second_file(0.0)),
+    ("llama, tied", edit(rope_parameters=ROPE, rope_scaling=ROPE, partial_rotary_factor=1.0, head_dim=8)),
+    (
+        "llama, tied",
+        tensors(lambda s: s.update({f"model.layers.0{RATES}": (1e4 ** (-torch.arange(0, 8, 2) / 8)).bfloat16()})),
+    ),
+    ("mamba2", edit(intermediate_size=64)),
+    ("t5", edit(head_dim=8, hidden_size=32, is_gated_act=False, scale_decoder_outputs=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), SAME, ids=[f"{name} {i}" for i, (name, _) in enumerate(SAME)])
+def test_what_files_say_twice_and_alike_is_the_same_model(name: str, change: Change, tmp_path: Path) -> None:
+    state = weights(FAMILIES[name])
+    source = write_model(tmp_path / "theirs", FAMILIES[name], state)
+    change(source)
+    read = Import(source)
+    back = full_state_to_hugging_face(read.model, read.tensors, read.moe)
+    assert same(back, state)
+
+
+def test_pickled_weights_beside_are_said_to_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_model(tmp_path / "theirs", GPT2, weights(GPT2))
+    (source / "pytorch_model.bin").write_bytes(b"anything")
+    assert main(["checkpoint", "import", str(tmp_path / "ours"), str(source)]) == 0
+    assert f"# {source / 'pytorch_model.bin'} is pickled: neither read nor compared" in capsys.readouterr().out
 
 
 def test_a_name_of_a_pickle_is_refused_before_it_is_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

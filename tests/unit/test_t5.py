@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
 from labkit.data.datasets import build_datasets, data_iterator
 from labkit.models import Share, T5Model, counts
-from labkit.models.convert import full_shapes
 from labkit.models.counts import StageContents
+from labkit.models.full_shapes import full_shapes
 from labkit.models.memory.saved_tensors import SavedTensors
 from labkit.models.memory.t5_bytes import t5_stage_bytes
 from labkit.parallel import initialize_model_parallel, single_process_groups

@@ -152,6 +152,8 @@ def _import(arguments: Arguments, folder: Path, source: Path) -> int:
     size = size_words(sum(file.size for file in manifest.files.values()))
     start = f"a run of this model starts from them by --checkpoint.load {folder}"
     print(f"# {len(manifest.tensors)} tensors, {size}: {start}")
+    for file in sorted(source.glob("pytorch_model*.bin")):
+        print(f"# {file} is pickled: neither read nor compared with the safetensors beside it")
     print(yaml_text.dump(manifest.config), end="")
     return 0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,18 @@ class WeightFiles(Mapping[str, Tensor]):
         """
         paths, listed = files_of(source)
         self._file: dict[str, Any] = {}
+        held: dict[str, Path] = {}
         for path in paths:
             opened = _opened(path)
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                if name in self._file:
-                    raise CheckpointError(f"{source}: two of the files have a tensor {shown(name)}; keep one of them")
-                if not name.endswith(HuggingFaceState.IGNORED):
-                    self._file[name] = opened
+                if name.endswith(HuggingFaceState.IGNORED):
+                    continue
+                if name in held and not torch.equal(self._file[name].get_tensor(name), opened.get_tensor(name)):
+                    raise CheckpointError(
+                        f"{source}: {held[name].name} and {path.name} have different tensors {shown(name)}; remove the "
+                        "file that is not the model's"
+                    )
+                self._file[name], held[name] = opened, path
         for name in listed:
             if name not in self._file and not name.endswith(HuggingFaceState.IGNORED):
                 raise CheckpointError(
@@ -135,11 +141,10 @@ def files_of(source: Path) -> tuple[list[Path], list[str]]:
         return [source], []
     if not source.is_dir():
         raise CheckpointError(f"{source} is neither a folder nor a file; give a safetensors file, or a model's folder")
-    if (source / WHOLE).is_file():
-        return [source / WHOLE], []
-    if (source / INDEX).is_file():
-        listed = _weight_map(source / INDEX)
-        return [source / file for file in dict.fromkeys(listed.values())], list(listed)
+    listed = _weight_map(source / INDEX) if (source / INDEX).is_file() else {}
+    files = [*([WHOLE] if (source / WHOLE).is_file() else []), *listed.values()]
+    if files:
+        return [source / file for file in dict.fromkeys(files)], list(listed)
     if pickled := sorted(path.name for path in source.iterdir() if path.suffix in PICKLED):
         raise CheckpointError(_pickled(source, pickled[0]))
     raise CheckpointError(f"{source} has neither {WHOLE} nor {INDEX}; give the folder that save_pretrained wrote")
@@ -174,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"there is no {path.name} in {path.parent}; a model's folder has one")
         if path.stat().st_size > LARGEST_JSON:
             raise CheckpointError(f"{path} is larger than {LARGEST_JSON:,} bytes; this is no file of a model")
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), object_pairs_hook=partial(_said_once, path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -184,3 +189,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; this is no file of a model")
     return content
+
+
+def _said_once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. CheckpointError: it has a name twice, with two values, of which `json` would drop the first."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if found.setdefault(name, value) != value:
+            raise CheckpointError(
+                f"{path} has the field {shown(name)} twice, as {shown(found[name])} and as {shown(value)}; remove one"
+            )
+    return found
