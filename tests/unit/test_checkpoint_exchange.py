@@ -390,10 +390,10 @@ COPIES = [(name, WORD[name], "lm_head.weight") for name in ("gpt2", "llama, tied
     ("t5", WORD["t5"], "decoder.embed_tokens.weight"),
     ("gpt2", WORD["gpt2"], "wte.weight"),
     ("llama", "model.norm.weight", "norm.weight"),
-    ("bert", "bert.embeddings.LayerNorm.weight", "bert.embeddings.LayerNorm.gamma"),
     ("mixtral", "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight"),
 ]
 """Model, a tensor of it, and the name under which files may have it once more."""
+NORM = "bert.embeddings.LayerNorm"
 THETA = "rope_parameters.rope_theta"
 LINEAR = {"type": "linear", "factor": 2.0}
 TWICE: list[tuple[str, Change, str]] = [
@@ -407,6 +407,7 @@ TWICE: list[tuple[str, Change, str]] = [
     )),
     ("gpt2", edit(activation_function="gelu_new", hidden_act="gelu"), "hidden_act = 'gelu' and activation_function = "),
     ("bert", edit(dtype="bfloat16"), "dtype = 'bfloat16' and torch_dtype = 'float32' contradict"),
+    ("bert", once_more(f"{NORM}.weight", f"{NORM}.gamma", by=1e-3), f"{NORM}.gamma and {NORM}.weight differ"),
     ("gpt2", field('"n_head": 2'), "has the field 'n_head' twice, as 2 and as 4"),
     ("llama", edit(architectures=["MistralForCausalLM"]), "model_type = 'llama' and architectures = ['Mistral"),
     ("mamba2", edit(expand=3), "num_heads * head_dim = 64 and expand * hidden_size = 96 contradict"),
@@ -446,6 +447,7 @@ SAME: list[tuple[str, Change]] = [
     *((name, once_more(*pair)) for name, *pair in COPIES),
     ("bert, untied", tensors(lambda s: s.update({BIAS: s[f"{DECODER}.bias"] + 1}))),  # no layer reads it
     ("gpt2", edit(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, n_ctx=16, dtype="float32")),
+    ("bert", once_more(f"{NORM}.weight", f"{NORM}.gamma")),
     ("gpt2", field('"n_head": 4')),
     ("gpt2", second_file(0.0)),
     ("llama, tied", edit(rope_parameters=ROPE, rope_scaling=ROPE, partial_rotary_factor=1.0, head_dim=8)),
