@@ -1,12 +1,28 @@
-"""Names and shapes of a whole model's tensors, without building the model."""
+"""Names and shapes of a whole model's tensors, without building it, and the fields of `config.json` that fix them."""
 
 from __future__ import annotations
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models.bert.hugging_face_bert import bert_end_shapes
 from labkit.models.counts import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
+from labkit.models.hugging_face_config import SAME_FIELDS, config_to_hugging_face
 from labkit.models.mamba.hugging_face_mamba import mamba_layer_shapes
 from labkit.models.t5.hugging_face_t5 import t5_shapes
+
+SHAPED_BY = {
+    "word.": ("vocab_size", "hidden_size"),
+    "output.": ("vocab_size", "hidden_size"),
+    "lm_head.bias": ("vocab_size",),
+    "position.": ("max_position_embeddings", "hidden_size"),
+    "relative_bias.": ("relative_attention_num_buckets", "num_attention_heads"),
+    ".experts.": ("num_local_experts", "intermediate_size", "hidden_size"),
+    ".router.": ("num_local_experts", "hidden_size"),
+    ".fc": ("intermediate_size", "hidden_size"),
+    ".norm.": ("hidden_size",),
+    "attention.": ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    ".mamba.": ("hidden_size", "num_attention_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+}
+"""Part of our name of a tensor -> fields of its shape, in the first names of `SAME_FIELDS`. Others: `hidden_size`."""
 
 
 def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, tuple[int, ...]]:
@@ -42,3 +58,11 @@ def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, 
 def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     parts = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
     return {f"{name}.{part}": (config.hidden,) for part in parts}
+
+
+def shape_fields(config: ModelConfig, moe: MoEConfig | None, name: str) -> str:
+    """The fields of a model's `config.json` that fix the shape of a tensor (our name), with their values, in words."""
+    wanted = next((fields for part, fields in SHAPED_BY.items() if part in name), ("hidden_size",))
+    names = {each for field in wanted for each in next((same for same in SAME_FIELDS if field in same), (field,))}
+    fields = config_to_hugging_face(config, moe)
+    return ", ".join(f"{field} = {fields[field]!r}" for field in fields if field in names)

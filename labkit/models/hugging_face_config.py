@@ -47,20 +47,6 @@ SAME_FIELDS = (
     ("dtype", "torch_dtype"),
 )
 """Names of one field: those of the families, of transformers' `attribute_map` and of older files."""
-SHAPED_BY = {
-    "word.": ("vocab_size", "hidden_size"),
-    "output.": ("vocab_size", "hidden_size"),
-    "lm_head.bias": ("vocab_size",),
-    "position.": ("max_position_embeddings", "hidden_size"),
-    "relative_bias.": ("relative_attention_num_buckets", "num_attention_heads"),
-    ".experts.": ("num_local_experts", "intermediate_size", "hidden_size"),
-    ".router.": ("num_local_experts", "hidden_size"),
-    ".fc": ("intermediate_size", "hidden_size"),
-    ".norm.": ("hidden_size",),
-    "attention.": ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    ".mamba.": ("hidden_size", "num_attention_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
-}
-"""Part of our name of a tensor -> fields of its shape, in the first names of `SAME_FIELDS`. Others: `hidden_size`."""
 
 
 def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
@@ -333,11 +319,3 @@ def _llama_fields(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         "sliding_window": None,
     }
     return fields | (experts if moe.num_experts else {})
-
-
-def shape_fields(config: ModelConfig, moe: MoEConfig | None, name: str) -> str:
-    """The fields of a model's `config.json` that fix the shape of a tensor (our name), with their values, in words."""
-    wanted = next((fields for part, fields in SHAPED_BY.items() if part in name), ("hidden_size",))
-    names = {each for field in wanted for each in next((same for same in SAME_FIELDS if field in same), (field,))}
-    fields = config_to_hugging_face(config, moe)
-    return ", ".join(f"{field} = {fields[field]!r}" for field in fields if field in names)
