@@ -120,7 +120,7 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
         ("attention heads", model.heads, "num_key_value_heads", model.kv_heads or model.heads),
         ("num_heads", model.mamba_heads, "n_groups", model.mamba_num_groups if kind == "mamba2" else 1),
     ):
-        if value % size:
+        if size < 1 or value % size:
             raise ValueError(f"{name} = {value} cannot be divided among {part} = {size}")
     return model
 
