@@ -50,12 +50,13 @@ def loss_func(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(mean over masked words + mean over samples of the order, numbers to report)."""
     loss_BS, order_B2 = output
-    loss = (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1)
-    parts = {"lm_loss": loss.detach()}
+    counted_BS, masked = loss_BS.masked_fill(loss_mask_BS == 0, 0), loss_mask_BS.sum()
+    loss, tokens = (counted_BS * loss_mask_BS).sum() / masked.clamp(min=1), masked.clamp(max=1)
+    parts = {"lm_loss": loss.detach(), "lm_loss_count": tokens}  # a microbatch may be without a masked word
     if order_B2 is not None:  # model.bert_binary_head
         order = cross_entropy(order_B2.to(loss.dtype), is_random_B)
-        loss, parts = loss + order, parts | {"sop_loss": order.detach()}
-    return loss, {"loss_sum": loss.detach(), "tokens": loss.new_ones(()), **parts}
+        loss, tokens, parts = loss + order, loss.new_ones(()), parts | {"sop_loss": order.detach()}
+    return loss, {"loss_sum": loss.detach(), "tokens": tokens, **parts}
 
 
 if __name__ == "__main__":
