@@ -260,15 +260,23 @@ def refusing_arguments() -> Iterator[None]:
 def train_on_rank(config: RunConfig, **providers: Any) -> Trained | Refusal | NoCheckpoint | Stopped:
     """Runs inside a rank. Data come first: what is wrong with them is the same on every rank, so all of them return."""
     from labkit.data.datasets import build_datasets
+    from labkit.launch import report_progress
     from labkit.train import RunInterrupted, pretrain
     from labkit.train.checkpoint.manifest import CheckpointError
 
+    report_progress({"stage": "reading the data"})
     try:
         datasets = providers.get("datasets_provider", build_datasets)(config)
     except (ValueError, OSError) as error:
         return Refusal([str(error)])
+
+    def provided(_: RunConfig) -> Any:  # asked for once the model is there
+        report_progress({"stage": "first step"})
+        return datasets
+
+    report_progress({"stage": "building the model"})
     try:
-        result = pretrain(config, **{**providers, "datasets_provider": lambda _: datasets})
+        result = pretrain(config, **{**providers, "datasets_provider": provided})
     except ConfigError as error:  # the same on every rank as well: what a machine cannot do
         return Refusal(error.problems)
     except CheckpointError as error:

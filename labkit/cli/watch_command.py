@@ -116,7 +116,7 @@ def frame(runs: Sequence[RunRecords], width: int | None = None, height: int | No
 def _wrapped(run: RunRecords, width: int) -> list[str]:
     """Return all values of the last step of the only run, on as many lines as they need."""
     values = run.values()
-    return all_lines(values, width) if values else ["no step yet"]
+    return all_lines(values, width) if values else [_no_step(run)]
 
 
 def _line(run: RunRecords, name: str, longest: int, width: int | None) -> str:
@@ -124,8 +124,13 @@ def _line(run: RunRecords, name: str, longest: int, width: int | None) -> str:
     head = f"{_short(name, longest):<{longest}}  {run.state:<10}  "
     values = run.values()
     if not values:
-        return f"{head}no step yet"[:width]
+        return f"{head}{_no_step(run)}"[:width]
     return (head + (all_lines(values)[0] if width is None else one_line(values, width - len(head))))[:width]
+
+
+def _no_step(run: RunRecords) -> str:
+    """Return the words for a run without a step, with its seconds while it starts."""
+    return f"no step yet, started {run.age():.0f} s ago" if run.state == "starting" else "no step yet"
 
 
 def _short(name: str, longest: int) -> str:

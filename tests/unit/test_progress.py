@@ -9,6 +9,7 @@ import pty
 import re
 import struct
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,6 +162,34 @@ def test_the_last_step_before_a_failure_is_shown() -> None:
             bar.update({"step": step, "loss": 1.0})
         raise KeyError
     assert stream.getvalue() == "step 1 of 9: loss 1.0000\nstep 3 of 9: loss 1.0000\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_start_shows_its_stage_and_seconds_until_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    """On a terminal each second; in a file a line for a stage that takes long, and none after the first step."""
+    monkeypatch.setattr(progress_bar, "LONG_STAGE", 1)
+    monkeypatch.setattr(progress_bar, "columns", lambda _: 100 if is_terminal else None)
+    stream = io.StringIO()
+    with ProgressBar(3, stream) as bar:
+        for stage in ("starting ranks", "reading the data"):
+            if stage != "starting ranks":
+                bar.update({"stage": stage})
+            until = time.monotonic() + 60
+            while f"step 0 of 3: {stage}, 2 s" not in stream.getvalue() and time.monotonic() < until:
+                time.sleep(0.05)
+                if not is_terminal and f"step 0 of 3: {stage}, " in stream.getvalue():
+                    break
+        bar.update({"step": 1, "loss": 1.0})
+        shown = len(stream.getvalue())
+        time.sleep(1.3)
+        assert "step 0" not in stream.getvalue()[shown:]
+    text = stream.getvalue()
+    assert "step 0 of 3: starting ranks, " in text and "step 0 of 3: reading the data, " in text
+    assert is_terminal or [line[:30] for line in text.splitlines()] == [
+        "step 0 of 3: starting ranks, 1", "step 0 of 3: reading the data,", "step 1 of 3: loss 1.0000",
+    ]  # fmt: skip
 
 
 def test_rates_are_those_of_the_configuration() -> None:

@@ -4,6 +4,9 @@ On a terminal of 60 columns or more, one line is drawn again and again. It has a
 first, and from 80 columns on a bar in the rest of the line. A narrower terminal, a terminal of unknown width, and a
 file get whole lines with all values. These show the first step, the last, and some between: a line a second at first,
 and a line a minute after a hundred minutes. An evaluation always has its own line.
+
+Until the first step a thread shows the stage of the start and its seconds. A terminal gets them each second, a file
+gets one line for a stage that takes long.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 from typing import Any, TextIO
 
@@ -20,6 +24,8 @@ NARROWEST = 60
 """Fewest columns of a terminal for one line that is drawn again and again."""
 WITH_BAR = 80
 """Fewest columns for a bar behind the values."""
+LONG_STAGE = 10
+"""Seconds after which a stage of the start has a line of its own where no line can be drawn again."""
 _BAR, _LEAST_BAR = "  {percentage:3.0f}%|{bar}|", 12
 """Form of the bar, and columns of the shortest."""
 
@@ -42,6 +48,8 @@ class ProgressBar:
         self._bar: Any = None
         self._unshown: dict[str, Any] | None = None
         self._started, self._shown_at = time.monotonic(), -math.inf
+        self._stage, self._begun = "starting ranks", self._started
+        self._first, self._drawing = threading.Event(), threading.Lock()
 
     def __enter__(self) -> ProgressBar:
         if self._shown and (columns(self._stream) or 0) >= NARROWEST:
@@ -49,22 +57,30 @@ class ProgressBar:
 
             self._bar = tqdm(
                 total=self._steps, file=self._stream, mininterval=0.1, miniters=1, ncols=NARROWEST, bar_format="{desc}",
-                desc=f"step 0 of {self._steps}: starting",
+                desc=self._stage_words(0),
             )  # fmt: skip
+        if self._shown:
+            threading.Thread(target=self._show_stages, name="stages", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Leave the last state on the screen, also after a failure."""
+        self._end_stages()
         if self._bar is not None:
             self._bar.close()
         self._show_rest()
 
     def update(self, values: dict[str, Any]) -> None:
-        """Show a finished step, or an evaluation after it."""
+        """Show a finished step, an evaluation after it, or a stage of the start."""
+        if "stage" in values:
+            with self._drawing:
+                self._stage, self._begun = values["stage"], time.monotonic()
+            return
         if "message" in values:
             self._show_rest()
             self._print(values["message"])
             return
+        self._end_stages()
         values = {"steps": self._steps, **values}
         if "loss" not in values:
             self._show_rest()
@@ -75,6 +91,27 @@ class ProgressBar:
             self._unshown = values
             if self._is_due():
                 self._show_rest()
+
+    def _stage_words(self, seconds: float) -> str:
+        return f"step 0 of {self._steps}: {self._stage}, {seconds:.0f} s"
+
+    def _show_stages(self) -> None:
+        """In a thread: show the stage until the first step."""
+        told = ""
+        while not self._first.wait(1.0):
+            with self._drawing:
+                seconds = time.monotonic() - self._begun
+                if self._first.is_set():
+                    return
+                if self._bar is not None:
+                    self._bar.set_description_str(self._stage_words(seconds))
+                elif seconds >= LONG_STAGE and self._stage != told:
+                    told = self._stage
+                    self._print(self._stage_words(seconds))
+
+    def _end_stages(self) -> None:
+        with self._drawing:
+            self._first.set()
 
     def _redraw(self, values: dict[str, Any]) -> None:
         wide = columns(self._stream) or NARROWEST

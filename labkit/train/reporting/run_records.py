@@ -97,7 +97,7 @@ class RunRecords:
     @property
     def over(self) -> bool:
         """True if no more lines will come: the run is finished, or nobody writes there any more."""
-        left = self._locked is False and self._age() > GRACE
+        left = self._locked is False and self.age() > GRACE
         return self.state == "finished" or left or (self._locked is None and self.state == "stale")
 
     # ---- the lines ----
@@ -160,7 +160,7 @@ class RunRecords:
             return "unfinished"
         if self._locked and not self.series:
             return "starting"
-        return "stale" if self._age() > max(GRACE, OVERDUE * self._seconds_a_line()) else "running"
+        return "stale" if self.age() > max(GRACE, OVERDUE * self._seconds_a_line()) else "running"
 
     def _words(self) -> dict[str, Any]:
         """Return the contents of run.json; empty if there is none, or half of one."""
@@ -170,7 +170,7 @@ class RunRecords:
             return {}
         return words if isinstance(words, dict) else {}
 
-    def _age(self) -> float:
+    def age(self) -> float:
         """Return the seconds since the run last wrote one of its files."""
         files = (self.folder / METRICS, self.folder / STATE)
         return min((time.time() - file.stat().st_mtime for file in files if file.exists()), default=float("inf"))
