@@ -276,12 +276,24 @@ def test_prompts_that_cannot_be_continued_are_refused(run_folder):
 
 def test_a_sample_ends_with_the_token_that_ends_it(run_folder):
     model = CheckpointModel(run_folder)
-    [free, other] = generate(model, [[5, 6], [7]], max_new_tokens=12)
-    end = free[0]
-    [ended, _] = generate(model, [[5, 6], [7]], max_new_tokens=12, end=end)
-    assert ended == [end] and len(free) == len(other) == 12
-    [ended, _] = generate(model, [[5, 6], [7]], max_new_tokens=12, end=[1023 - (end == 1023), end])
-    assert ended == [end]
+    free = generate(model, [[5, 6], [7]], max_new_tokens=12)
+    assert [len(ids) for ids in free] == [12, 12]
+    for end in {*free[0], *free[1]}:
+        cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in free]
+        assert generate(model, [[5, 6], [7]], max_new_tokens=12, end=end) == cut
+        other = 1023 - (end == 1023)
+        assert other in {*free[0], *free[1]} or generate(model, [[5, 6], [7]], max_new_tokens=12, end=[other, end]) == cut
+
+
+def test_a_large_penalty_repeats_no_token_of_a_prompt_or_of_its_continuation(run_folder):
+    """Each prompt for itself: the padding of the shorter one is no token that occurred."""
+    model, prompts = CheckpointModel(run_folder), [[5, 6, 7, 8], [7]]
+    made = generate(model, prompts, max_new_tokens=8, sampling=Sampling(repetition_penalty=1e6))
+    for prompt, ids in zip(prompts, made):
+        assert len({*prompt, *ids}) == len(prompt) + 8
+        assert generate(model, [prompt], max_new_tokens=8, sampling=Sampling(repetition_penalty=1e6)) == [ids]
+    plain = generate(model, prompts, max_new_tokens=8)
+    assert any(len({*prompt, *ids}) < len(prompt) + 8 for prompt, ids in zip(prompts, plain)), "without it some repeat"
 
 
 @pytest.mark.parametrize(
