@@ -282,7 +282,9 @@ def test_a_sample_ends_with_the_token_that_ends_it(run_folder):
         cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in free]
         assert generate(model, [[5, 6], [7]], max_new_tokens=12, end=end) == cut
         other = 1023 - (end == 1023)
-        assert other in {*free[0], *free[1]} or generate(model, [[5, 6], [7]], max_new_tokens=12, end=[other, end]) == cut
+        assert (
+            other in {*free[0], *free[1]} or generate(model, [[5, 6], [7]], max_new_tokens=12, end=[other, end]) == cut
+        )
 
 
 def test_a_large_penalty_repeats_no_token_of_a_prompt_or_of_its_continuation(run_folder):

@@ -42,7 +42,8 @@ PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
 @pytest.fixture(scope="module")
 def steps(request: pytest.FixtureRequest) -> Verdicts:
     """Of the steps that this pytest has collected."""
-    wanted = {item.callspec.params["name"] for item in request.session.items if "steps" in item.fixturenames}
+    own = [item for item in request.session.items if item.path == request.path and "steps" in item.fixturenames]
+    wanted = {item.callspec.params["name"] for item in own}
     return verdicts_of("steps", *(name for name in CASES if name in wanted))
 
 

@@ -153,7 +153,7 @@ def test_sliders_redraw_the_step_in_a_picture_that_stays_where_it_is(monkeypatch
     monkeypatch.setenv("JPY_SESSION_NAME", "somewhere")
     layers = {f"p{i}": 100_000 for i in range(4)}  # 0.4 MB each
     box = explore_buckets(layers, BACKWARD, bucket_mb=37.5, latency_us=5000.0, gigabytes_per_second=1.0)
-    size, latency, bandwidth, words, picture = box.children
+    size, latency, bandwidth, picture, words = box.children
     units = [slider.description for slider in (size, latency, bandwidth)]
     assert units == ["bucket size (MB)", "latency (\u00b5s)", "bandwidth (GB/s)"]
     assert "buckets of 37.5 MB or more: 1 reduction," in words.value, "the caller's size is one of the stops"
