@@ -112,6 +112,8 @@ END_TOKENS = (
 )  # fmt: skip
 """Names of tokens that end a text, where no file says which one does. The first that a vocabulary has closes documents;
 if it has none of them, BERT's `[SEP]` does."""
+RARE = "\U0002a6a5"
+"""A character that hardly any vocabulary has: four dragons, among the ideographs of Unicode."""
 SPECIAL_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 """BERT's tokens that stand for no text."""
 
@@ -129,7 +131,7 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a tokenizer, or has no token.
+        ValueError: the file is not a tokenizer, has no token, or cannot encode unknown text.
         ModuleNotFoundError: the library is not installed.
     """
     try:
@@ -163,6 +165,13 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
     tokenizer.post_processor = None
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
+    try:
+        tokenizer.encode(RARE)
+    except Exception as error:
+        raise ValueError(
+            f"data.tokenizer: {str(path)!r} cannot encode what its vocabulary does not have ({error}); add the token "
+            "that it names for unknown text"
+        ) from None
     return tokenizer
 
 
@@ -214,14 +223,19 @@ def _word_piece(vocabulary: Path) -> Tokenizer:
 
 
 def _beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` beside a tokenizer's; empty where there is no such file."""
+    """The JSON object in the file `name` beside a tokenizer's, its end tokens checked; empty without that file."""
     path = file.with_name(name)
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(decode_utf8(path.read_bytes())))
+        found = dict(json.loads(decode_utf8(path.read_bytes())))
+        whole_characters(str(found.get("eos_token")))
+        stops = found.get("eos_token_id")
+        if any(type(stop) is not int for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None):
+            raise ValueError(f"eos_token_id is {stops!r}, and must be an integer or a list of integers")
+        return found
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"data.tokenizer: {str(path)!r} is not a JSON object ({error}); repair or remove it") from None
+        raise ValueError(f"data.tokenizer: {str(path)!r} cannot be read ({error}); repair or remove it") from None
 
 
 def size_of(tokenizer: Tokenizer) -> int:
@@ -241,7 +255,7 @@ def end_tokens(tokenizer: Tokenizer, path: str | Path | None = None) -> list[int
     `eos_token` of `tokenizer_config.json`, or else `special_tokens_map.json`, is the first. Each `eos_token_id` of
     `generation_config.json`, or else `config.json`, follows. Without them all names of `END_TOKENS` count.
 
-    Raises ValueError for an `eos_token` that the tokenizer does not have.
+    Raises ValueError for an `eos_token` that the tokenizer does not have, or an `eos_token_id` that is no integer.
     """
     file, found = BUNDLED / TOKENIZER_NAME if path is None else Path(path), list[int]()
     named = (

@@ -139,14 +139,37 @@ def test_the_end_of_text_is_what_the_files_say(names, files, expected, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [('{"eos_token": "</s>"}', "names the end token '</s>', which the tokenizer does not"), ("[1]", "is not a JSON o")],
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config", '{"eos_token": "</s>"}', "names the end token '</s>', which the tokenizer does not"),
+        ("tokenizer_config", "[1]", "cannot be read"),
+        ("tokenizer_config", r'{"eos_token": "\ud800"}', "half a surrogate pair"),
+        *(
+            ("generation_config", f'{{"eos_token_id": {value}}}', "must be an integer or a list of integers")
+            for value in ('"0"', "true", "0.0", "[[0]]", '{"a": 0}')
+        ),
+    ],
 )
-def test_a_file_beside_a_tokenizer_that_contradicts_it_is_refused(content, said, tmp_path):
+def test_a_file_beside_a_tokenizer_that_contradicts_it_is_refused(name, content, said, tmp_path):
     path = saved(words({"a": 0}), tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ValueError, match=said):
+    (tmp_path / f"{name}.json").write_text(content)
+    with pytest.raises(ValueError, match=f"{name}.json.*{said}"):
         end_tokens(load_tokenizer(path), path)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"a": 0}, unk_token="[UNK]"),
+        models.BPE({"a": 0}, [], unk_token="<unk>"),
+        models.Unigram([("a", -1.0)]),
+    ],
+)
+def test_a_tokenizer_without_its_token_for_unknown_text_is_refused(model, tmp_path):
+    """The library raises at the first such text, without the file's name."""
+    path = saved(Tokenizer(model), tmp_path)
+    with pytest.raises(ValueError, match=r"data\.tokenizer: .*tokenizer\.json' cannot encode what its vocabulary does"):
+        load_tokenizer(path)
 
 
 # ---- lines and bytes of the files ----
