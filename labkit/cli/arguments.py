@@ -104,7 +104,10 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     """
     by_name = {name: option for option in command.all_options for name in option.names}
     values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in command.all_options}
-    own_fields = {name: s for s in extra_specs(command.extra_args_provider).values() for name in (s.name, s.dotted)}
+    own_specs = extra_specs(command.extra_args_provider)
+    if clash := [spec.name for spec in own_specs.values() if spec.name in by_name]:
+        raise ValueError(f"extra_args_provider: --{clash[0]} is an option of {command.called}; choose another name")
+    own_fields = {name: s for s in own_specs.values() for name in (s.name, s.dotted)}
     arguments = Arguments(values, source=command.called)
     problems, given, entries, rest = arguments.problems, Given(), list[Entry](), list(argv)
     no_path = False

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import threading
+from dataclasses import make_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS,
 from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.run_command import Chapter
 from labkit.cli.train_command import COMMAND as TRAIN
-from labkit.config import RunConfig, presets, yaml_text
+from labkit.config import RunConfig, field, presets, yaml_text
 from labkit.config.fields import ALIASES, SPECS
 from labkit.config.sections import SECTIONS
 from labkit.launch import forkserver
@@ -690,3 +691,10 @@ def test_reference_page_is_up_to_date() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "make_config_reference.py"))["page"]()
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == page
     assert all(f"`{name}`" in page for name in (*SPECS, *ALIASES))
+
+
+def test_a_script_takes_no_name_of_an_option_of_the_command():
+    """Otherwise `--nproc` would never reach the script's field."""
+    own = make_dataclass("Own", [("nproc", int, field(1, "Mine."))], frozen=True, kw_only=True)
+    with pytest.raises(ValueError, match="extra_args_provider: --nproc is an option of labkit train; choose another"):
+        read(replace(TRAIN, extra_args_provider=own), [])
