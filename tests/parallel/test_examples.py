@@ -42,7 +42,7 @@ def small(preset: str, **changes: object) -> RunConfig:
     fits |= {"train.record_events": False, "tp": 1, "pp": 1, "ep": 1, "train.eval_steps": 0, "optim.warmup_steps": 0}
     if config.model.hidden > 64:
         fits |= {"hidden": 64, "heads": 8, "model.layers": 4, "model.ffn_hidden": None, "model.init_std": 0.02}
-        fits |= {"kv_heads": config.model.kv_heads and 4}
+        fits |= {"kv_heads": config.model.kv_heads and 4, "moe.layer_freq": config.moe.layer_freq[:4]}
     if config.moe.num_experts > 16:
         fits |= {"moe.num_experts": 8, "moe.ffn_hidden": 32, "moe.top_k": 2}
     if config.moe.shared_expert_ffn_hidden:
@@ -71,17 +71,15 @@ def test_the_providers_of_the_examples_train_what_pretrain_trains() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, V, {}], ids=["tp", "pp", "zbv", "dp"])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "sequence_parallel": True}, {"pp": 2}, V, {}], ids=["tp", "pp", "zbv", "dp"]
+)
 def test_the_providers_of_the_examples_train_every_preset(layout: dict[str, object]) -> None:
-    names = presets.names()
-    if "pp" in layout:
-        names = [name for name in names if layout is not V or presets.get(name).model.family != "t5"]
-    split = {"split_rank": 1} if layout == {"pp": 2} else {}
-    configs = [small(n, **layout, **(split if presets.get(n).model.family == "t5" else {})) for n in names]
-    configs = [config for config in configs if not config.problems(2)]
-    assert len(configs) >= len(names) - 1, "a preset may have a rule against a layout, hardly two"
-    for ranks in run(both, 2, configs, timeout=600):
-        for name, (alone, by_providers) in zip(names, ranks):
+    names = [name for name in presets.names() if layout is not V or presets.get(name).model.family != "t5"]
+    splits = [layout == {"pp": 2} and presets.get(name).model.family == "t5" for name in names]
+    configs = [small(name, **layout, split_rank=1 if split else None) for name, split in zip(names, splits)]
+    for ranks in run(both, 2, [config.validate(2) for config in configs], timeout=600):
+        for name, (alone, by_providers) in zip(names, ranks, strict=True):
             assert by_providers == alone and len(alone) == 3, name
 
 
