@@ -8,7 +8,7 @@ python scripts/mutations.py --list                the sample, without running it
 A mutant is one small change of the source by an operator of the package cosmic-ray, such as `<` to `<=` or 1 to 2.
 Each worker has a copy of the tree, since ranks of the tests read the changed file. First every test runs once without a
 mutant, under coverage. Then a mutant meets the tests that execute its statement, the quickest first, and after them
-others that execute its module. Results are in `build/mutations` as they come; the same commit goes on where it was cut.
+those near by (`order_for`). Results are in `build/mutations` as they come; the same commit goes on where it was cut.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -53,7 +54,7 @@ tests/parallel: checkpoint_resume bert_parity t5_parity mamba_parity finetune_pa
 """
 NO_END, CRASHED = ({"code": -1, "failed": [why], "seconds": {}, "lines": {}} for why in ("no end", "pytest crashed"))
 MOST = 60.0
-"""CPU seconds of the tests that a mutant meets."""
+"""Seconds of the tests of one group that a mutant meets, see `order_for`; of a quiet machine."""
 
 
 def tests() -> list[str]:
@@ -80,10 +81,10 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        start, self.now = cpu_seconds(), item.nodeid
+        start, self.now = time.monotonic(), item.nodeid
         self._context(self.now)
         result = yield
-        self.seconds[item.nodeid] = round(cpu_seconds() - start, 3)
+        self.seconds[item.nodeid] = round(time.monotonic() - start, 3)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -102,12 +103,6 @@ class Watch:
     def _context(self, name: str) -> None:
         if self.coverage is not None:
             self.coverage.switch_context(name)
-
-
-def cpu_seconds() -> float:
-    """Of this process and of its ended children."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out: str) -> None:
@@ -224,24 +219,25 @@ def baseline(runner: Runner) -> dict[str, Any]:
 
 
 def order_for(mutant: Mutant, base: dict[str, Any]) -> list[str]:
-    """Tests that execute the mutant's statement, then others that execute its module; the quickest file and test first,
-    up to `MOST` seconds."""
-    seconds, lines = base["seconds"], base["lines"][mutant.path]
-    near = set().union(*(lines[line] for line in mutant.lines))
+    """Tests that execute the mutant's statement; others that execute its module; and, since no coverage sees the ranks
+    that a test launches, oracles and tests of several ranks that execute its package. The quickest file of each group
+    is first, and no group takes more than `MOST` seconds."""
+    seconds, lines, folder = base["seconds"], base["lines"], str(Path(mutant.path).parent)
+    near = set().union(*(lines[mutant.path][line] for line in mutant.lines))
+    module = set().union(*lines[mutant.path].values())
+    package = set().union(*(s for path in lines if str(Path(path).parent) == folder for s in lines[path].values()))
+    far = {test for test in package if test.startswith(("tests/oracles", "tests/parallel"))}
     chosen: list[str] = []
-    for group in (near, set().union(*lines.values()) - near):
-        quickest: dict[str, float] = {}
-        for test in group:
-            file = test.split("::")[0]
-            quickest[file] = min(quickest.get(file, 1e9), seconds[test])
-        of_file = sorted(group, key=lambda test: (quickest[test.split("::")[0]], test.split("::")[0], seconds[test]))
-        left = MOST - sum(seconds[test] for test in chosen)
-        cheap: set[str] = set()
+    for group in (near, module - near, far - module):
+        left, cheap = MOST, list[str]()
         for test in sorted(group, key=lambda test: seconds[test]):
             left -= seconds[test]
-            if left > 0 or not (chosen or cheap):
-                cheap.add(test)
-        chosen += [test for test in of_file if test in cheap]
+            if left > 0 or not cheap:
+                cheap.append(test)
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for test in cheap:
+            by_file[test.split("::")[0]].append(test)
+        chosen += [test for tests_of_file in by_file.values() for test in tests_of_file]
     return chosen
 
 

@@ -122,6 +122,19 @@ def test_the_target_is_the_last_word_or_the_last_token():
     assert loose.context + loose.target == encode("the hacker knew the metasyntax").ids and len(loose.target) == 1
     with pytest.raises(ValueError, match="fewer than two words"):
         passage_of("alone", encode)
+    letters = passage_of("ab", lambda text: [ord(letter) for letter in text], strict=False)
+    assert (letters.context, letters.target) == ([ord("a")], [ord("b")]), "two tokens are the fewest"
+    with pytest.raises(ValueError, match="fewer than two tokens"):
+        passage_of("a", lambda text: [ord(letter) for letter in text], strict=False)
+
+
+@pytest.mark.parametrize(
+    "line", ["the bug", "7", "[1]", '"text"', "null", '{"test": "a b"}', '{"text": 5}', '{"text": null}']
+)
+def test_a_line_that_is_no_passage_is_named(line, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: no passage; each line must be JSON as"):
+        read_passages(tmp_path / "a.jsonl", lambda text: load_tokenizer().encode(text).ids)
 
 
 @pytest.mark.parametrize("target", [1, 2, 15])
@@ -138,6 +151,34 @@ def test_a_passage_loses_its_beginning_only_where_it_is_too_long(target):
         assert score_passages(model, passages, micro_batch_size=batch) == [True, True, False, False]
     with pytest.raises(ValueError, match="a target of 16 tokens does not fit the model's sequence of 16"):
         score_passages(model, [Passage([5], [5] * 16)])
+
+
+@pytest.fixture(scope="module")
+def strong(tmp_path_factory):
+    """Two layers with weights so large that every token that attention reads, and every position, matters."""
+    folder = tmp_path_factory.mktemp("strong")
+    pretrain(TINY.override({"checkpoint.dir": str(folder), "eval_steps": 0, "init_std": 0.5, "layers": 2, "steps": 1}))
+    return CheckpointModel(folder, precision="fp64")
+
+
+def test_the_cache_of_keys_and_values_changes_no_token(strong):
+    """Each token as a forward over the whole text so far gives it, without cache and padding, before and afterwards."""
+    prompts = [[5, 6, 7, 8, 9, 10], [300], [7, 900, 41]]
+
+    def by_whole_forwards(prompt):
+        ids = list(prompt)
+        for _ in range(9):
+            chosen = strong.choose(
+                torch.tensor([ids]), torch.tensor([[len(ids) - 1]]), lambda logits: logits.argmax(-1)
+            )
+            ids.append(int(chosen[0, 0]))
+        return ids[len(prompt) :]
+
+    expected = list(map(by_whole_forwards, prompts))
+    assert generate(strong, prompts, max_new_tokens=9) == expected
+    assert [generate(strong, [prompt], max_new_tokens=9)[0] for prompt in prompts] == expected
+    assert list(map(by_whole_forwards, prompts)) == expected, "a generation leaves nothing behind"
+    assert len({tuple(ids) for ids in expected}) == 3 and min(len({*ids}) for ids in expected) > 3
 
 
 class Cut(Exception):
