@@ -122,10 +122,14 @@ def test_the_target_is_the_last_word_or_the_last_token():
     assert loose.context + loose.target == encode("the hacker knew the metasyntax").ids and len(loose.target) == 1
     with pytest.raises(ValueError, match="fewer than two words"):
         passage_of("alone", encode)
-    letters = passage_of("ab", lambda text: [ord(letter) for letter in text], strict=False)
-    assert (letters.context, letters.target) == ([ord("a")], [ord("b")]), "two tokens are the fewest"
+
+    def letters(text):
+        return SimpleNamespace(ids=[*map(ord, text)], offsets=[(i, i + 1) for i in range(len(text))])
+
+    fewest = passage_of("ab", letters, strict=False)
+    assert (fewest.context, fewest.target) == ([ord("a")], [ord("b")]), "two tokens are the fewest"
     with pytest.raises(ValueError, match="fewer than two tokens"):
-        passage_of("a", lambda text: [ord(letter) for letter in text], strict=False)
+        passage_of("a", letters, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_the_target_is_the_last_word_or_the_last_token():
 def test_a_line_that_is_no_passage_is_named(line, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 3: no passage; each line must be JSON as"):
-        read_passages(tmp_path / "a.jsonl", lambda text: load_tokenizer().encode(text).ids)
+        read_passages(tmp_path / "a.jsonl", load_tokenizer().encode)
 
 
 @pytest.mark.parametrize("target", [1, 2, 15])

@@ -112,6 +112,7 @@ def test_a_bad_field_is_refused_by_name(fields, named):
 )
 def test_the_rules_of_a_configuration_refuse_exactly_what_cannot_be_built(style, warmup, decay, tail, steps, lr, floor):
     tail = tail if style == "wsd" else None  # elsewhere it is refused for having no effect
+    decay, floor = (None, 0.0) if style == "constant" else (decay, floor)  # likewise
     optim = OptimConfig(
         lr=lr, min_lr=floor, lr_schedule=style, warmup_steps=warmup, decay_steps=decay, wsd_decay_steps=tail
     )
