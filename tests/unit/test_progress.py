@@ -40,6 +40,9 @@ def test_the_words_of_a_step_in_order_of_importance() -> None:
     assert step_words({"step": 3, "steps": 9, "test_loss": 2.0, "test_perplexity": 7.389}) == [
         "step 3 of 9:", "test loss 2.0000", "perplexity 7.39",
     ]  # fmt: skip
+    assert step_words({"step": 3, "tflops_per_rank": 0.5, "hardware_tflops_per_rank": 0.5, "mfu": 0.1, "hfu": 0.1}) == [
+        "step 3:", "model 0.500 TFLOP/s/rank", "MFU 10.0%",
+    ]  # fmt: skip
     assert step_words({"step": 3, "loss": 2.0, "skipped_steps": 2, "grad_norm": None}) == [
         "step 3:", "loss 2.0000", "skipped 2",
     ]  # fmt: skip

@@ -61,10 +61,13 @@ FIELDS: dict[str, Callable[[Any], str]] = {
 def step_words(values: Mapping[str, Any]) -> list[str]:
     """Return `step 12 of 100:` and the words of each field in `values`; without `steps` the total is left out.
 
-    A number that was not finite is None in metrics.jsonl; its field is left out.
+    A number that was not finite is None in metrics.jsonl; its field is left out. So is the rate of hardware FLOPs where
+    nothing is computed again, since it is that of model FLOPs.
     """
     total = f" of {values['steps']}" if "steps" in values else ""
-    shown = (say(values[name]) for name, say in FIELDS.items() if values.get(name) is not None)
+    same = values.get("hardware_tflops_per_rank") == values.get("tflops_per_rank")
+    said = {name: value for name, value in values.items() if not (same and name in ("hardware_tflops_per_rank", "hfu"))}
+    shown = (say(said[name]) for name, say in FIELDS.items() if said.get(name) is not None)
     return [f"step {values['step']}{total}:", *filter(None, shown)]
 
 
