@@ -512,6 +512,9 @@ class ExtraConfig(SimpleNamespace):
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(vars(self).items())))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:

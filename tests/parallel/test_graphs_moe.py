@@ -190,9 +190,11 @@ def _of_the_machine(name: str) -> bool:
 
 
 def config_of(changes: dict[str, Any], scope: tuple[str, ...] | None) -> RunConfig:
-    config = presets.tiny_moe().override({**SHAPE, **changes})
-    return config if scope is None else config.override(
-        {"cuda_graph_impl": "emulated", "cuda_graph_modules": list(scope)})  # fmt: skip
+    graph = {"cuda_graph_impl": "emulated", "cuda_graph_modules": list(scope)} if scope is not None else {}
+    fields = {**SHAPE, **changes, **graph}
+    if scope is None:  # without graphs nothing warms up
+        fields.pop("cuda_graph_warmup_steps", None)
+    return presets.tiny_moe().override(fields)
 
 
 @cache

@@ -471,6 +471,7 @@ def test_fields_of_a_script_are_like_all_others(tmp_path: pathlib.Path) -> None:
         ]
     assert "  # A number. [> 0]\n  alpha: 2.0\n" in changed.to_commented_yaml()
     sent = pickle.loads(pickle.dumps(changed))
+    assert hash(sent) == hash(changed) and len({sent, changed, config}) == 2
     assert sent == changed and sent.override({"extra.most": 0}).problems() == ["extra.most = 0: must be at least 1"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.extra.alpha = 3.0
