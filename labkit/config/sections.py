@@ -512,7 +512,7 @@ class ExtraConfig(SimpleNamespace):
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
         return hash(tuple(sorted(vars(self).items())))
 
 
