@@ -50,8 +50,8 @@ def loss_func(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(mean over masked words + mean over samples of the order, numbers to report)."""
     loss_BS, order_B2 = output
-    counted_BS, masked = loss_BS.masked_fill(loss_mask_BS == 0, 0), loss_mask_BS.sum()
-    loss, tokens = (counted_BS * loss_mask_BS).sum() / masked.clamp(min=1), masked.clamp(max=1)
+    counted_BS, masked = (loss_BS * loss_mask_BS).masked_fill_(loss_mask_BS == 0, 0), loss_mask_BS.sum()
+    loss, tokens = counted_BS.sum() / masked.clamp(min=1), masked.clamp(max=1)
     parts = {"lm_loss": loss.detach(), "lm_loss_count": tokens}  # a microbatch may be without a masked word
     if order_B2 is not None:  # model.bert_binary_head
         order = cross_entropy(order_B2.to(loss.dtype), is_random_B)

@@ -52,8 +52,8 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -
 
 def loss_func(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum of losses, number of tokens, numbers to report)."""
-    counted_BS = loss_BS.masked_fill(loss_mask_BS == 0, 0)  # 0 times an infinite loss would be NaN
-    loss_sum, tokens = (counted_BS * loss_mask_BS).sum(), loss_mask_BS.sum()
+    counted_BS = (loss_BS * loss_mask_BS).masked_fill_(loss_mask_BS == 0, 0)  # 0 times an infinite loss is NaN
+    loss_sum, tokens = counted_BS.sum(), loss_mask_BS.sum()
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
 
 

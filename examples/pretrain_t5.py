@@ -41,8 +41,8 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -
 
 def loss_func(loss_mask_BT: Tensor, loss_BT: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum of losses over the decoder's tokens, number of tokens, numbers to report)."""
-    counted_BT = loss_BT.masked_fill(loss_mask_BT == 0, 0)  # 0 times an infinite loss would be NaN
-    loss_sum, tokens = (counted_BT * loss_mask_BT).sum(), loss_mask_BT.sum()
+    counted_BT = (loss_BT * loss_mask_BT).masked_fill_(loss_mask_BT == 0, 0)  # 0 times an infinite loss is NaN
+    loss_sum, tokens = counted_BT.sum(), loss_mask_BT.sum()
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
 
 

@@ -57,7 +57,7 @@ def bert_loss(
         found = {"loss_BS": loss_BS.detach(), "loss_mask_BS": loss_mask_BS, "is_random_B": is_random_B}
         return found if order_B2 is None else found | {"order_B2": order_B2.detach()}
     mask = loss_mask_BS.to(loss_BS.dtype)
-    words = (loss_BS.masked_fill(mask == 0, 0) * mask).sum() / mask.sum().clamp(min=1)
+    words = (loss_BS * mask).masked_fill_(mask == 0, 0).sum() / mask.sum().clamp(min=1)
     any_words = mask.any().to(loss_BS.dtype)
     loss, counted, parts = words, any_words, {"lm_loss": words.detach(), "lm_loss_count": any_words}
     if order_B2 is not None:

@@ -77,14 +77,14 @@ def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = Fal
     Under context parallelism both are of this rank's positions. Ranks may count different numbers of tokens: the
     runtime divides by the sum over `cp`. The report is added up over `cp` as over data-parallel ranks.
 
-    A token whose mask is 0 is left out before it is multiplied: 0 times an infinite loss would be NaN.
+    A token whose mask is 0 is left out behind the product: 0 times an infinite loss is NaN.
 
     non_loss_data: give `loss_BS` and `loss_mask_BS` themselves, by name: the loss of every token of the microbatch.
     """
     if non_loss_data:
         return {"loss_BS": loss_BS.detach(), "loss_mask_BS": loss_mask_BS}
     mask = loss_mask_BS.to(loss_BS.dtype)
-    loss_sum, tokens = (loss_BS.masked_fill(mask == 0, 0) * mask).sum(), mask.sum()
+    loss_sum, tokens = (loss_BS * mask).masked_fill_(mask == 0, 0).sum(), mask.sum()
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
 
 
