@@ -65,7 +65,9 @@ def step_words(values: Mapping[str, Any]) -> list[str]:
     nothing is computed again, since it is that of model FLOPs.
     """
     total = f" of {values['steps']}" if "steps" in values else ""
-    same = values.get("hardware_tflops_per_rank") == values.get("tflops_per_rank")
+    same = values.get("hardware_tflops_per_rank") == values.get("tflops_per_rank") and values.get("hfu") == values.get(
+        "mfu"
+    )
     said = {name: value for name, value in values.items() if not (same and name in ("hardware_tflops_per_rank", "hfu"))}
     shown = (say(said[name]) for name, say in FIELDS.items() if said.get(name) is not None)
     return [f"step {values['step']}{total}:", *filter(None, shown)]
