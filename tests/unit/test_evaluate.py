@@ -92,6 +92,7 @@ def test_perplexity_by_hand():
     assert found.perplexity == pytest.approx(math.exp(8 / 3))
     assert found.adjusted_perplexity == pytest.approx(math.exp(2.0 * 4 / 2))
     assert found.standard_error == pytest.approx(math.sqrt(2 * (2**2 + 2**2)) / 4)
+    assert perplexity_of([(2.0, 2), (5.0, 2)], tokens=5, original_words=3).standard_error == pytest.approx(0.75)
     low, high = found.interval
     assert math.log(high) - math.log(found.perplexity) == pytest.approx(1.96 * found.standard_error * 4 / 3)
     assert low < found.perplexity < high
