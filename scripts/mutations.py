@@ -73,6 +73,9 @@ class Watch:
         self.order = None if order is None else {name: place for place, name in enumerate(order)}
         self.coverage, self.now = coverage, ""
         self.seconds: dict[str, float] = {}
+        self.launches: set[str] = set()
+        if coverage is not None:
+            sys.addaudithook(self._process)
         self.failed: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -99,6 +102,11 @@ class Watch:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
+
+    def _process(self, event: str, _: object) -> None:
+        """Tests that start processes, or ask the one from which ranks are forked."""
+        if event in ("subprocess.Popen", "os.fork", "socket.connect"):
+            self.launches.add(self.now)
 
     def _context(self, name: str) -> None:
         if self.coverage is not None:
@@ -140,6 +148,7 @@ def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out:
         data = measured.get_data()
         lines = {os.path.relpath(path, tree): data.contexts_by_lineno(path) for path in data.measured_files()}
     found = {"code": int(code), "failed": watch.failed, "seconds": watch.seconds, "lines": lines}
+    found["launches"] = sorted(watch.launches)
     Path(out).write_text(json.dumps(found))
     os._exit(0)
 
@@ -195,8 +204,8 @@ def copy_tree(target: Path) -> None:
 
 
 def baseline(runner: Runner) -> dict[str, Any]:
-    """Every test once without a mutant: {"seconds": {test: s}, "lines": {file: {line: tests}}}. A test that fails
-    is left out: some measure memory, and coverage takes some."""
+    """Every test once without a mutant: {"seconds": {test: s}, "lines": {file: {line: tests}}, "launches": tests
+    that start processes}. A test that fails is left out: some measure memory, and coverage takes some."""
     path = STATE / "baseline.json"
     kept = json.loads(path.read_text()) if path.is_file() else {}
     with ThreadPoolExecutor(runner.trees.qsize()) as pool:
@@ -215,18 +224,20 @@ def baseline(runner: Runner) -> dict[str, Any]:
             for line, names in contexts.items():
                 wide = {test for test in seconds if test.split("::")[0] in names}
                 lines[file][int(line)] |= wide | (set(names) & set(seconds))
-    return {"seconds": seconds, "lines": lines}
+    launches = {test for found in kept.values() for test in found["launches"] if test in seconds}
+    return {"seconds": seconds, "lines": lines, "launches": launches}
 
 
 def order_for(mutant: Mutant, base: dict[str, Any]) -> list[str]:
-    """Tests that execute the mutant's statement; others that execute its module; and, since no coverage sees the ranks
-    that a test launches, oracles and tests of several ranks that execute its package. The quickest file of each group
-    is first, and no group takes more than `MOST` seconds."""
+    """Tests that execute the mutant's statement; others that execute its module; and, since no coverage sees the
+    processes that a test starts, tests that start some, of files that execute its package. The quickest file of each
+    group is first, and no group takes more than `MOST` seconds."""
     seconds, lines, folder = base["seconds"], base["lines"], str(Path(mutant.path).parent)
     near = set().union(*(lines[mutant.path][line] for line in mutant.lines))
     module = set().union(*lines[mutant.path].values())
     package = set().union(*(s for path in lines if str(Path(path).parent) == folder for s in lines[path].values()))
-    far = {test for test in package if test.startswith(("tests/oracles", "tests/parallel"))}
+    files = {test.split("::")[0] for test in package}
+    far = {test for test in base["launches"] if test.split("::")[0] in files}
     chosen: list[str] = []
     for group in (near, module - near, far - module):
         left, cheap = MOST, list[str]()

@@ -22,10 +22,10 @@ from labkit.evaluate import Records
 from labkit.finetune import Settings, finetune, read_task
 from labkit.finetune.finetuning import configuration, prepare
 from labkit.finetune.repeated_runs import MAIN, summary
-from labkit.finetune.scores import answers, best_span, exact_match, f1, squad_scores
+from labkit.finetune.scores import answers, best_span, exact_match, f1, scores_of, squad_scores
 from labkit.finetune.starting_weights import load_weights
 from labkit.finetune.table6 import TABLE_6, rows_of, size_of
-from labkit.finetune.task_files import Passage
+from labkit.finetune.task_files import Passage, TaskFiles
 from labkit.finetune.task_model import task_provider
 from labkit.finetune.task_samples import Packer, TaskSamples, Windows
 from labkit.models.chunks import build_model_chunks
@@ -33,6 +33,7 @@ from labkit.parallel import single_process_groups
 from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.train import pretrain
 from labkit.train.checkpoint.exchange import STATE
+from labkit.train.checkpoint.manifest import CheckpointError
 from labkit.train.checkpoint.shard_files import Reader
 from labkit.train.interruption import EXIT_CODE
 
@@ -287,6 +288,19 @@ def test_a_question_without_a_passage_has_no_answer_and_spoils_no_other() -> Non
         assert answers(passages, windows, logits, may_refuse=may_refuse)["b"] != ""
 
 
+def test_only_a_split_with_questions_without_answer_may_be_refused() -> None:
+    """SQuAD 1.1 has none, so that each of its questions gets a span, however sure the model is of [CLS]."""
+    context, packer = "the bug is here", Packer(None, 80, 1152)
+    right = Passage("a", "what", context, (("the bug", 0),))
+    for passages, expected in (([right], 1.0), ([right, Passage("b", "who", context, ())], 0.5)):
+        windows = Windows(passages, packer, 64)
+        found, at = TaskFiles("squad", splits={"dev": passages}), windows.places[0].at
+        logits = np.zeros((len(passages), 2, 80))
+        logits[:, 0, at] = logits[:, 1, at + len(packer.ids("the bug")) - 1] = 2.0
+        logits[:, :, 0] = 9.0
+        assert scores_of(found, "dev", logits, windows)["dev_exact_match"] == expected
+
+
 def test_no_answer_scores_as_in_the_window_where_it_is_lowest() -> None:
     """One window that rules it out is enough, whichever it is; and each question has its own."""
     context = "the bug " * 60
@@ -344,6 +358,8 @@ def test_a_sweep_an_ensemble_and_rows_that_are_read(
     monkeypatch.setattr("labkit.finetune.repeated_runs.train_and_predict", lambda *_: pytest.fail("trained again"))
     again = finetune(settings, seeds=(1, 2), sweep=True, records=Records(out))
     assert again[:4] == rows[:4]
+    assert finetune(settings, seeds=(1,), records=Records(out))[0] == rows[0], "without a sweep the first row alone"
+    assert len(finetune(settings, seeds=(1,), records=Records(out))) == 2
     monkeypatch.undo()
     finetune(replace(settings, lr=1e-3), seeds=(1,), records=Records(out))
     finetune(replace(settings, lr=2e-3), seeds=(1,), records=Records(out))
@@ -388,6 +404,20 @@ def test_every_pretrained_weight_is_loaded(task: str, folder: Any, checkpoint: s
     heads = {name for name in weight_names(reader) if name.startswith(("lm_head.", "binary_head."))}
     pooler = {f"binary_head.pooler.{part}" for part in ("weight", "bias")} if task == "mnli" else set()
     assert names == weight_names(reader) - heads | pooler
+
+
+def test_weights_that_do_not_fit_are_named(folder: Any, checkpoint: str) -> None:
+    prepared = prepare(Settings(task="mnli", path=str(folder("mnli")), checkpoint=checkpoint))
+    chunks = task_chunks(configuration(prepared, prepared.row, 99, 1), single_process_groups(), 3)
+    prepared.weights.shapes["layers.0.mlp.fc1.weight"] = (1, 2)
+    del prepared.weights.shapes["embedding.position.weight"]
+    with pytest.raises(CheckpointError) as raised:
+        load_weights([*chunks], single_process_groups(), prepared.weights)
+    for words in (
+        "embedding.position.weight is missing, not (80, 32)",
+        "layers.0.mlp.fc1.weight is (1, 2), not (128, 32)",
+    ):
+        assert words in str(raised.value)
 
 
 def weight_names(reader: Reader) -> set[str]:
