@@ -161,7 +161,7 @@ def test_a_passage_loses_its_beginning_only_where_it_is_too_long(target):
 def test_a_passage_of_one_word_is_named_by_its_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": "alone"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the passage has fewer than two words"):
-        read_passages(tmp_path / "a.jsonl", lambda text: load_tokenizer().encode(text).ids)
+        read_passages(tmp_path / "a.jsonl", load_tokenizer().encode)
 
 
 @pytest.fixture(scope="module")

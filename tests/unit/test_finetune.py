@@ -408,11 +408,12 @@ def test_every_pretrained_weight_is_loaded(task: str, folder: Any, checkpoint: s
 
 def test_weights_that_do_not_fit_are_named(folder: Any, checkpoint: str) -> None:
     prepared = prepare(Settings(task="mnli", path=str(folder("mnli")), checkpoint=checkpoint))
-    chunks = task_chunks(configuration(prepared, prepared.row, 99, 1), single_process_groups(), 3)
+    groups, provider = single_process_groups(), task_provider(prepared.files.outputs)
+    chunks = build_model_chunks(configuration(prepared, prepared.row, 99, 1), groups, model_provider=provider)
     prepared.weights.shapes["layers.0.mlp.fc1.weight"] = (1, 2)
     del prepared.weights.shapes["embedding.position.weight"]
     with pytest.raises(CheckpointError) as raised:
-        load_weights([*chunks], single_process_groups(), prepared.weights)
+        load_weights([*chunks], groups, prepared.weights)
     for words in (
         "embedding.position.weight is missing, not (80, 32)",
         "layers.0.mlp.fc1.weight is (1, 2), not (128, 32)",
