@@ -14,7 +14,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import show
 from labkit.cli.train_command import output_problems
-from labkit.config.errors import nearest, shown
+from labkit.config.errors import counted, nearest, shown
 
 
 def execute(arguments: Arguments) -> int:
@@ -59,7 +59,7 @@ def _prepare(arguments: Arguments, words: Sequence[str]) -> int:
     with _bar(inputs, "tokenising") as advance, _sigterm_interrupts():
         done = prepare(inputs, prefix, recipe, workers=workers, overwrite=options["overwrite"], progress=advance)
     empty = f", {done.empty} without a token left out" if done.empty else ""
-    show(f"{prefix}: {done.documents} documents, {done.tokens} tokens{empty}")
+    show(f"{prefix}: {counted(done.documents, 'document')}, {counted(done.tokens, 'token')}{empty}")
     print(f"train on it by --data.path {prefix}")
     return 0
 
@@ -75,8 +75,8 @@ def _clean(arguments: Arguments, words: Sequence[str]) -> int:
     with _bar(inputs, "cleaning") as advance, _sigterm_interrupts():
         done = clean(inputs, target, rules, tests=options["tests"], overwrite=options["overwrite"], progress=advance)
     show(
-        f"{target}: {done.kept} of {done.read} documents kept; {done.short} short, {done.evaluation} of the test sets, "
-        f"{done.duplicates} near-duplicates"
+        f"{target}: {done.kept} of {counted(done.read, 'document')} kept; {done.short} short, "
+        f"{done.evaluation} of the test sets, {counted(done.duplicates, 'near-duplicate')}"
     )
     if options["tests"]:
         share = done.overlapping / max(1, done.test_ngrams)
@@ -95,8 +95,8 @@ def _show(_arguments: Arguments, words: Sequence[str]) -> int:
         data = IndexedDataset(prefix)
         longest = int(data.sequence_lengths.max()) if len(data) else 0
         show(
-            f"{prefix}: {data.num_documents} documents, {len(data)} sequences of at most {longest} tokens, "
-            f"{data.num_tokens} tokens of {data.dtype.name}"
+            f"{prefix}: {counted(data.num_documents, 'document')}, {counted(len(data), 'sequence')} of at most "
+            f"{counted(longest, 'token')}, {counted(data.num_tokens, 'token')} of {data.dtype.name}"
         )
     return 0
 

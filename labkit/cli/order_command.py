@@ -17,7 +17,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import show
 from labkit.config import ConfigError, ScheduleConfig
-from labkit.config.errors import nearest, shown
+from labkit.config.errors import counted, nearest, shown
 from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
 from labkit.config.pipeline_rules import CHUNKS
@@ -175,10 +175,10 @@ def _read(arguments: Arguments) -> Schedule:
     pairs = schedule.pp * schedule.num_stages
     if pairs > MOST_BUILT:
         raise ValueError(f"{path}: {pairs:,} pairs of a rank and a stage: more than labkit's limit of {MOST_BUILT:,}")
-    sizes = (("pp", schedule.pp, "rank", "s"), ("microbatches", schedule.num_microbatches, "microbatch", "es"))
+    sizes = (("pp", schedule.pp, "rank"), ("microbatches", schedule.num_microbatches, "microbatch"))
     arguments.refuse([
-        f"--{name} {options[name]}: {path} is a schedule of {_count(found, *what)}"
-        for name, found, *what in sizes
+        f"--{name} {options[name]}: {path} is a schedule of {counted(found, what)}"
+        for name, found, what in sizes
         if options[name] not in (None, found)
     ])  # fmt: skip
     return schedule
@@ -221,11 +221,11 @@ def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
 
 def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
     schedule = timeline.schedule
-    sizes = ((schedule.pp, "rank", "s"), (schedule.num_stages, "stage", "s"))
-    sizes += ((schedule.num_microbatches, "microbatch", "es"), (len(schedule), "action", "s"))
+    sizes = ((schedule.pp, "rank"), (schedule.num_stages, "stage"))
+    sizes += ((schedule.num_microbatches, "microbatch"), (len(schedule), "action"))
     bubble = f"bubble {timeline.bubble_fraction:.1%} of the makespan, {timeline.bubble_ratio:.1%} of the ideal time"
     lines = [
-        f"{schedule.name}: {', '.join(_count(*size) for size in sizes)}",
+        f"{schedule.name}: {', '.join(counted(*size) for size in sizes)}",
         f"{bubble}; makespan {timeline.makespan:g} where F, I and W take 1 and B takes 2",
         str(split_timeline(timeline)),
         "",
@@ -252,10 +252,6 @@ def _legend(schedule: Schedule) -> str:
     """The meaning of the numbers of an order."""
     halves = "" if (schedule.kinds != KINDS.index("W")).all() else ", -c - 0.5 its weight gradient"
     return f"order: c is a forward of model chunk c (counted from 1), -c its backward{halves}"
-
-
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
 def _table(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:

@@ -8,7 +8,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import room, show, table
 from labkit.cli.train_command import TIMEOUT_HELP, data_problem, device_problems, refusing_arguments, timeout_problems
 from labkit.config import RunConfig
-from labkit.config.errors import shown
+from labkit.config.errors import counted, shown
 from labkit.config.field_spec import SIZE, BadValueError
 from labkit.config.fields import SPECS, Given, resolve
 
@@ -55,7 +55,7 @@ def execute(arguments: Arguments) -> int:
             fault=fault,
             timeout=options["timeout"],
             device=options["device"],
-            on_row=lambda row: show(f"compared {row.name} ({row.world_size} ranks): {row.verdict}"),
+            on_row=lambda row: show(f"compared {row.name} ({counted(row.world_size, 'rank')}): {row.verdict}"),
         )
     show("\n".join([*table(report.cells(), range(1, 5), room()), report.sentence]))
     return 0 if report.ok else 1

@@ -36,6 +36,12 @@ def shown(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `1,200 passes`."""
+    ending = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
 def kind_of(value: object) -> str:
     """The type of `value` in words, for a message."""
     words = {bool: "true/false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}

@@ -196,7 +196,8 @@ def _world_size(found: Findings) -> None:
     for product, words in products.items():
         if world % product:
             step = p.smallest_world_size
-            rule = f"must be a multiple of {words} = {product}; launch {step}, {2 * step} or {3 * step} ranks"
+            near = [str(size) for size in (world // step * step, up(world, step)) if size]
+            rule = f"must be a multiple of {words} = {product}; launch {' or '.join(near)} ranks"
             found.add("world_size", rule)
 
 

@@ -177,7 +177,7 @@ def clean(
     """
     rules, target = rules or Rules(), Path(target)
     if target.exists() and not overwrite:
-        raise FileExistsError(f"{target}: exists; overwrite it, or choose another name")
+        raise FileExistsError(f"{target}: exists; overwrite it (--overwrite), or choose another name")
     cleaner = Cleaner(rules, [text for path in tests for text, _ in _texts(path, rules)])
     partial = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:

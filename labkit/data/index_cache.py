@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from labkit.config import ConfigError
+
 DESCRIPTION = "description.json"
 VERSION = 1
 """Raised when the arrays of the same key change."""
@@ -37,7 +39,7 @@ def cached(folder: str | os.PathLike[str] | None, key: Mapping[str, Any], build:
     key: all that the arrays depend on, as values that JSON can hold.
 
     Raises:
-        OSError: the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
     if folder is None:
         return build()
@@ -48,7 +50,11 @@ def cached(folder: str | os.PathLike[str] | None, key: Mapping[str, Any], build:
     if found is not None:
         return found
     arrays = build()
-    _write(entry, described, arrays)
+    try:
+        _write(entry, described, arrays)
+    except OSError as error:
+        why = f"cannot be written ({error.strerror or error})"
+        raise ConfigError([f"data.cache = {str(folder)!r}: {why}; make room, or name another folder"]) from None
     return _mapped(entry) or arrays
 
 

@@ -231,7 +231,7 @@ class IndexedDatasetBuilder:
         self.idx_path, self.bin_path = file_names(prefix)
         for path in (self.idx_path, self.bin_path):
             if path.exists() and not overwrite:
-                raise FileExistsError(f"{path}: exists; overwrite it, or choose another prefix")
+                raise FileExistsError(f"{path}: exists; overwrite it (--overwrite), or choose another prefix")
         if not self.bin_path.parent.is_dir():
             raise FileNotFoundError(f"{self.bin_path.parent}: there is no such folder; make it first")
         ending = f".{os.getpid()}-{secrets.token_hex(4)}.partial"

@@ -44,7 +44,7 @@ class IndexedGPTDataset:
 
         Raises:
             ValueError: the ids are no integers, or the documents are too short for one sample.
-            OSError: the cache cannot be written.
+            ConfigError: the cache cannot be written.
         """
         if indexed.dtype.kind == "f":
             raise ValueError(f"{indexed.idx_path}: holds {indexed.dtype.name}; token ids are integers")
@@ -158,7 +158,7 @@ class IndexedSource:
 
         Raises:
             ValueError: the documents are too short for one sample.
-            OSError: `data.cache` cannot be written.
+            ConfigError: `data.cache` cannot be written.
         """
         if len(self.indexed) == 1 and self.weights[0] is None:
             return self._part(self.indexed[0], name, begin, end, samples)

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,6 +81,18 @@ def test_a_pickle_in_the_cache_of_index_arrays_counts_as_none(tmp_path: Path) ->
     np.save(file, np.array([Bomb(tmp_path / "ran")] * 5, dtype=object), allow_pickle=True)
     again = cached(tmp_path, {"key": 1}, lambda: {"index": np.arange(5)})
     assert again["index"].tolist() == [0, 1, 2, 3, 4] and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("5 requested and 2 written")])
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    monkeypatch.setattr(np, "save", Mock(side_effect=error))
+    with pytest.raises(
+        ConfigError, match=r"data\.cache = .*: cannot be written \((No space|5 req).*\); make room"
+    ):
+        cached(tmp_path, {"key": 1}, lambda: {"index": np.arange(5)})
+    assert list(tmp_path.iterdir()) == []
 
 
 _SIZES = st.sampled_from([0, 1, 7, 8, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, -1]) | st.integers(-5, 200)

@@ -127,7 +127,7 @@ class SentenceSamples:
 
         Raises:
             ValueError: no document of the split gives a sample.
-            OSError: the cache cannot be written.
+            ConfigError: the cache cannot be written.
         """
         self.source, self.maker, self.seed, self.name, self.prefix = source, maker, seed, name, source.prefix
         lengths, indices = source.sequence_lengths, source.document_indices
@@ -188,7 +188,7 @@ def sentence_splits(config: RunConfig, maker: Maker) -> tuple[Split, Split, Spli
 
     Raises:
         FileNotFoundError, ValueError: a source cannot be read, or a split gives no sample.
-        OSError: `data.cache` cannot be written.
+        ConfigError: `data.cache` cannot be written.
     """
     shares, counts = parse_split(config.data.split), samples_of_splits(config)
     dataset = partial(SentenceSamples, maker=maker, seed=config.train.seed)

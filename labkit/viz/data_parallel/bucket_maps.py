@@ -15,6 +15,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from labkit.config.errors import counted
 from labkit.parallel.data_parallel.bucket_layout import (
     PARAMETER_ALIGNMENT,
     STAGES,
@@ -73,7 +74,7 @@ def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
         axes.tick_params(axis="y", length=0)
         axes.spines[["left"]].set_visible(False)
         if len(plan.buckets) > len(rows):
-            axes.text(0, MAX_BUCKETS / 2 + _GAP / 2, f"{_count(len(plan.buckets) - len(rows), 'bucket')} not drawn",
+            axes.text(0, MAX_BUCKETS / 2 + _GAP / 2, f"{counted(len(plan.buckets) - len(rows), 'bucket')} not drawn",
                       va="center", fontsize=8, color="#444444")  # fmt: skip
         legend = _legend(plan, dp, longest)
         fig.legend(legend.values(), legend.keys(), loc="outside upper right", ncols=len(legend),
@@ -163,7 +164,7 @@ def _map_sentence(plan: BucketLayout, dp: int, pieces: Sequence[Piece]) -> str:
     cut = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     count = len(plan.buckets)
     parts = [
-        f"{_count(len(plan.ranges), 'parameter')} of {elements:,} elements in {_count(count, 'bucket')} of {cut}",
+        f"{counted(len(plan.ranges), 'parameter')} of {elements:,} elements in {counted(count, 'bucket')} of {cut}",
         f"{plan.padding:,} of padding ({_percent(plan.padding / elements)})" if plan.padding else "no padding",
     ]
     if dp > 1:
@@ -181,10 +182,6 @@ def _map_sentence(plan: BucketLayout, dp: int, pieces: Sequence[Piece]) -> str:
 def _percent(share: float) -> str:
     """Format with one decimal, or with one significant digit where one decimal would read 0.0."""
     return f"{share:.1%}" if share >= 0.0995 / 100 else f"{100 * share:.1g}%"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 # ---- bytes by stage ----

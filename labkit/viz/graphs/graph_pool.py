@@ -13,6 +13,7 @@ from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
 
+from labkit.config.errors import counted
 from labkit.graphs.buffers import BufferPlan, Use
 from labkit.graphs.order_table import read_order
 from labkit.graphs.pool import Frame, Life, Playback
@@ -119,14 +120,13 @@ def _meetings(plan: BufferPlan, lives: Sequence[tuple[Use, int, int]]) -> list[t
 
 def _plan_sentence(plan: BufferPlan, order: Sequence[float], meetings: Sequence[Any], what: str) -> str:
     held = max(plan.held_at(step) for step in range(len(order)))
-    text = (
-        f"{what + ': ' if what else ''}{_count(plan.num_buffers, 'buffer')} for {_count(len(plan.assignment), 'input')}"
-    )
+    buffers, inputs = counted(plan.num_buffers, "buffer"), counted(len(plan.assignment), "input")
+    text = f"{what + ': ' if what else ''}{buffers} for {inputs}"
     if not meetings:
         return f"{text}, at most {held} held at once, no buffer held twice."
     buffer, step, _, earlier, later = meetings[0]
     return (
-        f"{text}; held twice in {_count(len(meetings), 'place')}, first buffer {buffer} at step {step}, which "
+        f"{text}; held twice in {counted(len(meetings), 'place')}, first buffer {buffer} at step {step}, which "
         f"microbatch {later.microbatch} takes before the backward of microbatch {earlier.microbatch} has read it."
     )
 
@@ -225,7 +225,7 @@ def pool_frame(playback: Playback, number: int) -> Figure:
         below.tick_params(axis="x", length=0)
         fig.legend(handles=_legend(playback.lives, taken_over=True), loc="outside upper center", ncols=6)
     over = sum(life.nbytes for life in frame.taken_over)
-    blocks = _count(len(frame.live), "block")
+    blocks = counted(len(frame.live), "block")
     sentence = (
         f"Frame {number} of {len(names)}, {names[number]}: {_size(frame.live_bytes)} held in {blocks}, "
         f"{_size(over)} of it just taken where an earlier graph's blocks lay."
@@ -313,9 +313,9 @@ def _legend(lives: Sequence[Life], *, taken_over: bool = False) -> list[Any]:
 def _pool_sentence(playback: Playback, what: str) -> str:
     made = sum(life.nbytes for life in playback.lives)
     return (
-        f"{what + ': ' if what else ''}{_count(len(playback.captures), 'capture')} took {_size(made)} in "
-        f"{_count(len(playback.lives), 'block')}; at most {_size(playback.peak_bytes)} were held at once, in a pool of "
-        f"{_size(playback.high_water)}."
+        f"{what + ': ' if what else ''}{counted(len(playback.captures), 'capture')} took {_size(made)} in "
+        f"{counted(len(playback.lives), 'block')}; at most {_size(playback.peak_bytes)} were held at once, in a "
+        f"pool of {_size(playback.high_water)}."
     )
 
 
@@ -329,7 +329,7 @@ def _frames_sentence(playback: Playback, shown: range, names: Sequence[str], wha
         share = _share_taken_over(playback, first_over)
         over = f"{names[first_over]} is the first forward to lie mostly where others lay ({share:.0%})"
     return (
-        f"{what + ': ' if what else ''}{_count(len(frames), 'frame')}, most held after {names[shown[most]]}, "
+        f"{what + ': ' if what else ''}{counted(len(frames), 'frame')}, most held after {names[shown[most]]}, "
         f"{_size(frames[most].live_bytes)}; {over}."
     )
 
@@ -339,10 +339,6 @@ def _share_taken_over(playback: Playback, number: int) -> float:
     frame, (_, first, _) = playback.frames[number], playback.captures[number]
     left = sum(life.nbytes for life in frame.live if life.born >= first)
     return sum(life.nbytes for life in frame.taken_over) / left if left else 0.0
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _size(nbytes: int) -> str:

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
+from labkit.config.errors import counted
 from labkit.graphs.study.launches import Launches, Run
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog, memory_of
 from labkit.viz.figure import Figure
@@ -166,14 +167,10 @@ def _memory_sentence(
     ]
     again = sum(any(place.overlaps(other) for other in made[:number]) for number, place in enumerate(made))
     return (
-        f"{_count(len(rows), 'operation')}, {counts}, read {_count(len(read), 'given tensor')} and make "
-        f"{_count(len(made), 'result')}; {again} of these lie where an earlier one lay, so that the pool has "
+        f"{counted(len(rows), 'operation')}, {counts}, read {counted(len(read), 'given tensor')} and make "
+        f"{counted(len(made), 'result')}; {again} of these lie where an earlier one lay, so that the pool has "
         f"{axis.total / 1e3:.1f} kB instead of {sum(place.nbytes for place in made) / 1e3:.1f}."
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 # ---- launches ----
@@ -209,7 +206,7 @@ def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Fi
             handles.append(Patch(facecolor=_LAUNCH, label="launch"))
         fig.legend(handles=[*handles, *legend_patches(["idle"])], loc="outside upper right", ncols=3)
     told = [
-        f"{name} {_count(len(each.device), 'operation')}"
+        f"{name} {counted(len(each.device), 'operation')}"
         + (f", device busy {each.busy:.0%} of {each.end:.0f} us" if numbers else "")
         for name, each in runs.items()
     ]
@@ -277,4 +274,4 @@ def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int =
         fig.legend(loc="outside upper right", ncols=len(series) + 1)
     last = ", ".join(f"{name} {values[-1]:g}" for name, values in series.items())
     first = f" ({captured} of them warm-up and capture)" if captured else ""
-    return Figure(fig, f"{what} after {_count(calls, 'call')}{first}: {last}.")
+    return Figure(fig, f"{what} after {counted(calls, 'call')}{first}: {last}.")

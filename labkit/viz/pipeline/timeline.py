@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from labkit.config.errors import counted
 from labkit.events import Event
 from labkit.schedules.bubble import explain_gap
 from labkit.schedules.simulator import Timeline
@@ -154,19 +155,14 @@ def _bubble_and_peaks(timeline: Timeline) -> str:
 
 def _heading(timeline: Timeline, name: str | None) -> str:
     schedule = timeline.schedule
-    return f"{name or schedule.name}, {schedule.num_stages} stages, {_count(schedule.num_microbatches, 'microbatch')}"
-
-
-def _count(number: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
-    return f"{number} {what if number == 1 else plural}"
+    return f"{name or schedule.name}, {schedule.num_stages} stages, {counted(schedule.num_microbatches, 'microbatch')}"
 
 
 def _measured_sentence(rows: Rows, name: str | None, numbers: bool, row: str) -> str:
     compute = [event for event in rows.events if event.kind in COMPUTE]
     parts = [(kind, sum(event.kind == kind for event in compute)) for kind in COMPUTE]
-    ran = " and ".join(_count(count, f"{label(kind)} pass") for kind, count in parts if count) or "no computation"
-    text = f"{name or 'measured'}, {_count(len(rows.ranks), row)}: {ran}, at most {rows.peak:.4g} in flight"
+    ran = " and ".join(counted(count, f"{label(kind)} pass") for kind, count in parts if count) or "no computation"
+    text = f"{name or 'measured'}, {counted(len(rows.ranks), row)}: {ran}, at most {rows.peak:.4g} in flight"
     return text + (f", bubble {measured_bubble(rows.events):.1%}, {rows.end * 1e3:.0f} ms" if numbers else "")
 
 
