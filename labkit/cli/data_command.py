@@ -75,14 +75,14 @@ def _clean(arguments: Arguments, words: Sequence[str]) -> int:
     with _bar(inputs, "cleaning") as advance, _sigterm_interrupts():
         done = clean(inputs, target, rules, tests=options["tests"], overwrite=options["overwrite"], progress=advance)
     show(
-        f"{target}: {done.kept} of {counted(done.read, 'document')} kept; {done.short} short, "
-        f"{done.evaluation} of the test sets, {counted(done.duplicates, 'near-duplicate')}"
+        f"{target}: {done.kept:,} of {counted(done.read, 'document')} kept; {done.short:,} short, "
+        f"{done.evaluation:,} of the test sets, {counted(done.duplicates, 'near-duplicate')}"
     )
     if options["tests"]:
         share = done.overlapping / max(1, done.test_ngrams)
         show(
             f"{OVERLAP}-grams of the test sets in kept documents: "
-            f"{done.overlapping} of {done.test_ngrams} ({share:.1%})"
+            f"{done.overlapping:,} of {done.test_ngrams:,} ({share:.1%})"
         )
     return 0
 

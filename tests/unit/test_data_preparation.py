@@ -211,11 +211,11 @@ def test_the_command_prepares_shows_and_merges(tmp_path, capsys):
     assert main(["data", "prepare", str(source), prefix, "--workers", "1"]) == 0
     tokens = IndexedDataset(prefix).num_tokens
     assert capsys.readouterr().out == (
-        f"{prefix}: 30 documents, {tokens} tokens\ntrain on it by --data.path {prefix}\n"
+        f"{prefix}: 30 documents, {tokens:,} tokens\ntrain on it by --data.path {prefix}\n"
     )
     assert main(["data", "merge", prefix, prefix, str(tmp_path / "b")]) == 0
     longest = IndexedDataset(prefix).sequence_lengths.max()
-    shown = f"60 documents, 60 sequences of at most {longest} tokens, {2 * tokens} tokens of uint16"
+    shown = f"60 documents, 60 sequences of at most {longest} tokens, {2 * tokens:,} tokens of uint16"
     assert capsys.readouterr().out == f"{tmp_path / 'b'}: {shown}\n"
     assert main(["data", "show", prefix, str(tmp_path / "b")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
