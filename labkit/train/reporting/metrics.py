@@ -80,10 +80,9 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
-        """Return the timer of that name. One of a level finer than `Timers` keeps no time and is only a range."""
-        if log_level > self.log_level:
-            return Timer(name, None)
-        return self._timers.setdefault(name, Timer(name, self))
+        """Return the timer of that name; the first call says its level. One of a level finer than `Timers` keeps no
+        time and is only a range."""
+        return self._timers.setdefault(name, Timer(name, self if log_level <= self.log_level else None))
 
     def add(self, name: str, start: float, end: float) -> None:
         """Add `end - start` seconds to `name` and record the span as an Event."""
