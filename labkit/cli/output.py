@@ -130,7 +130,7 @@ def _outliving(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         pipe if unbuffered else io.BufferedWriter(pipe),  # pyright: ignore[reportArgumentType]
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -168,7 +168,7 @@ def output_problems(name: str, path: str | None) -> list[str]:
     if path is None or not first_rank():
         return []
     folder, given = os.path.dirname(path) or ".", f"{name} {shown(path, 200)}"
-    if os.path.isdir(path):
+    if os.path.exists(path) and not os.path.isfile(path):
         return [f"{given}: give the name of a file"]
     if not os.path.isdir(folder):
         return [f"{given}: there is no folder {shown(folder, 200)}; make it first"]

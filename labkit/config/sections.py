@@ -361,6 +361,18 @@ class DataConfig(_HasPaths):
         aliases="data_cache_path", path="folder")
 
     @property
+    def shares(self) -> tuple[float, float, float]:
+        """Shares of train, valid and test, which sum to 1. ValueError where `split` is not three such shares."""
+        words = self.split.split(",")
+        parts = [float(word) for word in words if _NUMBER.fullmatch(word.strip())]
+        if len(words) != 3 or len(parts) != 3 or min(parts) < 0 or not 0 < sum(parts) < math.inf:
+            raise ValueError(
+                f"data.split: {self.split!r} is not three shares for train, valid and test; write them like '90,5,5'"
+            )
+        train, valid, test = (part / sum(parts) for part in parts)
+        return train, valid, test
+
+    @property
     def weighted(self) -> bool:
         """The blend has weights: one of its words is a number."""
         return any(map(_NUMBER.fullmatch, self.blend))

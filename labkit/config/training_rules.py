@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
@@ -73,7 +74,7 @@ def _indexed(found: Findings) -> None:
     prefix, ending = os.path.splitext(data.path or "")
     if data.blend and data.path is not None:
         found.add("data.blend", "excludes data.path; leave one of them out")
-    elif data.weighted and (len(data.blend) % 2 or not all(w and 0 < w < math.inf for w, _ in data.sources)):
+    elif data.weighted and (len(data.blend) % 2 or not _weights(data.sources)):
         rule = "must be weights above 0 and prefixes in turn, as in 0.3,books,0.7,news"
         found.add("data.blend", f"{rule}, or prefixes alone")
     elif missing := [name for _, name in data.sources if not os.path.isfile(f"{name}.idx")]:
@@ -86,15 +87,20 @@ def _indexed(found: Findings) -> None:
             found.add(name, "has no effect on a text; give an indexed dataset in data.path, or leave this out")
 
 
+def _weights(sources: Sequence[tuple[float | None, str]]) -> bool:
+    """All are positive numbers with a finite sum."""
+    weights = [weight or 0.0 for weight, _ in sources]
+    return min(weights) > 0 and sum(weights) < math.inf
+
+
 def _shares(found: Findings) -> None:
     name, eval_steps = "data.split", found.config.train.eval_steps
     try:
-        shares = [float(part) for part in found.config.data.split.split(",")]
+        shares = found.config.data.shares
     except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(math.isfinite(s) and s >= 0 for s in shares) or not sum(shares) > 0:
         found.add(name, "must be three shares that are not negative, as in 90,5,5")
-    elif shares[0] == 0:
+        return
+    if shares[0] == 0:
         found.add(name, "the first share is the training text and must be above 0")
     elif eval_steps and shares[1] == 0:
         rule = f"the second share feeds the validations that train.eval_steps = {eval_steps} asks for"

@@ -17,7 +17,6 @@ Shapes: B micro batch, S sequence (this rank's part of it under context parallel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -99,24 +98,6 @@ class GPTDataset:
         return self[int(self._order[1][place])]
 
 
-def parse_split(split: str) -> tuple[float, float, float]:
-    """`90,5,5` as shares that sum to 1.
-
-    Raises:
-        ValueError: not three finite numbers of at least 0 with a positive sum.
-    """
-    try:
-        parts = [float(part) for part in split.split(",")]
-    except ValueError:
-        parts = []
-    if len(parts) != len(SPLITS) or not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) <= 0:
-        raise ValueError(
-            f"data.split: {split!r} is not three shares for train, valid and test; write them like '90,5,5'"
-        )
-    train, valid, test = (part / sum(parts) for part in parts)
-    return train, valid, test
-
-
 def check_vocabulary(data: DataConfig, vocab_size: int) -> None:
     """ValueError where the tokenizer has more tokens than `vocab_size`, or the bundled one has less than half."""
     size = vocabulary_size(data.tokenizer)
@@ -156,10 +137,10 @@ def build_gpt_datasets(config: RunConfig) -> tuple[Samples, Samples, Samples]:
     Indexed datasets (`data.path` with a prefix, `data.blend`) follow Megatron's order: `labkit.data.indexed_gpt`.
 
     Raises:
-        FileNotFoundError, ValueError: see `load_tokens`, `parse_split` and `IndexedDataset`; also ValueError where a
-            split with a share of its own is too short for one sample.
+        FileNotFoundError, ValueError: see `load_tokens`, `DataConfig.shares` and `IndexedDataset`; also ValueError
+            where a split with a share of its own is too short for one sample.
     """
-    shares = parse_split(config.data.split)
+    shares = config.data.shares
     if config.data.sources:
         return _indexed_splits(config, shares)
     tokens = load_tokens(config.data, config.model.vocab_size)
@@ -198,8 +179,9 @@ def samples_of_splits(config: RunConfig) -> tuple[int, int, int]:
     """Samples that a run reads of each split; 0 for a split without a share."""
     evaluated = config.train.eval_steps * config.train.global_batch_size
     train = config.data.num_samples or config.train.steps * config.train.global_batch_size
-    shares = parse_split(config.data.split)
-    train, valid, test = (count if share > 0 else 0 for count, share in zip((train, evaluated, evaluated), shares))
+    train, valid, test = (
+        count if share > 0 else 0 for count, share in zip((train, evaluated, evaluated), config.data.shares)
+    )
     return train, valid, test
 
 

@@ -46,7 +46,8 @@ def cached(folder: str | os.PathLike[str] | None, key: Mapping[str, Any], build:
     described = {"version": VERSION, **key}
     text = json.dumps(described, sort_keys=True)
     entry = Path(folder) / xxhash.xxh3_128_hexdigest(text.encode())
-    found = _mapped(entry)
+    described = json.loads(text)
+    found = _mapped(entry, described)
     if found is not None:
         return found
     arrays = build()
@@ -55,18 +56,20 @@ def cached(folder: str | os.PathLike[str] | None, key: Mapping[str, Any], build:
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
         raise ConfigError([f"data.cache = {str(folder)!r}: {why}; make room, or name another folder"]) from None
-    return _mapped(entry) or arrays
+    return _mapped(entry, described) or arrays
 
 
-def _mapped(entry: Path) -> Arrays | None:
+def _mapped(entry: Path, described: Mapping[str, Any]) -> Arrays | None:
     """The arrays of a complete entry, read-only; None where there is none."""
     try:
-        shapes = json.loads((entry / DESCRIPTION).read_text())["arrays"]
+        stored = json.loads((entry / DESCRIPTION).read_text())
+        shapes = stored.pop("arrays")
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in shapes}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    whole = stored == described and arrays.keys() == {file.stem for file in entry.glob("*.npy")}
     same = all([array.dtype.str, *array.shape] == shapes[name] for name, array in arrays.items())
-    return arrays if same else None
+    return arrays if whole and same else None
 
 
 def _write(entry: Path, described: Mapping[str, Any], arrays: Arrays) -> None:
@@ -78,12 +81,12 @@ def _write(entry: Path, described: Mapping[str, Any], arrays: Arrays) -> None:
             np.save(mine / f"{name}.npy", array, allow_pickle=False)
         shapes = {name: [array.dtype.str, *array.shape] for name, array in arrays.items()}
         (mine / DESCRIPTION).write_text(json.dumps({**described, "arrays": shapes}, indent=2) + "\n")
-        if entry.exists() and _mapped(entry) is None:
+        if entry.exists() and _mapped(entry, described) is None:
             shutil.rmtree(entry, ignore_errors=True)
         try:
             os.rename(mine, entry)
         except OSError:
-            if _mapped(entry) is None:
+            if _mapped(entry, described) is None:
                 raise
     finally:
         shutil.rmtree(mine, ignore_errors=True)

@@ -22,7 +22,6 @@ from torch import nn
 
 from labkit.config import ModelConfig, OptimConfig, RunConfig
 from labkit.data.datasets import build_datasets, data_iterator
-from labkit.data.gpt_data import parse_split
 from labkit.events import Event, recording
 from labkit.fp8.recipe import Float8Recipe, float8_recipe
 from labkit.fp8.scaling import Float8Spec
@@ -307,7 +306,7 @@ def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = 
     """
     config, groups = run.config, run.groups
     train, validation, test = (datasets_provider or build_datasets)(config)
-    tested = parse_split(config.data.split)[2] > 0
+    tested = config.data.shares[2] > 0
     if config.train.eval_steps > 0:
         for needed in (validation, test) if tested else (validation,):
             data_iterator(needed, config, groups)

@@ -537,6 +537,14 @@ def test_a_reader_that_leaves_changes_no_status(line: str, out: str, status: str
     assert (done.stdout, done.stderr) == (out, f"{status}\n")
 
 
+def test_a_stdout_that_cannot_write_a_name_changes_no_status(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "labkit", "order", "--pp", "2", "--microbatches", "2", "--csv", "é.csv"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "written: \\xe9.csv" in done.stdout
+    assert (tmp_path / "é.csv").is_file()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_disk_is_a_failure_said_once() -> None:
     with Path("/dev/full").open("w") as full:

@@ -368,7 +368,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({}, 3, "train.global_batch_size", "micro_batch_size x dp = 1 x 3 = 3; try 18"),
     ({"micro_batch_size": 4}, 8, "train.global_batch_size", "4 x 8 = 32; try 32"),
     *[({"data.split": split}, None, "data.split", "three shares") for split in (
-        "90", "90,10", "a,b,c", "90,5,5,0", "-1,1,1", "0,0,0", "nan,1,1", "inf,1,1", "")],
+        "90", "90,10", "a,b,c", "90,5,5,0", "-1,1,1", "0,0,0", "nan,1,1", "inf,1,1", "", "1e308,1e308,1", "1_0,5,5")],
     ({"data.split": "0,50,50"}, None, "data.split", "the training text and must be above 0"),
     ({"data.split": "100,0,0", "eval_steps": 1}, None, "data.split", "feeds the validations"),
     ({"data.path": "/nowhere/text.txt"}, None, "data.path", "no such file"),
@@ -514,6 +514,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout 'inf': must be a finite number"),
     (["train", "--preset", "tiny", "--trace", "/nowhere/run.json"], "--trace '/nowhere/run.json': there is no folder"),
     (["train", "--preset", "tiny", "--trace", "/"], "--trace '/': give the name of a file"),
+    (["train", "--preset", "tiny", "--trace", "/dev/null"], "--trace '/dev/null': give the name of a file"),
     (["train", "--preset", "tiny", "--trace", ""], "--trace '': a path must not be empty"),
     (["train", "--preset", "tiny", "--trace", "/proc/run.json"], "give a path that can be written"),
     (["parity", "--preset", "tiny", "--timeout", "-1"], "--timeout -1: must be above 0"),

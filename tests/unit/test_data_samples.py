@@ -161,6 +161,7 @@ def test_more_steps_read_the_same_samples_first(tmp_path):
         ({"path": "{a}.idx"}, "is one of the two files of an indexed dataset"),
         ({"path": "{a}x"}, "no such file"),
         ({"path": "{a}", "blend": ("1", "{a}")}, "data.blend = .* excludes data.path; leave one of them out"),
+        ({"blend": ("1e308", "{a}", "1e308", "{a}")}, "must be weights above 0 and prefixes in turn"),
         ({"blend": ("1", "{a}", "2")}, "must be weights above 0 and prefixes in turn, as in 0.3,books,0.7,news"),
         ({"blend": ("{a}", "1")}, "must be weights above 0"),
         ({"blend": ("0e1", "{a}")}, "must be weights above 0"),

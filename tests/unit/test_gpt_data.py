@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from labkit.data import GPTDataset, build_gpt_datasets, data_iterator, load_tokenizer, unigram_entropy
-from labkit.data.gpt_data import microbatch_positions, parse_split
+from labkit.data.gpt_data import microbatch_positions
 from labkit.data.text import BUNDLED, encode
 from labkit.parallel import ParallelGroups, single_process_groups
 
@@ -98,10 +98,25 @@ def test_own_text_and_own_tokenizer(tmp_path):
         data_iterator(valid, config, groups_of())
 
 
-@pytest.mark.parametrize("split", ["", "90,5", "90,5,5,0", "a,b,c", "0,0,0", "100,-1,1", "nan,1,1", "inf,1,1"])
+WRONG = [
+    "",
+    "90,5",
+    "90,5,5,0",
+    "a,b,c",
+    "0,0,0",
+    "100,-1,1",
+    "nan,1,1",
+    "inf,1,1",
+    "1e308,1e308,1",
+    "1_0,5,5",
+    "٩٠,5,5",
+]
+
+
+@pytest.mark.parametrize("split", WRONG)
 def test_bad_split_is_refused(split):
     with pytest.raises(ValueError, match=r"data\.split: .* is not three shares"):
-        parse_split(split)
+        _ = DataConfig(split=split).shares
 
 
 def test_text_too_short_for_one_sample(tmp_path):

@@ -83,14 +83,23 @@ def test_a_pickle_in_the_cache_of_index_arrays_counts_as_none(tmp_path: Path) ->
     assert again["index"].tolist() == [0, 1, 2, 3, 4] and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("change", [lambda text: "[" * 10**5, lambda text: '{"arrays": {}}',
+                                    lambda text: text.replace('"key": 1', '"key": 2')])  # fmt: skip
+def test_a_changed_description_in_the_cache_counts_as_none(tmp_path: Path, change: Callable[[str], str]) -> None:
+    cached(tmp_path, {"key": 1}, lambda: {"index": np.arange(5), "order": np.arange(2)})
+    (file,) = tmp_path.glob("*/description.json")
+    for wrong in (change(file.read_text()), file.read_text().replace('"order"', '"other"')):
+        file.write_text(wrong)
+        again = cached(tmp_path, {"key": 1}, lambda: {"index": np.arange(6), "order": np.arange(2)})
+        assert again["index"].tolist() == [0, 1, 2, 3, 4, 5] and again["order"].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("5 requested and 2 written")])
 def test_a_cache_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
     monkeypatch.setattr(np, "save", Mock(side_effect=error))
-    with pytest.raises(
-        ConfigError, match=r"data\.cache = .*: cannot be written \((No space|5 req).*\); make room"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.cache = .*: cannot be written \((No space|5 req).*\); make room"):
         cached(tmp_path, {"key": 1}, lambda: {"index": np.arange(5)})
     assert list(tmp_path.iterdir()) == []
 

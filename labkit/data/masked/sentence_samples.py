@@ -21,7 +21,7 @@ import numpy as np
 
 from labkit.config import RunConfig
 from labkit.data.documents import borders_of
-from labkit.data.gpt_data import SPLITS, check_vocabulary, parse_split, samples_of_splits
+from labkit.data.gpt_data import SPLITS, check_vocabulary, samples_of_splits
 from labkit.data.index_cache import cached, checksum
 from labkit.data.indexed import IndexedDataset
 from labkit.data.indexed_gpt import BlendedDataset, IndexedSource
@@ -190,7 +190,7 @@ def sentence_splits(config: RunConfig, maker: Maker) -> tuple[Split, Split, Spli
         FileNotFoundError, ValueError: a source cannot be read, or a split gives no sample.
         ConfigError: `data.cache` cannot be written.
     """
-    shares, counts = parse_split(config.data.split), samples_of_splits(config)
+    shares, counts = config.data.shares, samples_of_splits(config)
     dataset = partial(SentenceSamples, maker=maker, seed=config.train.seed)
     if config.data.sources:
         build = IndexedSource(config, dataset, count=lambda indexed: indexed.num_documents).split
