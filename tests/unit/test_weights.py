@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.config import presets
 from labkit.models import build_model_chunks
-from labkit.parallel import Group, single_process_groups
+from labkit.parallel import Group, initialize_model_parallel, single_process_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import (
     DeviceSeed,
@@ -27,19 +27,35 @@ from labkit.parallel.parameters.weights import (
 )
 from labkit.train.parity.assemble import join_replicated
 
+FAMILIES = pytest.mark.parametrize(
+    "preset", ["tiny", "llama_tiny", "mixtral_tiny", "bert_tiny", "t5_tiny", "mamba_tiny"]
+)
 
-@pytest.mark.parametrize("preset", ["tiny", "llama_tiny", "mixtral_tiny", "bert_tiny", "t5_tiny", "mamba_tiny"])
+
+@FAMILIES
 def test_biases_begin_at_zero_and_norms_at_one(preset: str) -> None:
     """Of all families, apart from Mamba's `dt_bias` and T5's table of relative positions."""
     found = {"weight": 0, "bias": 0}
     for chunk in build_model_chunks(presets.get(preset), single_process_groups()):
         for name, parameter in chunk.named_parameters():
-            *_, owner, kind = f".{name}".split(".")
+            *_, owner, kind = f".{name}".replace("output_bias", "output.bias").split(".")
             if "relative" in name or (kind == "weight" and "norm" not in owner) or kind not in found:
                 continue
             assert (parameter == (0.0 if kind == "bias" else 1.0)).all(), name
             found[kind] += 1
     assert found["weight"] > 4
+
+
+@FAMILIES
+def test_gradients_of_what_each_rank_holds_whole_are_partial_sums_under_sequence_parallelism(preset: str) -> None:
+    """Each rank sees its own positions; BERT's head of the sentence order sees the first position on every rank."""
+    for sequence_parallel in (True,) if preset == "mixtral_tiny" else (True, False):  # experts need it
+        config = presets.get(preset).override({"tp": 2, "sequence_parallel": sequence_parallel})
+        (chunk,) = build_model_chunks(config, initialize_model_parallel(config.parallel, rank=1, world_size=2))
+        records = {name: record_of(parameter) for name, parameter in chunk.named_parameters()}
+        marked = {name for name, record in records.items() if record.sequence_parallel}
+        whole = {name for name, record in records.items() if record.partition_dim < 0 and "binary_head" not in name}
+        assert whole and marked == (whole if sequence_parallel else set())
 
 
 def member(rank: int, size: int) -> Group:
