@@ -164,6 +164,24 @@ def test_stages_share_the_layers_of_each_half() -> None:
     assert marked == copies, "norms and checkpoints leave copies out"
 
 
+@FORMS
+def test_stages_one_after_the_other_give_the_logits_of_the_whole(config: ModelConfig) -> None:
+    config = replace(config, decoder_layers=4)
+    run, given = RunConfig(model=config, parallel=ParallelConfig(pp=4, split_rank=2)), batch()
+    whole, sent = built(config), None
+    weights = {name_of(parameter): parameter for parameter in whole.parameters()}
+    for rank, stage in enumerate(counts.stage_contents(run, 4)):
+        groups = initialize_model_parallel(run.parallel, rank=rank, world_size=4)
+        ends = {"pre_process": stage.embedding, "post_process": stage.loss}
+        chunk = T5Model(config, groups, layers=stage.layers, seed=1, dtype=torch.float64, **ends)
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.copy_(weights[name_of(parameter)])
+        chunk.set_input_tensor(sent)
+        sent = chunk(*given)
+    torch.testing.assert_close(sent, whole(*given))
+
+
 def test_a_decoder_stage_without_its_input_says_so() -> None:
     groups = initialize_model_parallel(ParallelConfig(pp=2, split_rank=1), rank=1, world_size=2)
     stage = T5Model(MEGATRON, groups, layers=range(2, 5), seed=1)
