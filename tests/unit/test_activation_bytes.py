@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from labkit.config import ModelConfig
 from labkit.models import BertModel, GPTModel
 from labkit.models.chunks import model_type
+from labkit.models.mamba.mamba_costs import CHUNK
 from labkit.models.memory.activation_bytes import (
     Share,
     end_activation_bytes,
@@ -100,6 +101,25 @@ def test_layers_of_a_mamba_model(length: int, dtype: str) -> None:
     assert measured(config, kind, 4).bytes == pytest.approx(expected, rel=0.01)
     alone = layer_activation_bytes(config, share(kind), parts="M")
     assert measured(config, kind).bytes == pytest.approx(alone, rel=0.01)
+
+
+@pytest.mark.parametrize("length", [32, 160, 300])
+def test_a_mamba_layer_part_by_part(length: int) -> None:
+    """Each tensor to the byte but the smallest, a number for each head: the rates, exp(A_log) and its negative, and
+    the decay over a chunk that both reads a state and writes one."""
+    config = replace(MAMBA, seq_length=length, hidden_dropout=0.1)
+    saved = layer_saved(config, Share(samples=BATCH), parts="M")
+    left_out = 4 * config.mamba_heads * (2 + BATCH * (length > 2 * CHUNK))
+    by_module = measured(config, torch.float32).by_module
+    assert {name.removeprefix("layers.0."): size for name, size in by_module.items()} == {
+        "mamba.norm": saved.pop("mamba norm"),
+        "mamba.in_proj": saved.pop("mamba in_proj input"),
+        "mamba.conv": saved.pop("mamba padded x, b, c"),
+        "mamba.gated_norm": saved.pop("mamba gate") + saved.pop("mamba gated norm"),
+        "mamba.out_proj": saved.pop("mamba out_proj input"),
+        "dropout": saved.pop("mamba dropout mask"),
+        "mamba": sum(saved.values()) + left_out,
+    }
 
 
 def test_part_by_part() -> None:
