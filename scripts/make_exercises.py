@@ -22,6 +22,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from labkit.check import Score, check
+from labkit.check.parameters import can_be_written
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED = re.compile(r'\bcheck\("(\d\d\.\w+)"')
@@ -123,6 +124,9 @@ def main() -> int:
     folder: Path = options.folder.resolve()
     if folder == ROOT / "notebooks":
         parser.error("the chapters themselves are in notebooks/; name another folder")
+    if not can_be_written(folder):
+        rule = "is a file; name a folder" if folder.is_file() else "cannot be written; name another folder"
+        parser.exit(2, f"make_exercises: {folder}: {rule}\n")
     folder.mkdir(parents=True, exist_ok=True)
 
     problems: list[str] = []

@@ -11,17 +11,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from labkit.config.errors import counted
 from labkit.evaluate.kv_cache import caching
 from labkit.evaluate.model import CheckpointModel
 from labkit.evaluate.sampling import NO_TOKEN, Sampler, Sampling
 from labkit.parallel.vocab.token_ids import check_token_ids
+
+MOST_NEW_TOKENS = 64
+"""Tokens added to a prompt where nobody says how many."""
 
 
 def generate(
     model: CheckpointModel,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     end: int | Sequence[int] | None = None,
     on_tokens: Callable[[list[int | None]], None] | None = None,
@@ -29,7 +33,8 @@ def generate(
     """Return the new token ids of each prompt, the same on all ranks. All ranks call this together.
 
     prompts: token ids of each sample; lengths may differ.
-    max_new_tokens: most tokens to add to each prompt.
+    max_new_tokens: most tokens to add to each prompt. None: as many as model.seq_length leaves behind the longest
+        prompt, at most `MOST_NEW_TOKENS`.
     sampling: choice of tokens; None is greedy.
     end: the token that ends a sample, or several that do; it is the last one returned. None: each sample gets
         `max_new_tokens`.
@@ -44,6 +49,9 @@ def generate(
         raise ValueError(
             f"labkit generates by a cache of keys and values, as model.family = gpt has; this is a {family}"
         )
+    if max_new_tokens is None:
+        room = model.seq_length - max(map(len, prompts), default=0)
+        max_new_tokens = max(1, min(MOST_NEW_TOKENS, room))
     tokens_BS, padding_B = _aligned(model, prompts, max_new_tokens)
     batch, length = tokens_BS.shape
     sampler = Sampler(sampling or Sampling())
@@ -86,18 +94,24 @@ def _aligned(model: CheckpointModel, prompts: Sequence[Sequence[int]], new: int)
     if not lengths:
         raise ValueError("generate needs at least one prompt")
     if 0 in lengths:
-        raise ValueError(f"prompt {lengths.index(0)} has no token; give at least one, such as the end-of-text token")
+        raise ValueError(f"{_name(lengths, 0)} has no token; give at least one, such as the end-of-text token")
     if new < 1:
         raise ValueError(f"max_new_tokens is {new}; it must be 1 or more")
     longest, most = max(lengths), model.seq_length
     if longest + new > most:
+        advice = "shorten the prompt, or ask for fewer tokens" if longest < most else "shorten the prompt"
         raise ValueError(
-            f"prompt {lengths.index(longest)} and {new} new tokens are {longest + new} tokens in all; "
-            f"the model's sequence has {most} (model.seq_length): shorten the prompt, or ask for fewer tokens"
+            f"{_name(lengths, longest)} and {counted(new, 'new token')} are {longest + new:,} tokens in all; "
+            f"the model's sequence has {most:,} (model.seq_length): {advice}"
         )
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens_BS = check_token_ids(torch.tensor(rows), model.config.model.vocab_size).to(model.device)
     return tokens_BS, torch.tensor([longest - length for length in lengths], device=model.device)
+
+
+def _name(lengths: Sequence[int], length: int) -> str:
+    """The first prompt of this length in a message."""
+    return "the prompt" if len(lengths) == 1 else f"prompt {lengths.index(length) + 1}"
 
 
 class _Occurred:

@@ -148,6 +148,18 @@ def test_a_copy_has_the_stub_and_neither_solution_nor_outputs(copies, capsys) ->
     assert copy.cells[0].source == "See [data](../docs/data.md)." and copy.cells[1].outputs == []
 
 
+def test_a_place_that_cannot_be_written_is_named_at_once(copies, tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "course").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        copies()
+    assert capsys.readouterr() == ("", f"make_exercises: {tmp_path / 'course'}: is a file; name a folder\n")
+    (tmp_path / "course").unlink()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(SystemExit, match="2"):
+        copies()
+    assert capsys.readouterr().err == f"make_exercises: {tmp_path / 'course'}: cannot be written; name another folder\n"
+
+
 def test_work_in_a_copy_is_kept(copies, tmp_path, capsys) -> None:
     _, copy = copies()
     copy.cells[2].source = RIGHT

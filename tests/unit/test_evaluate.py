@@ -317,13 +317,22 @@ def test_prompts_that_cannot_be_continued_are_refused(run_folder):
     model = CheckpointModel(run_folder)
     for prompts, new, words in (
         ([], 1, "at least one prompt"),
-        ([[1], []], 1, "prompt 1 has no token"),
+        ([[1], []], 1, "prompt 2 has no token"),
+        ([[]], 1, "the prompt has no token"),
         ([[1]], 0, "max_new_tokens is 0"),
-        ([[1], [1] * 10], 7, "prompt 1 and 7 new tokens are 17 tokens in all; the model's sequence has 16"),
+        ([[1], [1] * 10], 7, "prompt 2 and 7 new tokens are 17 tokens in all; the model's sequence has 16"),
+        ([[1] * 10], 7, "the prompt and 7 new tokens .*: shorten the prompt, or ask for fewer tokens$"),
+        ([[1] * 16], None, "the prompt and 1 new token are 17 tokens in all; .*: shorten the prompt$"),
         ([[1, 1024]], 1, "1024"),
     ):
         with pytest.raises(ValueError, match=words):
             generate(model, prompts, max_new_tokens=new)
+
+
+def test_without_a_number_a_prompt_gets_what_fits(run_folder):
+    model = CheckpointModel(run_folder)  # a sequence of 16
+    assert [len(ids) for ids in generate(model, [[5], [1] * 10])] == [6, 6]
+    assert len(generate(model, [[5] * 15])[0]) == 1
 
 
 def test_a_sample_ends_with_the_token_that_ends_it(run_folder):

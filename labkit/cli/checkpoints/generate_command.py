@@ -60,8 +60,8 @@ def _refusing(arguments: Arguments, read: Callable[[], Any]) -> Any:
 
 
 def generate_on_rank(
-    checkpoint: str, layout: dict[str, int], precision: str, tokenizer: str | None, prompts: list[str], new: int,
-    sampling: dict[str, Any],
+    checkpoint: str, layout: dict[str, int], precision: str, tokenizer: str | None, prompts: list[str],
+    new: int | None, sampling: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Runs inside a rank: `prompt`, `text`, `tokens` and `ended` (by the model) for each prompt; or a `Refused`."""
     from labkit.data.text import end_tokens
@@ -117,7 +117,7 @@ COMMAND = Command(
     options=(
         Option("prompts", "str", "a file with more prompts, one a line", path="file"),
         *MODEL_OPTIONS,
-        Option("max-new-tokens", "int", "most tokens to add to a prompt", 64, ge=1),
+        Option("max-new-tokens", "int", "most tokens to add to a prompt; what fits, up to 64, where not given", ge=1),
         Option("temperature", "float", "0 takes the most likely token; above, tokens are drawn", 0.0, ge=0),
         Option("top-k", "int", "draw from so many of the most likely tokens; 0 from all", 0, ge=0),
         Option("top-p", "float", "draw from the most likely tokens that add up to this probability", 1.0, gt=0, le=1),
