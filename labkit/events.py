@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from labkit.output_files import appearing
+
 KINDS = (
     "forward",
     "backward",
@@ -246,7 +248,7 @@ def shift_to_zero(events: Iterable[Event]) -> list[Event]:
 def write_jsonl(events: Iterable[Event], path: str | Path) -> Path:
     """Write one JSON object a line, leaving out fields that are None; returns the path."""
     path = Path(path)
-    with path.open("w") as file:
+    with appearing(path) as draft, draft.open("w") as file:
         for event in events:
             file.write(json.dumps({k: v for k, v in asdict(event).items() if v is not None}) + "\n")
     return path

@@ -23,6 +23,7 @@ from nbformat import NotebookNode
 
 from labkit.check import Score, check
 from labkit.check.parameters import can_be_written
+from labkit.output_files import appearing
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED = re.compile(r'\bcheck\("(\d\d\.\w+)"')
@@ -144,7 +145,11 @@ def main() -> int:
         if target.exists() and not options.overwrite:
             kept += 1
         else:
-            nbformat.write(student_copy(notebook, folder), target)
+            try:
+                with appearing(target) as draft:
+                    nbformat.write(student_copy(notebook, folder), draft)
+            except OSError as error:
+                parser.exit(1, f"make_exercises: {error}\n")
     print(f"{len(chapters)} chapters in {folder}" + (f", {kept} of them kept as they were" if kept else ""))
     print(*(f"make_exercises: {each}\n" for each in problems), sep="", end="", file=sys.stderr)
     return 1 if problems else 0

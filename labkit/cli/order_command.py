@@ -21,6 +21,7 @@ from labkit.config.errors import counted, nearest, shown
 from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
 from labkit.config.pipeline_rules import CHUNKS
+from labkit.output_files import appearing
 from labkit.schedules.bubble import split_timeline
 from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
@@ -312,7 +313,8 @@ def _write(timeline: Timeline, arguments: Arguments) -> list[str]:
 
 
 def _write_csv(timeline: Timeline, path: Path) -> None:
-    path.write_text(timeline.schedule.to_csv(), encoding="utf-8")
+    with appearing(path) as draft:
+        draft.write_text(timeline.schedule.to_csv(), encoding="utf-8")
 
 
 def _write_plot(timeline: Timeline, path: Path) -> None:

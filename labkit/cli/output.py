@@ -94,7 +94,8 @@ class _Pipe(io.FileIO):
             self._discard()
             if isinstance(error, BrokenPipeError):
                 return memoryview(data).nbytes
-            raise
+            name = "standard output" if self.fileno() == 1 else "standard error"
+            raise OSError(error.errno, error.strerror, name) from error
 
     def _discard(self) -> None:
         nothing = os.open(os.devnull, os.O_WRONLY)

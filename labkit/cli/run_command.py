@@ -15,6 +15,7 @@ from labkit.cli.output import show
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import BadValueError, FieldSpec
 from labkit.config.fields import Given
+from labkit.output_files import appearing, naming
 
 OUTPUT_PARAMETER = "output_dir"
 """A chapter with this parameter writes its files there; it is set to --out unless -p names it."""
@@ -195,7 +196,7 @@ def _execute(chapter: Chapter, timeout: float) -> str:
     failure = ""
     cells = len(json.loads(chapter.source.read_text(encoding="utf-8"))["cells"]) + bool(chapter.parameters)
     progress = showing_cells(chapter.source.stem, cells)
-    with warnings.catch_warnings(), chapter_kernel() as kernel, progress as begin:
+    with warnings.catch_warnings(), naming(chapter.target), chapter_kernel() as kernel, progress as begin:
         warnings.simplefilter("ignore")
         try:
             papermill.execute_notebook(
@@ -244,7 +245,8 @@ def as_page(notebook: Path) -> Path:
     config = Config(TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"solution"}})
     pages = HTMLExporter(config, extra_loaders=[DictLoader({"page": PAGE})], template_file="page")
     target = notebook.with_suffix(".html")
-    target.write_text(pages.from_filename(str(notebook))[0], encoding="utf-8")
+    with appearing(target) as draft:
+        draft.write_text(pages.from_filename(str(notebook))[0], encoding="utf-8")
     return target
 
 

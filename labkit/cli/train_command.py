@@ -175,8 +175,11 @@ def output_problems(name: str, path: str | None) -> list[str]:
     if (size := len(os.fsencode(os.path.basename(path)))) > LONGEST_NAME - ROOM:
         return [f"{given}: its name has {size} bytes, and may have {LONGEST_NAME - ROOM}; shorten it"]
     try:
-        with open(path, "ab") if os.path.exists(path) else TemporaryFile(dir=folder):
-            return []
+        if os.path.exists(path):
+            open(path, "ab").close()
+        if not os.path.exists(path) or os.path.isfile(path):  # written by a draft beside it
+            TemporaryFile(dir=folder).close()
+        return []
     except OSError as error:
         return [f"{given}: {error.strerror or error}; give a path that can be written"]
 

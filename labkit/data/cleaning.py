@@ -29,6 +29,7 @@ import xxhash
 
 from labkit.data.documents import pieces_of
 from labkit.data.text import load_tokenizer
+from labkit.output_files import naming
 
 SHINGLE, OVERLAP = 5, 8
 """Words of an n-gram for similarity, and for the overlap with test sets."""
@@ -181,7 +182,7 @@ def clean(
     cleaner = Cleaner(rules, [text for path in tests for text, _ in _texts(path, rules)])
     partial = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "x", encoding="utf-8") as file:
+        with naming(target, partial), open(partial, "x", encoding="utf-8") as file:
             for path in paths:
                 for text, size in _texts(path, rules):
                     if (kept := cleaner(text)) is not None:

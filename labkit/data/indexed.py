@@ -34,6 +34,8 @@ from typing import BinaryIO, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from labkit.output_files import naming
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
@@ -268,7 +270,8 @@ class IndexedDatasetBuilder:
         if sum(lengths) != stored.size or min(lengths, default=0) < 0:
             rule = f"the sequences of document {self.num_documents} have {sum(lengths)} tokens, not {stored.size}"
             raise ValueError(f"{self.bin_path}: {rule}; give the tokens of each sequence")
-        self._bin.write(stored.tobytes())
+        with naming(self.bin_path):
+            self._bin.write(stored.tobytes())
         self._lengths.extend(lengths)
         for number in sequences:
             self._documents.append(self._documents[-1] + number)
@@ -282,7 +285,7 @@ class IndexedDatasetBuilder:
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise ValueError(f"{other.bin_path}: holds {other.dtype.name}, not {self.dtype.name}; prepare both alike")
-        with open(other.bin_path, "rb") as file:
+        with naming(self.bin_path), open(other.bin_path, "rb") as file:
             shutil.copyfileobj(file, self._bin, 1 << 22)
         before = len(self._lengths)
         self._lengths.frombytes(other.sequence_lengths.tobytes())
@@ -290,8 +293,9 @@ class IndexedDatasetBuilder:
 
     def finalize(self) -> None:
         """Bring both files to the disk and give them their names."""
-        self._sync(self._bin)
-        with open(self._partial_idx, "xb") as file:
+        with naming(self.bin_path):
+            self._sync(self._bin)
+        with naming(self.idx_path, self._partial_idx), open(self._partial_idx, "xb") as file:
             file.write(_HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(self._lengths), len(self._documents)))
             for part in self._parts_of_index():
                 file.write(part.tobytes())
@@ -320,7 +324,8 @@ class IndexedDatasetBuilder:
 
     def abort(self) -> None:
         """Remove what was written. After `finalize` nothing is left to remove."""
-        self._bin.close()
+        with suppress(OSError):  # a full disk refuses the rest of its buffer once more
+            self._bin.close()
         if not self._done:
             for path in (self._partial_bin, self._partial_idx):
                 with suppress(OSError):

@@ -18,6 +18,7 @@ from typing import Any
 
 from labkit.config import ParallelConfig
 from labkit.data.text import read_lines
+from labkit.output_files import appearing, naming
 from labkit.parallel.collectives import gather_objects
 from labkit.parallel.groups import initialize_model_parallel
 
@@ -64,13 +65,12 @@ class Records:
 
     def keep(self, key: Key, done: list[Any]) -> None:
         """Store the items scored so far, for the next start."""
-        fresh = Path(f"{self.partial}.new")
-        fresh.write_text(json.dumps({"key": key, "done": done}), encoding="utf-8")
-        os.replace(fresh, self.partial)
+        with appearing(self.partial) as draft:
+            draft.write_text(json.dumps({"key": key, "done": done}), encoding="utf-8")
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, and forget what was kept of it."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

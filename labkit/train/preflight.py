@@ -26,13 +26,14 @@ from labkit.launch.launcher import MOST_RANKS
 from labkit.launch.machine import GIB, why_no_transformer_engine
 from labkit.models.counts import stage_contents
 from labkit.models.memory.memory_bytes import RankMemory, checkpoint_bytes, rank_memory
+from labkit.output_files import unwritable
 from labkit.parallel.rank_generator import rank_generators
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.verifier import verify
 from labkit.train.checkpoint import resume, step_folders
-from labkit.train.reporting.output_folder import RunFolder, folder_problem, unwritable
+from labkit.train.reporting.output_folder import RunFolder, folder_problem
 from labkit.train.reporting.tensorboard_writer import tensorboard_problem
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from labkit.output_files import appearing
 from labkit.viz.style import DPI, styled
 
 
@@ -70,11 +71,12 @@ class Figure:
         """Write the picture in the format of the suffix (png, svg, pdf); makes the folder; returns the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix.lower() == ".png":
-            path.write_bytes(self.png)
-        else:
-            with styled():
-                self.fig.savefig(path)
+        with appearing(path) as draft:
+            if path.suffix.lower() == ".png":
+                draft.write_bytes(self.png)
+            else:
+                with styled():
+                    self.fig.savefig(draft, format=path.suffix[1:] or "png")
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:

@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import nbformat
 import pytest
@@ -158,6 +159,12 @@ def test_a_place_that_cannot_be_written_is_named_at_once(copies, tmp_path, capsy
     with pytest.raises(SystemExit, match="2"):
         copies()
     assert capsys.readouterr().err == f"make_exercises: {tmp_path / 'course'}: cannot be written; name another folder\n"
+    monkeypatch.setattr("os.access", lambda *_: True)
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(SystemExit, match="1"):
+        copies()
+    assert str(tmp_path / "course" / "20_small.ipynb") in capsys.readouterr().err
+    assert list((tmp_path / "course").iterdir()) == []
 
 
 def test_work_in_a_copy_is_kept(copies, tmp_path, capsys) -> None:

@@ -262,3 +262,14 @@ def test_an_export_that_cannot_be_written_leaves_nothing(
         assert main(["checkpoint", "export", str(saved), str(tmp_path / out)]) == 1
         assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+    def read_only(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    monkeypatch.setattr("labkit.train.checkpoint.shard_files.Reader", lambda _: pytest.fail("the checkpoint is read"))
+    for action, place, out in (("export", "OUT", "hf"), ("export", "OUT", "one.safetensors"), ("import", "DIR", "in")):
+        words = [str(saved), str(tmp_path / out)]
+        assert main(["checkpoint", action, *(words if action == "export" else reversed(words))]) == 2
+        said = capsys.readouterr().err
+        assert f"{place} '{tmp_path / out}': cannot be written (Read-only file system); name a folder that can" in said

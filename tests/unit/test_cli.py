@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import re
+import resource
 import runpy
 import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Callable
 from dataclasses import make_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -32,9 +34,13 @@ from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.config import RunConfig, field, presets, yaml_text
 from labkit.config.fields import ALIASES, SPECS
 from labkit.config.sections import SECTIONS
+from labkit.evaluate.records import Records
+from labkit.events import Event, write_jsonl
 from labkit.launch import forkserver
 from labkit.launch import rank_pool as pool
+from labkit.output_files import appearing
 from labkit.parallel.rank_generator import rank_generators
+from labkit.train.reporting.metrics import JsonLines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -550,7 +556,65 @@ def test_a_full_disk_is_a_failure_said_once() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "labkit", "groups", "--world-size", "8"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "labkit groups: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "labkit groups: [Errno 28] No space left on device: 'standard output'\n",
+    )
+
+
+def many_metrics(path: Path) -> None:
+    with contextlib.closing(JsonLines(path)) as lines:
+        lines.write(*[{"step": 1, "loss": 2.5}] * 999)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "data prepare": ("out.bin", lambda path: main(["data", "prepare", *TEXT, str(path.with_suffix("")), *ALONE])),
+    "data clean": ("out.jsonl", lambda path: main(["data", "clean", *TEXT, str(path), "--min-tokens", "0"])),
+    "order --csv": ("order.csv", lambda path: main([*ORDER, "--csv", str(path)])),
+    "order --trace": ("trace.json", lambda path: main([*ORDER, "--trace", str(path)])),
+    "order --plot": ("order.svg", lambda path: main([*ORDER, "--plot", str(path)])),
+    "Events": ("events.jsonl", lambda path: write_jsonl([Event(0, "2F0", "forward", 1.0, 2.0)] * 99, path)),
+    "metrics": ("metrics.jsonl", lambda path: many_metrics(path)),
+    "kept scores": ("rows.jsonl.partial", lambda path: Records(path.with_suffix("")).keep({}, [0.5] * 999)),
+    "a row": ("rows.jsonl", lambda path: Records(path).add({"scores": [0.5] * 999})),
+}
+"""The file that each writes, larger than the limit below."""
+TEXT, ALONE = [str(ROOT / "labkit" / "data" / "bundled" / "jargon.txt")], ["--workers", "1"]
+ORDER = ["order", "--pp", "4", "--vpp", "2", "--microbatches", "64"]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_names_the_file_and_leaves_no_cut_one(
+    writer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system refuses the bytes above a limit, as a full disk does, by an error without a file's name."""
+    name, write = WRITERS[writer]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        code, said = write(tmp_path / name), ""
+    except OSError as error:
+        code, said = 1, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said += capsys.readouterr().err
+    assert code in (1, 2) and "File too large" in said and str(tmp_path / name) in said, said
+    if writer not in ("metrics", "a row"):  # these grow line by line
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_appears_whole_and_a_device_is_written_itself(there: bool, tmp_path: Path) -> None:
+    path, link = tmp_path / "kept.txt", tmp_path / "link.txt"
+    link.symlink_to(path)
+    if there:
+        path.write_text("old")
+    with appearing(link) as draft:
+        draft.write_text("new")
+        assert path.exists() == there
+    assert link.is_symlink() and path.read_text() == "new" and len(list(tmp_path.iterdir())) == 2
+    with appearing("/dev/null") as draft:
+        assert draft == Path("/dev/null")
 
 
 @pytest.mark.parametrize("module", ["labkit", "labkit.cli"])

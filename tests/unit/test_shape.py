@@ -21,7 +21,7 @@ def test_every_file_that_the_page_names_exists() -> None:
 
 
 def test_the_page_names_every_package() -> None:
-    packages = {path.parent.name for path in shape.PACKAGE.glob("*/__init__.py")} | {"events"}
+    packages = {path.parent.name for path in shape.PACKAGE.glob("*/__init__.py")} | {"events", "output_files"}
     assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == packages
 
 

@@ -10,6 +10,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import show
 from labkit.config.errors import nearest, shown
+from labkit.output_files import unwritable
 from labkit.train.checkpoint.inventory import checkpoints_at, chosen, row_of, size_words, strays
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
 from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder
@@ -113,7 +114,8 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
         export = Export(reader, PRECISIONS.get(options["dtype"]))
         written = export_weights(export, target) if as_file else export_folder(export, out, WEIGHTS)
     except (CheckpointError, OSError) as error:
-        raise CommandFailedError(f"export of {path} to {target}: {error}") from error
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise CommandFailedError(f"export of {path} to {target}: {why}") from error
     beside = "" if as_file else ", with config.json"
     size = size_words(written.size)
     show(f"{target}: {len(export.likes)} tensors of a {export.family}, {size}, from {path.name}{beside}")
@@ -132,7 +134,8 @@ def _in_the_way(out: Path, target: Path, *, as_file: bool, overwrite: bool) -> l
     there = [path for path in (target, out / "config.json") if path.exists()]
     if there and not overwrite:
         return [f"OUT {shown(str(there[0]), 200)}: exists; --overwrite replaces it"]
-    return []
+    problem = unwritable(target.parent)
+    return [f"OUT {name}: {problem}"] if problem else []
 
 
 def _import(arguments: Arguments, folder: Path, source: Path) -> int:
@@ -142,6 +145,8 @@ def _import(arguments: Arguments, folder: Path, source: Path) -> int:
 
     if folder.exists() and not folder.is_dir():
         arguments.refuse([f"DIR {shown(str(folder), 200)}: is a file; give a folder"])
+    if problem := unwritable(folder):
+        arguments.refuse([f"DIR {shown(str(folder), 200)}: {problem}"])
     try:
         manifest = import_weights(Import(source), folder)
     except CheckpointError as error:

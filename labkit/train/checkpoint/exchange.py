@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from labkit.models.hugging_face_config import (
     model_config_from_hugging_face,
     moe_config_from_hugging_face,
 )
+from labkit.output_files import appearing
 from labkit.train.checkpoint import step_folders as disk
 from labkit.train.checkpoint.boxes import whole
 from labkit.train.checkpoint.manifest import (
@@ -138,8 +138,10 @@ def _check_shapes(found: Mapping[str, tuple[int, ...]], model: ModelConfig, moe:
 
 def export_weights(export: Export, file: Path) -> StoredFile:
     """Write the weights to `file`, which appears when it is whole."""
-    with _appearing(file) as draft:
-        return write_tensors(draft, export.likes, export.tensors())[0]
+    with appearing(file) as draft:
+        written = write_tensors(draft, export.likes, export.tensors())[0]
+    disk.sync_folder(file.parent)
+    return written
 
 
 def export_folder(export: Export, folder: Path, file: str) -> StoredFile:
@@ -148,25 +150,14 @@ def export_folder(export: Export, folder: Path, file: str) -> StoredFile:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         written = export_weights(export, folder / file)
-        with _appearing(folder / "config.json") as draft:
+        with appearing(folder / "config.json") as draft:
             draft.write_text(json.dumps(export.config(), indent=2) + "\n")
+        disk.sync_folder(folder)
     except BaseException:
         if made:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return written
-
-
-@contextmanager
-def _appearing(file: Path) -> Iterator[Path]:
-    """The path of a draft that gets the name `file` at the end of the block, and is removed after an error."""
-    draft = file.with_name(f".{file.name}.partial")
-    try:
-        yield draft
-        os.replace(draft, file)
-        disk.sync_folder(file.parent)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 # ---- import ----

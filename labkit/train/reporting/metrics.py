@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from labkit.events import Event, active_recorder, ranged
+from labkit.output_files import naming
 
 LEVEL_2_KINDS = ("forward", "backward", "input_grad", "weight_grad", "send", "recv", "collective", "wait")
 
@@ -151,6 +152,7 @@ class JsonLines:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a" if append else "w")
+            self._path = path
 
     def write(self, *records: Mapping[str, Any]) -> None:
         """Write a line for each record and flush, so that the lines of a run that dies are kept.
@@ -159,11 +161,13 @@ class JsonLines:
         "not_finite": {"grad_norm": "inf"}}`.
         """
         if self._file is not None:
-            self._file.writelines(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)
-            self._file.flush()
+            with naming(self._path):
+                self._file.writelines(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)
+                self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with naming(self._path):
+                self._file.close()
             self._file = None

@@ -10,19 +10,17 @@ The lock ends with its process (`train/file_lock.py`), so a killed run leaves no
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from labkit.config import ConfigError, RunConfig, TrainConfig
 from labkit.config.errors import shown
+from labkit.output_files import appearing, cannot_be_written, unwritable
 from labkit.train import file_lock
 from labkit.train.reporting.earlier_run import CONFIG, WRITTEN, begins_again, cut_after, why_they_stay
 
@@ -45,32 +43,6 @@ def folder_problem(config: RunConfig, *, continues: bool = False) -> str:
 
 def _sentence(train: TrainConfig, problem: str) -> str:
     return f"train.output_dir = {shown(train.output_dir, 200)}: {problem}" if problem else ""
-
-
-def unwritable(folder: Path, files: Sequence[str] = ()) -> str:
-    """Return why nothing can be written into the folder, or an empty string. files: names of files that are written.
-
-    The function tries, since permissions do not tell (a read-only mount, root). It removes folders that it made.
-    """
-    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        for path in (folder / name for name in files):
-            if path.exists() and not path.is_file():
-                return f"{path.name} in it is no file, and a run writes one there; move it, or name another folder"
-    except OSError as error:
-        return _cannot(error)
-    finally:
-        for path in made:
-            with contextlib.suppress(OSError):  # another launch may use it by now
-                path.rmdir()
-    return ""
-
-
-def _cannot(error: OSError) -> str:
-    return f"cannot be written ({error.strerror or error}); name a folder that can"
 
 
 def _holds(config: RunConfig, *, continues: bool) -> str:
@@ -133,7 +105,7 @@ class RunFolder:
             if not problem:
                 said = self._begin_files()
         except OSError as error:
-            problem = _cannot(error)
+            problem = cannot_be_written(error)
         if problem:
             self.let_go()
             raise ConfigError([_sentence(self._config.train, problem)])
@@ -158,9 +130,8 @@ class RunFolder:
                 (self._folder / name).unlink(missing_ok=True)
         self._write("unfinished")
         stored = self._config.replaced({"train.overwrite": False})  # overwrite is for this launch only
-        draft = self._folder / f".{CONFIG}.partial"
-        draft.write_text(stored.to_yaml(), encoding="utf-8")
-        os.replace(draft, self._folder / CONFIG)
+        with appearing(self._folder / CONFIG) as draft:
+            draft.write_text(stored.to_yaml(), encoding="utf-8")
         return f"{self._folder}: the run had ended before its first checkpoint, so it begins again" if again else ""
 
     def _write(self, state: str) -> None:

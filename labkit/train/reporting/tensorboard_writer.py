@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.config import TrainConfig
 from labkit.config.errors import shown
-from labkit.train.reporting.output_folder import unwritable
+from labkit.output_files import unwritable
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

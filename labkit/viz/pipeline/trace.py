@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.events import Event, shift_to_zero
+from labkit.output_files import appearing
 from labkit.schedules.ir import Action, ScheduleError
 from labkit.schedules.simulator import Timeline
 
@@ -45,7 +46,8 @@ def write_trace(events: Timeline | Iterable[Event], path: str | Path, *, arrows:
     rows = [*_metadata(lanes), *(_slice(event, lane) for event, lane in lanes)]
     if arrows:
         rows += _arrows(lanes)
-    path.write_text(json.dumps({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": rows}))
+    with appearing(path) as draft:
+        draft.write_text(json.dumps({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": rows}))
     return path
 
 
