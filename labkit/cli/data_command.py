@@ -60,7 +60,7 @@ def _prepare(arguments: Arguments, words: Sequence[str]) -> int:
         done = prepare(inputs, prefix, recipe, workers=workers, overwrite=options["overwrite"], progress=advance)
     empty = f", {done.empty} without a token left out" if done.empty else ""
     show(f"{prefix}: {counted(done.documents, 'document')}, {counted(done.tokens, 'token')}{empty}")
-    print(f"train on it by --data.path {prefix}")
+    show(f"train on it by --data.path {prefix}")
     return 0
 
 

@@ -59,7 +59,7 @@ def execute(arguments: Arguments) -> int:
         raise
     written = _write(timeline, arguments)  # before any text, so that a failure to write comes alone
     if options["rank"] is not None:
-        print(f"rank {options['rank']}, {_legend(schedule)}", file=sys.stderr)  # stdout has the list alone, to paste
+        show(f"rank {options['rank']}, {_legend(schedule)}", stream=sys.stderr)  # stdout has the list alone, to paste
         print(_list(schedule.order(options["rank"])))
     else:
         show("\n".join([*lines, *_text(timeline, _warm_ups(options, schedule)), *written]))

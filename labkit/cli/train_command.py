@@ -123,9 +123,12 @@ def execute(arguments: Arguments, **providers: Any) -> int:
         f"{microbatches} microbatches each"
     )
     recorded = config.override({"train.record_events": trace is not None})
-    with ProgressBar(config.train.steps, shown=first_rank()) as bar, interruption.passing_on():
-        train = partial(train_on_rank, **providers)
-        results = launch(train, world_size, recorded, timeout, device, bar.update)
+    train = partial(train_on_rank, **providers)
+    try:
+        with ProgressBar(config.train.steps, shown=first_rank()) as bar, interruption.passing_on():
+            results = launch(train, world_size, recorded, timeout, device, bar.update)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"{str(stop) or 'interrupted'}{saved_words(config)}") from None
     refuse_if_any(results, arguments.source)
     if failed := [result.error for result in results if isinstance(result, NoCheckpoint)]:
         raise CommandFailedError(failed[0])
@@ -137,6 +140,20 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     if trace is not None and results[0].losses and first_rank():
         write_trace_of(results, Path(trace))
     return 0
+
+
+def saved_words(config: RunConfig) -> str:
+    """Where the same command goes on after an interrupt; empty without `checkpoint.dir`."""
+    from labkit.train.checkpoint.manifest import CheckpointError
+    from labkit.train.checkpoint.resume import to_try
+
+    if config.checkpoint.dir is None or not first_rank():
+        return ""
+    try:
+        found = to_try(config)
+    except CheckpointError:  # the same command would be rejected, for example with checkpoint.load = none
+        return f"; checkpoints: {config.checkpoint.dir}"
+    return f"; the same command goes on from {found[0]}" if found else "; nothing was saved"
 
 
 def layout_words(config: RunConfig, world_size: int) -> str:

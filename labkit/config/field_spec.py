@@ -105,7 +105,7 @@ class FieldSpec:
             return ""
         if self.path == "file" and not (os.path.isfile(value) or (self.ending and os.path.isfile(value + self.ending))):
             is_folder = os.path.isdir(value)
-            return "is a directory; give a file" if is_folder else "no such file; give an existing file or leave it out"
+            return "is a directory; give a file" if is_folder else "no such file; give an existing file"
         if self.path == "folder" and os.path.lexists(value) and not os.path.isdir(value):
             missing = "a symbolic link to nothing" if os.path.islink(value) and not os.path.exists(value) else "a file"
             return f"is {missing}; name a folder"
@@ -233,7 +233,7 @@ def _sound_path(value: str) -> str:
         encoded = b"\0"
     size, longest = len(encoded), max(map(len, encoded.split(b"/")))
     for broken, rule in (
-        (not path.strip(), "a path must not be empty; name one, or leave it out"),
+        (not path.strip(), "a path must not be empty; name one"),
         (b"\0" in encoded, "no file name may hold a NUL or half of a surrogate pair; take these characters out"),
         (path.startswith("~"), f"{path.split('/')[0]} is no user's home folder; write the whole path, or ./ before it"),
         (longest > LONGEST_NAME, f"a name in it has {longest:,} bytes, and may have {LONGEST_NAME}; shorten it"),

@@ -57,7 +57,7 @@ class Accuracy:
         """Wilson's 95% interval (1927)."""
         z2, n, p = 1.96**2, self.passages, self.accuracy
         middle, half = p + z2 / (2 * n), 1.96 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-        return (middle - half) / (1 + z2 / n), (middle + half) / (1 + z2 / n)
+        return max(0.0, (middle - half) / (1 + z2 / n)), min(1.0, (middle + half) / (1 + z2 / n))
 
 
 def read_passages(path: str | Path, encode: Encode, *, strict: bool = True) -> list[Passage]:

@@ -575,7 +575,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         "one process: 1 rank",
     ),
     *[
-        (words, "'': a path must not be empty; name one, or leave it out")
+        (words, "'': a path must not be empty; name one")
         for words in (
             ["watch", ""],
             ["checkpoint", "list", ""],

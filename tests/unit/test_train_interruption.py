@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from labkit.cli import main
+from labkit.cli.train_command import saved_words
 from labkit.config import RunConfig, presets
 from labkit.launch import launcher
 from labkit.train import RunInterrupted, interruption, pretrain
@@ -95,6 +97,29 @@ def test_a_validation_that_runs_when_the_signal_comes_is_finished(tmp_path: Path
 def test_the_words_of_an_interrupted_run() -> None:
     said = "stopped by SIGTERM after step 3 of 9; checkpoint: runs/step-3"
     assert str(RunInterrupted(3, 9, "runs/step-3")) == said
+
+
+def test_ctrl_c_says_where_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def said(**checkpoint: object) -> str:
+        config = small().override({f"checkpoint.{name}": value for name, value in checkpoint.items()})
+        (tmp_path / "run.yaml").write_text(config.to_yaml())
+        assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 130
+        return capsys.readouterr().err.splitlines()[-1]
+
+    monkeypatch.setattr("labkit.launch.run", interrupt)
+    folder = str(tmp_path / "runs")
+    assert said() == "interrupted"
+    assert said(dir=folder) == "interrupted; nothing was saved"
+    with pytest.raises(RunInterrupted):
+        pretrain(small().override({"checkpoint.dir": folder}), observer=Asks(2))
+    assert said(dir=folder) == f"interrupted; the same command goes on from {folder}/step_00000003"
+    anew = small().override({"checkpoint.dir": folder, "checkpoint.load": "none"})  # would be rejected now
+    assert saved_words(anew) == f"; checkpoints: {folder}"
 
 
 def test_the_launching_process_asks_once_and_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

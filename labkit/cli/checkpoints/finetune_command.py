@@ -49,7 +49,7 @@ def execute(arguments: Arguments) -> int:
         )  # fmt: skip
     if isinstance(rows, str):  # the run was asked to stop
         if first_rank():
-            print(rows, file=sys.stderr, flush=True)
+            show(rows, stream=sys.stderr)
         return interruption.EXIT_CODE
     for row in rows if first_rank() else []:
         print(json.dumps(row), flush=True) if options["json"] else show(line_of(row))
@@ -142,7 +142,7 @@ class _Bar:
         if not self._shown:
             return
         if "message" in values:
-            print(values["message"], file=sys.stderr, flush=True)
+            show(values["message"], stream=sys.stderr)
         elif "run" in values:
             from tqdm.auto import tqdm
 

@@ -16,6 +16,8 @@ import os
 import sys
 import threading
 import time
+from functools import partial
+from textwrap import fill
 from typing import Any, TextIO
 
 from labkit.train.reporting.progress_line import all_lines, one_line
@@ -63,10 +65,11 @@ class ProgressBar:
             threading.Thread(target=self._show_stages, name="stages", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leave the last state on the screen, also after a failure."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the last state on the screen, also after a failure; a run that had no step to do has none."""
         self._end_stages()
         if self._bar is not None:
+            self._bar.leave = bool(self._bar.n or kind)
             self._bar.close()
         self._show_rest()
 
@@ -93,7 +96,7 @@ class ProgressBar:
                 self._show_rest()
 
     def _stage_words(self, seconds: float) -> str:
-        return f"step 0 of {self._steps}: {self._stage}, {seconds:.0f} s"
+        return f"{self._stage}, {seconds:.0f} s"
 
     def _show_stages(self) -> None:
         """In a thread: show the stage until the first step."""
@@ -135,6 +138,9 @@ class ProgressBar:
         self._print("\n".join(all_lines(values, columns(self._stream) or None)))
 
     def _print(self, text: str) -> None:
+        if width := columns(self._stream):
+            fold = partial(fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(map(fold, text.split("\n")))
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
