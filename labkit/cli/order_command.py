@@ -131,11 +131,13 @@ def _files(options: dict[str, Any]) -> list[str]:
     if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
         problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
     for name in (name for name, write in _FILES.items() if write and options[name]):
-        folder = Path(options[name]).parent
-        if not folder.is_dir():
-            why = "is no folder" if folder.exists() else "does not exist"
-            rule = f"{shown(str(folder), 200)} {why}; make the folder, or name another"
-            problems.append(f"--{name} {shown(options[name], 200)}: {rule}")
+        path, given = Path(options[name]), f"--{name} {shown(options[name], 200)}"
+        if not path.parent.is_dir():
+            why = "is no folder" if path.parent.exists() else "does not exist"
+            rule = f"{shown(str(path.parent), 200)} {why}; make the folder, or name another"
+            problems.append(f"{given}: {rule}")
+        elif path.is_file() and not options["overwrite"]:
+            problems.append(f"{given}: exists; --overwrite replaces it")
     return problems
 
 
@@ -369,6 +371,7 @@ COMMAND = Command(
         Option("plot", "str", "draw timeline and memory into this file (png, svg, pdf)", path="any"),
         Option("trace", "str", "write a trace for ui.perfetto.dev into this file (json)", path="any"),
         Option("csv", "str", "write the schedule into this file, one row a rank", path="any"),
+        Option("overwrite", "bool", "replace existing files of --plot, --trace and --csv", False),
         Option("verify", "str", "check the schedule in this file (CSV, or as `str(schedule)` prints it)", path="any"),
         Option(
             "transport",

@@ -25,9 +25,14 @@ _GAP = "  "
 
 
 def room(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal at `stream` (stdout by default), 80 if it does not tell; None for a file or pipe."""
+    """Columns of the terminal at `stream` (stdout by default), 80 if it does not tell; None for a file or pipe.
+
+    The variable COLUMNS replaces what the terminal tells."""
     target: TextIO = stream or sys.stdout
-    return os.get_terminal_size(target.fileno()).columns or 80 if target.isatty() else None
+    if not target.isatty():
+        return None
+    wanted = os.environ.get("COLUMNS", "")[:9]
+    return (int(wanted) if wanted.isdecimal() else 0) or os.get_terminal_size(target.fileno()).columns or 80
 
 
 def show(text: str, head: str = "", stream: TextIO | None = None) -> None:

@@ -30,6 +30,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from labkit.config.errors import counted
 from labkit.schedules.ir import KINDS, Schedule
 
 ScheduleTable = Sequence[tuple[int, int]]
@@ -93,8 +94,8 @@ def legal_group_size(group_size: int | None, pp: int, microbatches: int) -> int:
     require_positive(microbatch_group_size=size, pp=pp, microbatches=microbatches)
     if microbatches < pp:
         raise ValueError(
-            f"{microbatches} microbatches on {pp} pipeline ranks: an interleaved schedule needs at least {pp}; raise "
-            "the global batch size, or use 1f1b"
+            f"{counted(microbatches, 'microbatch')} on {pp} pipeline ranks: an interleaved schedule needs at least "
+            f"{pp}; raise microbatches to {pp}, or set vpp to 1 (1f1b)"
         )
     left = microbatches % size
     if not pp <= size <= microbatches or 0 < left < pp:

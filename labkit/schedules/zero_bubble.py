@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from labkit.config.errors import counted
 from labkit.schedules.dependencies import positions
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.tables import Phase, from_programs, require_positive
@@ -175,8 +176,8 @@ def dualpipe_v(pp: int, microbatches: int) -> Schedule:
     require_positive(pp=pp, microbatches=microbatches)
     if microbatches < 2 * pp:
         raise ValueError(
-            f"{microbatches} microbatches on {pp} pipeline ranks: dualpipe_v needs at least {2 * pp}, one per stage; "
-            "raise the global batch size, or use zbv"
+            f"{counted(microbatches, 'microbatch')} on {pp} pipeline ranks: dualpipe_v needs at least {2 * pp}, one "
+            f"per stage; raise microbatches to {2 * pp}, or use zbv"
         )
     return _over_a_v("DualPipeV", pp, microbatches, [_dualpipe_v(pp, microbatches, rank) for rank in range(pp)])
 

@@ -244,7 +244,7 @@ def _refusals():
 
 
 NEEDLES = ["give pp_size", "has 2 stages", "give tensor_shape", "set split_rank", "set one of them", "no ring_exchange",
-           "1 microbatches on 2 pipeline ranks", "3 microbatches", "group", "cannot be interleaved",
+           "1 microbatch on 2 pipeline ranks", "3 microbatches", "group", "cannot be interleaved",
            "grad_sync_func: 1 functions were given for 2 model chunks; give one function, or a list of 2"]  # fmt: skip
 
 

@@ -411,8 +411,8 @@ def test_groups_and_errors_import_neither_torch_nor_other_commands() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def _on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, words: list[str]) -> list[str]:
-    """The lines of both streams on a terminal of so many columns."""
+def _on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, words: list[str], wanted: str = "") -> list[str]:
+    """The lines of both streams on a terminal of so many columns; `wanted` is the variable COLUMNS."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     printed: list[bytes] = []
@@ -427,6 +427,7 @@ def _on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, words: list[str]
     with monkeypatch.context() as patched, open(theirs, "w") as stream:
         patched.setattr(sys, "stdout", stream)
         patched.setattr(sys, "stderr", stream)
+        patched.setenv("COLUMNS", wanted)
         main(words)
     reader.join()
     os.close(ours)
@@ -459,7 +460,17 @@ def test_a_terminal_breaks_lines_at_blanks_and_a_pipe_gets_whole_ones(
         assert " ".join(lines).split() == whole, "the same words and numbers in the same order, none of them cut"
 
 
-def test_a_pipe_gets_one_line_for_a_kind_of_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_replaces_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "order --pp 4 --microbatches 8".split()
+    wide, narrow = (_on_terminal(monkeypatch, columns, words) for columns in (120, 60))
+    for wanted, lines in (("60", narrow), ("0", wide), ("-5", wide), ("many", wide), ("", wide)):
+        assert _on_terminal(monkeypatch, 120, words, wanted) == lines != (wide if lines is narrow else narrow)
+
+
+def test_a_pipe_gets_one_line_for_a_kind_of_group(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     assert main(["groups", "--world-size", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[6:]] == list(_groups(capsys, "--world-size", "64"))

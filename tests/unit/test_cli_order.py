@@ -157,8 +157,9 @@ def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str])
         ([*SIZES, "--transport", "batched"], ["--transport: names the transports of --verify FILE"]),
         ([*SIZES, "--plot", "f.jpeg"], ["--plot 'f.jpeg': its name ends with one of .png"]),
         (["--pp", "4", "--vpp", "2", "--microbatches", "6"], ["6 microbatches"]),
+        (["--pp", "4", "--vpp", "2", "--microbatches", "1"], ["1 microbatch on", "microbatches to 4, or set vpp to 1"]),
         (["--pp", "4", "--vpp", "2", "--microbatches", "8", "--name", "1f1b"], ["1f1b"]),
-        (["--pp", "4", "--microbatches", "3", "--name", "dualpipe_v"], ["3"]),
+        (["--pp", "4", "--microbatches", "3", "--name", "dualpipe_v"], ["raise microbatches to 8, or use zbv"]),
         (["--pp", "64", "--vpp", "8", "--microbatches", "409600"], ["more than labkit's limit of 16,777,216"]),
         (["--pp", "64", "--name", "zbv", "--microbatches", "43691"], ["16,777,344 actions: more than"]),
         (["--pp", "20000", "--microbatches", "1"], ["400,000,000 pairs of a rank and a stage: more than"]),
@@ -256,6 +257,13 @@ def test_what_cannot_be_written_is_said_instead_of_an_answer(
         assert code == 2
         assert message == f"labkit order: --{option} '{tmp_path}/{target}': {why}\n"
     assert not (tmp_path / "no").exists()
+    there = tmp_path / "there.svg"
+    there.write_text("edited")
+    code, message = refused(capsys, *SIZES, f"--{option}", str(there))
+    assert (code, message) == (2, f"labkit order: --{option} '{there}': exists; --overwrite replaces it\n")
+    assert there.read_text() == "edited"
+    assert told(capsys, *SIZES, f"--{option}", str(there), "--overwrite").endswith(f"written: {there}\n")
+    assert there.read_text() != "edited"
 
 
 def test_a_plot_may_have_a_suffix_in_capitals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -303,7 +311,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["order", "--help"]) == 0
     out = capsys.readouterr().out
     for option in ("--pp", "--vpp", "--microbatches", "--name", "--group-size", "--all-warmup", "--rank", "--plot",
-                   "--trace", "--csv", "--verify", "--transport"):  # fmt: skip
+                   "--trace", "--csv", "--overwrite", "--verify", "--transport"):  # fmt: skip
         assert option in out
     assert main([]) == 0
     assert "order" in capsys.readouterr().out
