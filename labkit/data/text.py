@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from labkit.config.errors import shown
+
 if TYPE_CHECKING:
     import numpy as np
     from tokenizers import Tokenizer
@@ -99,6 +101,20 @@ def whole_characters(text: str) -> str:
         half = f"half a surrogate pair, U+{ord(text[error.start]):04X} at character {error.start}"
         raise ValueError(f"has {half}, which is no character; repair the text") from None
     return text
+
+
+def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of `json.loads`, which alone would keep the last of two values.
+
+    Raises ValueError for an object that has a name twice, with two values.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if found.setdefault(name, value) != value:
+            raise ValueError(
+                f"it has the field {shown(name)} twice, as {shown(found[name])} and as {shown(value)}; remove one"
+            )
+    return found
 
 
 # ---- tokenizers ----

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labkit.data.text import whole_characters
+from labkit.config.errors import shown
+from labkit.data.text import said_once, whole_characters
 
 TASKS = ("mnli", "qqp", "race", "squad")
 """The words that name a task."""
@@ -118,7 +119,7 @@ def read_task(task: str, folder: str | Path, version: str | None = None) -> Task
 def _there(paths: Iterable[Path], task: str) -> None:
     if missing := [path for path in paths if not path.is_file()]:
         names = ", ".join(path.name for path in missing)
-        raise FileNotFoundError(f"{missing[0].parent} has no {names}, as {task} is published")
+        raise FileNotFoundError(f"{missing[0].parent} has no file {names}, as {task} is published")
 
 
 # ---- MNLI and QQP: tables with tabs between columns ----
@@ -174,10 +175,11 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, s
     """(line, its needed cells by column) of a table; None for a line with another number of cells than the header."""
     with _published(path), path.open(encoding="utf-8-sig", newline="\n") as file:
         header = file.readline().strip("\r\n").split("\t")
-        if missing := [column for column in columns if column not in header]:
+        counts = [(header.count(column), column) for column in columns]
+        if wrong := [f"{count or 'no'} column{'s' * (count > 1)} {column}" for count, column in counts if count != 1]:
             raise ValueError(
-                f"{path} has no column {', '.join(missing)}; its first line must name the columns, with tabs between "
-                f"them, and it names {', '.join(header[:20])}"
+                f"{path} has {', '.join(wrong)}; its first line must name each column once, with tabs between them, "
+                f"and it names {', '.join(header[:20])}"
             )
         for number, line in enumerate(file, 2):
             cells = line.strip("\r\n").split("\t")
@@ -202,6 +204,7 @@ def _read_race(folder: Path) -> TaskFiles:
         files = [(level, path) for level in LEVELS for path in sorted((folder / part / level).glob("*.txt"))]
         if not files and part != "test":
             raise FileNotFoundError(f"{folder / part} has no {' or '.join(LEVELS)} with *.txt, as RACE has them")
+        _there((path for _, path in files), "RACE")
         found.files += [path for _, path in files]
         parts[part] = [choice for level, path in files for choice in _race_file(path, level)]
     found.train = parts.pop("train")
@@ -212,15 +215,14 @@ def _read_race(folder: Path) -> TaskFiles:
 def _race_file(path: Path, level: str) -> Iterator[Choice]:
     """The questions of one article. An option fills the gap of its question, else it stands behind the question."""
     read = _json(path)
-    with _published(path):
-        article, asked = " ".join(read["article"].split()), (read["questions"], read["options"], read["answers"])
-        if len({len(values) for values in asked}) > 1:
-            raise ValueError(f"{path}: questions, options and answers differ in number")
-        for question, options, answer in zip(*asked):
-            if len(options) != len(LETTERS) or answer not in tuple(LETTERS):
-                raise ValueError(f"{path}: a question of RACE has four options and an answer from A to D")
-            filled = (question.replace("_", o) if "_" in question else f"{question} {o}" for o in options)
-            yield Choice(tuple((" ".join(text.split()), article) for text in filled), LETTERS.index(answer), level)
+    article = " ".join(read["article"].get("text").split())
+    asked = [list(read[key]) for key in ("questions", "options", "answers")]
+    if len({len(values) for values in asked}) > 1:
+        raise ValueError(f"{path}: questions, options and answers differ in number")
+    for question, options, answer in zip(*asked):
+        text, letter = question.get("text"), answer.get("a letter from A to D")
+        filled = [text.replace("_", o) if "_" in text else f"{text} {o}" for o in options.get("four texts")]
+        yield Choice(tuple((" ".join(each.split()), article) for each in filled), LETTERS.index(letter), level)
 
 
 def _read_squad(folder: Path, version: str | None) -> TaskFiles:
@@ -232,8 +234,7 @@ def _read_squad(folder: Path, version: str | None) -> TaskFiles:
     _there(paths.values(), f"SQuAD {version}")
     found = TaskFiles(f"squad{version}", files=list(paths.values()))
     parts = {part: list(_squad_file(path)) for part, path in paths.items()}
-    with _published(found.files[0]):
-        right = [p for p in parts["train"] if all(p.context[at : at + len(text)] == text for text, at in p.answers)]
+    right = [p for p in parts["train"] if all(p.context[at : at + len(text)] == text for text, at in p.answers)]
     found.left_out = len(parts["train"]) - len(right)
     _few(found.files[0], found.left_out, len(parts["train"]))
     found.train, found.splits = right, {"dev": parts["dev"]}
@@ -241,37 +242,80 @@ def _read_squad(folder: Path, version: str | None) -> TaskFiles:
 
 
 def _squad_file(path: Path) -> Iterator[Passage]:
-    read = _json(path)
+    names = set[str]()
+    for paragraph in (paragraph for article in _json(path)["data"] for paragraph in article["paragraphs"]):
+        for asked in paragraph["qas"]:
+            name, impossible = asked["id"].get("text"), asked.get("an object").get("is_impossible", False)
+            answers = [
+                (each["text"].get("text that is not empty"), each["answer_start"].get("an integer, 0 or more"))
+                for each in asked["answers"]
+            ]
+            if _Value(f"{asked.place}, is_impossible", impossible).get("true or false") == bool(answers):
+                words = "an answer, and is" if answers else "no answer, and is not"
+                raise ValueError(f"{path}: question {name} has {words} marked is_impossible")
+            if name in names:
+                raise ValueError(f"{path} has two questions with the id {shown(name)}; give each its own")
+            names.add(name)
+            yield Passage(name, asked["question"].get("text"), paragraph["context"].get("text"), tuple(answers))
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "an object": lambda found: isinstance(found, dict),
+    "a list": lambda found: isinstance(found, list),
+    "text": lambda found: isinstance(found, str),
+    "text that is not empty": lambda found: isinstance(found, str) and found != "",
+    "four texts": lambda found: isinstance(found, list) and [*map(type, found)] == [str] * len(LETTERS),
+    "a letter from A to D": lambda found: found in tuple(LETTERS),
+    "an integer, 0 or more": lambda found: type(found) is int and found >= 0,
+    "true or false": lambda found: isinstance(found, bool),
+}
+"""Words -> whether a value is of this kind."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of a JSON file. Every look at it says of which kind it must be, and raises ValueError where it is not."""
+
+    place: str
+    """The file, and the way to the value in it."""
+    found: Any
+
+    def get(self, kind: str) -> Any:
+        """The value itself. kind: one of `_KINDS`."""
+        if not _KINDS[kind](self.found):
+            raise ValueError(f"{self.place} is {shown(self.found)}, and must be {kind}, as in the published file")
+        return self.found
+
+    def __getitem__(self, key: str) -> _Value:
+        if key not in self.get("an object"):
+            raise ValueError(f"{self.place} has no key {key!r}; give the file as its authors publish it")
+        return _Value(f"{self.place}, {key}", self.found[key])
+
+    def __iter__(self) -> Iterator[_Value]:
+        return (_Value(f"{self.place}[{at}]", each) for at, each in enumerate(self.get("a list")))
+
+
+def _json(path: Path) -> _Value:
     with _published(path):
-        for paragraph in (paragraph for article in read["data"] for paragraph in article["paragraphs"]):
-            for asked in paragraph["qas"]:
-                impossible = asked.get("is_impossible", False)
-                answers = () if impossible else [(each["text"], each["answer_start"]) for each in asked["answers"]]
-                if not answers and not impossible:
-                    raise ValueError(f"{path}: question {asked['id']} has no answer, and is not marked is_impossible")
-                yield Passage(asked["id"], asked["question"], paragraph["context"], tuple(answers))
-
-
-def _json(path: Path) -> Any:
+        content = path.read_bytes()
     try:
-        read = json.loads(path.read_bytes())
+        read = json.loads(content, object_pairs_hook=said_once)
+        text = json.dumps(read, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     try:
-        whole_characters(json.dumps(read, ensure_ascii=False))
+        whole_characters(text)
     except ValueError:
         raise ValueError(f"{path} has half a surrogate pair in a text, which is no character; repair it") from None
-    return read
+    return _Value(str(path), read)
 
 
 @contextmanager
 def _published(path: Path) -> Iterator[None]:
-    """Inside the block a missing key, or a value of another kind, becomes a ValueError that names the file."""
+    """Inside the block a file that cannot be read becomes a ValueError that names it."""
     try:
         yield
-    except KeyError as error:
-        raise ValueError(f"{path} has no key {error}; give the file as its authors publish it") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has another form than the published file: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None

@@ -137,6 +137,16 @@ def paragraph(read: Any) -> Any:
     return read["data"][0]["paragraphs"][0]
 
 
+def question(**values: Any) -> Any:
+    """A function that gives the first question of SQuAD's file these values."""
+    return edited(lambda read: paragraph(read)["qas"][0].update(values))
+
+
+def answer(**values: Any) -> Any:
+    """As `question`, of its first answer."""
+    return edited(lambda read: paragraph(read)["qas"][0]["answers"][0].update(values))
+
+
 BROKEN: dict[str, tuple[str, str, Any, str]] = {
     "no column": ("mnli", "dev_matched.tsv", lambda p: p.write_text(p.read_text().replace("gold_label", "label")),
                   "dev_matched.tsv has no column gold_label"),
@@ -151,7 +161,7 @@ BROKEN: dict[str, tuple[str, str, Any, str]] = {
     "an answer less": ("race", "dev/middle/0.txt", edited(lambda read: read.update(answers=["A"])), "differ in number"),
     "no JSON": ("race", "test/high/0.txt", lambda p: p.write_text("{"), "0.txt is no JSON"),
     "no context": ("squad1.1", "dev-v1.1.json", edited(lambda read: paragraph(read).pop("context")), "key 'context'"),
-    "a list": ("squad1.1", "train-v1.1.json", lambda p: p.write_text("[]"), "another form than the published file"),
+    "a list": ("squad1.1", "train-v1.1.json", lambda p: p.write_text("[]"), "json is \\[\\], and must be an object"),
     "elsewhere": ("squad1.1", "train-v1.1.json",
                   edited(lambda read: paragraph(read)["qas"][0]["answers"][0].update(answer_start=1)),
                   "1 of 48 rows cannot be used"),
@@ -166,8 +176,36 @@ BROKEN: dict[str, tuple[str, str, Any, str]] = {
     "half a pair in RACE": ("race", "dev/high/0.txt", edited(lambda read: read.update(article="\udc00")),
                             "0.txt has half a surrogate pair"),
     "a word as place": ("squad1.1", "train-v1.1.json",
-                        edited(lambda read: paragraph(read)["qas"][0]["answers"][0].update(answer_start="1")),
-                        "train-v1.1.json has another form"),
+                        answer(answer_start="1"), "\\[0\\], answer_start is '1', and must be an integer, 0 or more"),
+    "a place before the text": ("squad1.1", "dev-v1.1.json", answer(answer_start=-3), "answer_start is -3, and must"),
+    "a place that is true": ("squad1.1", "train-v1.1.json", answer(answer_start=True), "answer_start is True, and"),
+    "an empty answer": ("squad1.1", "train-v1.1.json", answer(text=""), "text is '', and must be text that is not"),
+    "a number as answer": ("squad1.1", "dev-v1.1.json", answer(text=5), "answers\\[0\\], text is 5, and must be text"),
+    "no question": ("squad1.1", "train-v1.1.json", question(question=None),
+                    "train-v1.1.json, data\\[0\\], paragraphs\\[0\\], qas\\[0\\], question is None, and must be text"),
+    "a list as id": ("squad1.1", "dev-v1.1.json", question(id=["a"]), "id is \\['a'\\], and must be text"),
+    "null as context": ("squad1.1", "dev-v1.1.json", edited(lambda read: paragraph(read).update(context=None)),
+                        "paragraphs\\[0\\], context is None, and must be text"),
+    "a word for false": ("squad2.0", "train-v2.0.json", question(is_impossible="false"),
+                         "is_impossible is 'false', and must be true or false"),
+    "impossible with an answer": ("squad1.1", "dev-v1.1.json", question(is_impossible=True),
+                                  "question q0 has an answer, and is marked is_impossible"),
+    "one id twice": ("squad1.1", "dev-v1.1.json", edited(lambda read: read["data"].append(read["data"][0])),
+                     "dev-v1.1.json has two questions with the id 'q0'"),
+    "one key twice": ("squad1.1", "dev-v1.1.json",
+                      lambda p: p.write_text(p.read_text().replace('"question":', '"question": "who", "question":', 1)),
+                      "dev-v1.1.json is no JSON: it has the field 'question' twice, as 'who' and as 'how many'"),
+    "one column twice": ("mnli", "train.tsv", lambda p: p.write_text(p.read_text().replace("index", "sentence1", 1)),
+                         "train.tsv has 2 columns sentence1"),
+    "options as text": ("race", "dev/high/0.txt", edited(lambda read: read.update(options=["abcd"] * 2)),
+                        "0.txt, options\\[0\\] is 'abcd', and must be four texts"),
+    "numbers as options": ("race", "dev/high/0.txt", edited(lambda read: read["options"][1].__setitem__(2, 3)),
+                           "0.txt, options\\[1\\] is .*, and must be four texts"),
+    "a list as question": ("race", "dev/high/0.txt", edited(lambda read: read.update(questions=["why", ["_"]])),
+                           "0.txt, questions\\[1\\] is \\['_'\\], and must be text"),
+    "a folder": ("race", "dev/high/own.txt", Path.mkdir, "dev/high has no file own.txt, as RACE is published"),
+    "a link to nothing": ("race", "train/middle/link.txt", lambda p: p.symlink_to("nothing"), "has no file link.txt"),
+    "unreadable": ("race", "dev/high/own.txt", lambda p: p.symlink_to("/proc/self/mem"), "own.txt cannot be read: Inp"),
 }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from labkit.config.errors import shown
+from labkit.data.text import said_once
 from labkit.models.convert import HuggingFaceState
 from labkit.train.checkpoint.manifest import CheckpointError, StoredFile, checksum
 
@@ -179,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"there is no {path.name} in {path.parent}; a model's folder has one")
         if path.stat().st_size > LARGEST_JSON:
             raise CheckpointError(f"{path} is larger than {LARGEST_JSON:,} bytes; this is no file of a model")
-        content = json.loads(path.read_bytes(), object_pairs_hook=partial(_said_once, path))
+        content = json.loads(path.read_bytes(), object_pairs_hook=said_once)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -189,14 +189,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; this is no file of a model")
     return content
-
-
-def _said_once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. CheckpointError: it has a name twice, with two values, of which `json` would drop the first."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if found.setdefault(name, value) != value:
-            raise CheckpointError(
-                f"{path} has the field {shown(name)} twice, as {shown(found[name])} and as {shown(value)}; remove one"
-            )
-    return found
