@@ -143,7 +143,7 @@ def execute(arguments: Arguments, **providers: Any) -> int:
 
 
 def saved_words(config: RunConfig) -> str:
-    """Where the same command goes on after an interrupt; empty without `checkpoint.dir`."""
+    """Say where the same command goes on after an interrupt; empty without `checkpoint.dir`."""
     from labkit.train.checkpoint.manifest import CheckpointError
     from labkit.train.checkpoint.resume import to_try
 
@@ -194,8 +194,7 @@ def output_problems(name: str, path: str | None) -> list[str]:
     try:
         if os.path.exists(path):
             open(path, "ab").close()
-        if not os.path.exists(path) or os.path.isfile(path):  # written by a draft beside it
-            TemporaryFile(dir=folder).close()
+        TemporaryFile(dir=folder).close()  # a draft of it is written there
         return []
     except OSError as error:
         return [f"{given}: {error.strerror or error}; give a path that can be written"]

@@ -461,7 +461,7 @@ def test_a_terminal_breaks_lines_at_blanks_and_a_pipe_gets_whole_ones(
 
 
 def test_columns_replaces_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "order --pp 4 --microbatches 8".split()
+    words = ["order", "--pp", "4", "--microbatches", "8"]
     wide, narrow = (_on_terminal(monkeypatch, columns, words) for columns in (120, 60))
     for wanted, lines in (("60", narrow), ("0", wide), ("-5", wide), ("many", wide), ("", wide)):
         assert _on_terminal(monkeypatch, 120, words, wanted) == lines != (wide if lines is narrow else narrow)
