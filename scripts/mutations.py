@@ -47,7 +47,7 @@ GOAL = 0.9
 TESTS = """
 tests/unit: data_cleaning data_indexed data_masking data_preparation data_samples gpt_data corpus tokenizer
     sentence_samples evaluate finetune bert t5 mamba checkpoint_command checkpoint_exchange partial_checkpoints
-    hostile_files models_counts activation_bytes memory_bytes weights viz_boxes
+    checkpoint_boxes hostile_files models_counts activation_bytes memory_bytes weights viz_boxes te
 tests/oracles: data_oracle evaluate_oracle finetune_oracle bert_oracle t5_oracle mamba_oracle models_oracle
     checkpoint_oracle
 tests/parallel: checkpoint_resume bert_parity t5_parity mamba_parity finetune_parity indexed_training

@@ -105,8 +105,8 @@ RESUMING = [
     Fault(
         "ranks write and read each other's experts",
         "placements",
-        "groups.ep.rank * shape[0] if record.expert_parallel else 0",
-        "(groups.ep.size - 1 - groups.ep.rank) * shape[0] if record.expert_parallel else 0",
+        "groups.ep.rank * shape[0]",
+        "(groups.ep.size - 1 - groups.ep.rank) * shape[0]",
         f"{LOSSES} -k experts",
     ),
     Fault(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from labkit.cli.train_command import train_on_rank
 from labkit.config import ConfigError, RunConfig, presets
@@ -367,14 +367,13 @@ def test_random_states_of_more_fewer_and_other_ranks_follow_seed_step_and_rank(t
 
 
 def test_an_asynchronous_save_holds_the_state_of_its_step(tmp_path, monkeypatch, one_thread):
-    """The file is written behind the next step; here not before that step has changed every weight."""
+    """The file is written behind the next step; here not before that step has changed every weight, and the length of
+    the random states of Python and numpy."""
     config = PLAIN.override({"steps": 2, "interval": 1})
-    pretrain(config.override({"checkpoint.dir": str(tmp_path / "at once")}))
+    pretrain(config.override({"checkpoint.dir": str(tmp_path / "at once")}), observer=Draws())
     updated, write_shard = threading.Event(), checkpoints_module.write_shard
 
-    class Updated:
-        def on_model(self, groups, chunks, schedule): ...
-        def on_gradients(self, step, chunks): ...
+    class Updated(Draws):
         def on_update(self, step, chunks):
             if step == 1:
                 updated.set()
@@ -531,18 +530,28 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_by_itself(tmp_
     assert steps == [1, 2, 3, 4, 5]
 
 
-def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, monkeypatch):
-    """Asynchronously the last checkpoint is written behind the last step."""
+@pytest.mark.parametrize(
+    ("failing", "error", "words"),
+    [
+        ("checkpoints.write_shard", OSError(28, "No space left on device"), "No space left on device"),
+        ("shard_files.save_file", SafetensorError("the disk is gone"), "the disk is gone"),
+        ("checkpoints.write_shard", RuntimeError("odd"), r"RuntimeError\('odd'\)"),
+    ],
+    ids=["the system", "the library", "labkit"],
+)
+def test_a_run_whose_last_checkpoint_fails_is_not_finished(failing, error, words, tmp_path, monkeypatch):
+    """Asynchronously the last checkpoint is written behind the last step, and in a thread of its own."""
     folders = {"checkpoint.dir": str(tmp_path / "saved"), "output_dir": str(tmp_path / "out")}
     config = PLAIN.override({"steps": 2, **folders, "checkpoint.asynchronous": True})
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def fails(*_):
+        raise error
 
-    monkeypatch.setattr("labkit.train.checkpoint.checkpoints.write_shard", full)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written \(rank 0: No space left on device"):
+    monkeypatch.setattr(f"labkit.train.checkpoint.{failing}", fails)
+    with pytest.raises(CheckpointError, match=rf"step 2 could not be written \(rank 0: {words}\); there is no earlier"):
         pretrain(config)
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "unfinished"
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock"]
 
 
 def test_a_run_goes_on_in_its_output_folder_with_one_line_a_step(tmp_path):

@@ -16,11 +16,17 @@ import pytest
 
 from labkit.cli import main
 from labkit.config import presets
+from labkit.models import build_model_chunks
+from labkit.parallel import single_process_groups
 from labkit.train import preflight, pretrain
 from labkit.train.checkpoint.exchange import import_weights
-from labkit.train.checkpoint.manifest import CheckpointError
+from labkit.train.checkpoint.manifest import CheckpointError, read_manifest, write_manifest
+from labkit.train.checkpoint.rank_state import RankWeights
+from labkit.train.checkpoint.resume import problems, to_try
+from labkit.train.checkpoint.shard_files import Reader
 
 MODEL = {"hidden": 32, "heads": 4, "layers": 2, "seq_length": 16, "global_batch_size": 2}
+RESUMED = presets.tiny().override(MODEL | {"steps": 5, "eval_steps": 0, "optim.precision": "bf16"})
 NAME = "layers.1.mlp.fc2.weight"
 
 
@@ -28,8 +34,7 @@ NAME = "layers.1.mlp.fc2.weight"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of a run of four steps in one process."""
     folder = tmp_path_factory.mktemp("run") / "ckpt"
-    config = presets.tiny().override(MODEL | {"steps": 4, "eval_steps": 0, "optim.precision": "bf16"})
-    pretrain(config.override({"checkpoint.dir": str(folder), "checkpoint.interval": 2}))
+    pretrain(RESUMED.override({"steps": 4, "checkpoint.dir": str(folder), "checkpoint.interval": 2}))
     return folder
 
 
@@ -79,6 +84,25 @@ def test_a_layout_in_words(parallel: dict, world_size: int, words: str) -> None:
     assert layout_words(Manifest(1, {}, {}, {}, {"parallel": parallel}, world_size, {})) == words
 
 
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (10**6 - 1000, "999.0 kB"),
+        (10**6, "1.0 MB"),
+        (1_340_000, "1.3 MB"),
+        (10**9, "1.0 GB"),
+        (94 * 10**9, "94.0 GB"),
+    ],
+)
+def test_a_size_in_words(size: int, words: str) -> None:
+    from labkit.train.checkpoint.inventory import size_words
+
+    assert size_words(size) == words
+
+
 IN_THE_WAY = {
     "latest": "file", ".lock": "file", ".latest.partial": "file", ".step_00000005.partial": "folder"
 }  # fmt: skip
@@ -99,8 +123,7 @@ def test_what_is_in_the_way_of_a_save_is_seen_before_a_run_starts(run: Path, nam
         place.mkdir()
     else:
         place.write_text("mine")
-    config = presets.tiny().override(MODEL | {"steps": 5, "eval_steps": 0, "optim.precision": "bf16"})
-    config, before = config.override({"checkpoint.dir": str(run)}), os.lstat(place)
+    config, before = RESUMED.override({"checkpoint.dir": str(run)}), os.lstat(place)
     problem = f"checkpoint.dir = {str(run)!r}: {name} in it is no {kind}, and a run writes one there"
     assert [found.partition(";")[0] for found in preflight.checkpoint_problems(config)] == [problem]
     with pytest.raises(CheckpointError, match=re.escape(problem)):
@@ -116,11 +139,61 @@ def test_a_step_that_is_a_link_is_resumed_and_only_the_link_is_removed(run: Path
         (run / f"step_{step:08d}").rename(folder)
         (run / f"step_{step:08d}").symlink_to(folder)
     (run / ".step_00000001.old").symlink_to(tmp_path / "nowhere")  # as earlier versions left them
-    config = presets.tiny().override(MODEL | {"steps": 5, "eval_steps": 0, "optim.precision": "bf16"})
-    result = pretrain(config.override({"checkpoint.dir": str(run), "checkpoint.keep": 1}))
+    result = pretrain(RESUMED.override({"checkpoint.dir": str(run), "checkpoint.keep": 1}))
     assert result.resumed_after == 4
     assert sorted(path.name for path in run.iterdir()) == [".lock", "latest", "step_00000005"]
     assert all((folder / "manifest.json").exists() for folder in elsewhere.values())
+
+
+def test_a_run_ends_what_another_one_began_and_says_what_it_cannot_remove(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill came between the two renames of a save of step 2; the run itself has no step left and saves nothing."""
+    (run / ".latest.partial").write_text("step_00000002\n")
+    for name in (".step_00000001.old", ".step_00000006.partial"):
+        (run / name).mkdir()
+    remove = shutil.rmtree
+
+    def refuse(path: Path, *given: object, **named: object) -> None:
+        if Path(path).suffix == ".old":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        remove(path, *given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    result = pretrain(RESUMED.override({"checkpoint.dir": str(run), "steps": 2}))
+    assert (result.resumed_after, result.losses) == (2, [])
+    left = [".lock", ".step_00000001.old", "latest", "step_00000002", "step_00000004"]
+    assert sorted(path.name for path in run.iterdir()) == left
+    assert (run / "latest").read_text() == "step_00000002\n"
+    assert f"{run}/.step_00000001.old cannot be removed (Permission denied)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [0, 3, 5])
+def test_tensors_that_do_not_fit_are_named_up_to_five(missing: int, saved: Path) -> None:
+    groups = single_process_groups()
+    model, reader = RankWeights(build_model_chunks(RESUMED, groups), groups), Reader(saved / "step_00000004")
+    assert model.misfits(reader) == ""
+    tensors, norm, table = reader.manifest.tensors, "final_norm.weight", "embedding.position.weight"
+    tensors[norm], tensors[table] = tensors[table], tensors[norm]
+    for name in [name for name in tensors if name.startswith("layers.")][:missing]:
+        del tensors[name]
+    words = model.misfits(reader)
+    assert words.startswith(
+        f"{reader.folder} does not fit the model: {table} has shape [32], the model's is [16, 32]; "
+    )
+    assert words.count(" is missing") == (4 if missing == 5 else missing)
+    assert (f"{norm} has shape [16, 32], the model's is [32]; load a" in words) == (missing < 5)
+    assert ("is missing; and 2 more; load a checkpoint of this model" in words) == (" more" in words) == (missing == 5)
+
+
+def test_a_run_in_fp8_finds_its_history_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = RESUMED.override({"checkpoint.dir": str(tmp_path), "checkpoint.keep": 9})
+    for fp8, steps, anew in (("hybrid", 1, False), ("hybrid", 2, False), ("none", 3, False), ("hybrid", 4, True)):
+        pretrain(config.override({"optim.fp8": fp8, "steps": steps}))
+        stored = read_manifest(tmp_path / f"step_{steps:08d}").tensors
+        assert any(name.startswith("fp8.layers.0.") for name in stored) == (fp8 == "hybrid")
+        said = "the checkpoint has no fp8 history for this model, so that starts anew"
+        assert (said in capfd.readouterr().err) == anew
 
 
 def test_list_needs_no_torch(saved: Path) -> None:
@@ -168,6 +241,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no file": (lambda s: (s / "rank_00000.safetensors").unlink(), f"{FILE} is missing"),
     "no manifest": (lambda s: (s / "manifest.json").unlink(), "step_00000002: has no manifest.json"),
+    "a folder in its place": (
+        lambda s: ((s / "manifest.json").unlink(), (s / "manifest.json").mkdir()),
+        "step_00000002/manifest.json cannot be read: Is a directory",
+    ),
     "the manifest": (replace(b'"step": 2', b'"step": 3'), "step_00000002/manifest.json is damaged: its checksum"),
     "the manifest's checksum": (lambda s: flip(s / "manifest.json", 14), "step_00000002/manifest.json is damaged"),
     "a foreign file": (
@@ -200,6 +277,52 @@ def test_verify_counts_what_is_good_and_mentions_what_was_cut_off(
     assert len([name for name in tensors if name.startswith("exp_avg_sq.")]) > 20
     assert f"step_00000004: good, 1 file, {len(tensors)} tensors, " in out and err == ""
     assert ".step_00000006.partial: a checkpoint that was never finished" in out
+
+
+def test_a_count_whose_double_is_no_int64_is_refused(run: Path) -> None:
+    """torch and numpy count in int64, and places are added to sizes."""
+    step = run / "step_00000004"
+    for samples in (2**62 - 1, 2**62):
+        stored = read_manifest(step)
+        stored.training["consumed_samples"] = samples
+        write_manifest(step, stored)
+    with pytest.raises(CheckpointError, match=f"no manifest of labkit .{2**62} stands where a count must be"):
+        read_manifest(step)
+
+
+BEGINS: list[tuple[str | None, str | None, list[str] | str]] = [
+    (None, None, []),
+    (None, "none", []),
+    (None, "latest", "checkpoint.load = 'latest' needs the folder in checkpoint.dir, or give a path to load"),
+    (None, "RUN", ["step_00000004", "step_00000002"]),
+    (None, "RUN/step_00000002", ["step_00000002"]),
+    (None, "EMPTY", "EMPTY' holds no checkpoint; name a folder with step_00000001"),
+    ("EMPTY", None, []),
+    ("EMPTY", "none", []),
+    ("EMPTY", "latest", "EMPTY' holds no checkpoint; name the folder that does"),
+    ("EMPTY", "RUN/step_00000002", ["step_00000002"]),
+    ("RUN", None, ["step_00000004", "step_00000002"]),
+    ("RUN", "none", "the checkpoints of another, step_00000004 the latest; name another checkpoint.dir, or remove"),
+    ("RUN", "latest", ["step_00000004", "step_00000002"]),
+    ("RUN", "RUN/step_00000002", ["step_00000002"]),
+    ("RUN", "EMPTY", ["step_00000004", "step_00000002"]),
+]
+"""checkpoint.dir, checkpoint.load, and where a run begins, or why it does not."""
+
+
+@pytest.mark.parametrize(("own", "load", "expected"), BEGINS, ids=lambda value: str(value)[:20])
+def test_where_a_run_begins(own: str | None, load: str | None, expected: list[str] | str, saved: Path) -> None:
+    empty = saved.parent / "EMPTY"
+    empty.mkdir(exist_ok=True)
+    given = {"checkpoint.dir": own, "checkpoint.load": load}
+    places = {"RUN": str(saved), "EMPTY": str(empty)}
+    config = RESUMED.override({k: v and re.sub("RUN|EMPTY", lambda m: places[m[0]], v) for k, v in given.items()})
+    if isinstance(expected, list):
+        assert [path.name for path in to_try(config)] == expected and problems(config) == []
+    else:
+        with pytest.raises(CheckpointError, match=re.escape(expected)):
+            to_try(config)
+        assert [expected in problem for problem in problems(config)] == [True]
 
 
 REQUESTS = [

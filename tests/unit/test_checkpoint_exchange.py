@@ -33,8 +33,8 @@ from labkit.parallel import record_of, single_process_groups
 from labkit.parallel.parameters.parameter_record import name_of
 from labkit.train import pretrain
 from labkit.train.checkpoint import exchange
-from labkit.train.checkpoint.exchange import Import
-from labkit.train.checkpoint.manifest import read_manifest
+from labkit.train.checkpoint.exchange import Import, import_weights
+from labkit.train.checkpoint.manifest import read_manifest, write_manifest
 from labkit.train.checkpoint.step_folders import lock_folder
 
 SMALL = {"hidden": 32, "heads": 4, "layers": 3, "seq_length": 16, "vocab_size": 99}
@@ -291,6 +291,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "text": (lambda f: (f / "model.safetensors").write_text("version https://git-lfs"), "no whole safetensors file"),
     "no config.json": (lambda f: (f / "config.json").unlink(), "there is no config.json in"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
+    "a byte too large": (lambda f: os.truncate(f / "config.json", 50_000_001), "is larger than 50,000,000 bytes"),
+    "the largest": (lambda f: os.truncate(f / "config.json", 50_000_000), "config.json is no JSON"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds no JSON object"),
     "deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is no JSON"),
     "another family": (edit(model_type="opt"), "model_type is 'opt'"),
@@ -522,6 +524,28 @@ def test_models_that_hugging_face_does_not_have_are_refused(
     assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "x.safetensors")]) == 1
     assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda config: config["model"].update(depth=3), "model.depth"),
+        (lambda config: config["model"].update(layers="three"), "model.layers"),
+        (lambda config: config.pop("moe"), "moe"),
+    ],
+    ids=["a field of a newer labkit", "a word for a number", "no experts' section"],
+)
+def test_a_manifest_that_describes_no_model_is_refused(
+    change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_weights(Import(write_model(tmp_path / "theirs", GPT2, weights(GPT2))), tmp_path / "ours")
+    stored = read_manifest(tmp_path / "ours" / "step_00000000")
+    change(stored.config)
+    write_manifest(tmp_path / "ours" / "step_00000000", stored)
+    assert main(["checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 1
+    err = capsys.readouterr().err
+    assert "the manifest of step 0 describes no model of this labkit (" in err and words in err and err.count("\n") == 1
+    assert not (tmp_path / "back").exists()
 
 
 def test_values_beyond_fp16_are_refused_and_others_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,6 +232,18 @@ def test_training_on_the_engine_follows_training_on_our_layers(engine: te_stub.R
     assert len(cached.losses) == 3 and cached.losses[-1] < cached.losses[0]
 
 
+def test_a_resumed_run_says_that_the_engines_fp8_history_starts_anew(
+    engine: te_stub.Record, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = "Transformer Engine keeps its fp8 history to itself, so that starts anew"
+    for steps, (impl, fp8) in enumerate(
+        [("transformer_engine", "none")] * 2 + [("transformer_engine", "hybrid"), ("local", "hybrid")], start=1
+    ):
+        saved = {"checkpoint.dir": str(tmp_path), "train.steps": steps, "optim.fp8": fp8, "optim.precision": "bf16"}
+        assert pretrain(training(**{"model.transformer_impl": impl, **saved})).resumed_after == steps - 1
+        assert (said in capfd.readouterr().err) == (steps == 3)
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "added", "left_out"),
     [

@@ -74,26 +74,23 @@ def boxes_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[B
     """
     if start >= end:
         return
-    if len(shape) < 2:
-        yield (Box((start,), (end - start,)) if shape else Box((), ())), start
+    if not shape:
+        yield Box((), ()), start
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # whole rows first .. last - 1
-    if first >= last:
-        first = last = start // row + 1 if start % row else start // row
-    head_end = min(end, first * row)
-    yield from _in_row(shape, row, start, head_end)
-    if last > first:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), first * row
-    yield from _in_row(shape, row, max(last * row, head_end), end)
+    first = -(-start // row)
+    rows = max(0, end // row - first)  # whole ones
+    yield from _in_row(shape, row, start, min(end, first * row))
+    if rows:
+        yield Box((first, *(0 for _ in shape[1:])), (rows, *shape[1:])), first * row
+    yield from _in_row(shape, row, (first + rows) * row, end)
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tuple[Box, int]]:
     """The boxes of elements that lie in one row."""
-    if start < end:
-        at = start // row
-        for inner, first in boxes_of_run(shape[1:], start - at * row, end - at * row):
-            yield Box((at, *inner.offset), (1, *inner.shape)), at * row + first
+    at = start // row
+    for inner, first in boxes_of_run(shape[1:], start - at * row, end - at * row):
+        yield Box((at, *inner.offset), (1, *inner.shape)), at * row + first
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +101,8 @@ class Placement:
     """Place in the rank's tensor."""
     offset: tuple[int, ...]
     """First element in the whole tensor."""
-    alike: bool = False
-    """Neighbouring ranks of tp hold these rows as well, and the first of them writes them."""
+    copied: bool = False
+    """An earlier neighbour of tp holds these rows as well, and writes them."""
 
     @property
     def box(self) -> Box:
@@ -115,7 +112,7 @@ class Placement:
     def of(self, part: Box) -> Placement | None:
         """The placement of those elements of this one that lie in `part` of the rank's tensor."""
         common = self.local.overlap(part)
-        return common and Placement(common, common.moved(self.local.offset, self.offset).offset, self.alike)
+        return common and Placement(common, common.moved(self.local.offset, self.offset).offset, self.copied)
 
 
 def full_shape_of(record: ParameterRecord, shape: Sequence[int], groups: ParallelGroups) -> tuple[int, ...]:
@@ -134,23 +131,22 @@ def full_shape_of(record: ParameterRecord, shape: Sequence[int], groups: Paralle
 def placements(record: ParameterRecord, shape: Sequence[int], groups: ParallelGroups) -> list[Placement]:
     """The places of a rank's tensor of `shape` in the whole tensor; padding is left out."""
     full = full_shape_of(record, shape, groups)
-    if not full:
-        return [Placement(Box((), ()), ())]
     group = groups.tp if record.allreduce else groups.etp
-    first_expert = groups.ep.rank * shape[0] if record.expert_parallel else 0
-    base = (first_expert, *(0 for _ in shape[1:]))
     found = []
-    for local, at, alike in _cuts(record, shape, group.rank, group.size):
-        dim = max(record.partition_dim, 0)
-        start = (*base[:dim], at if record.tensor_model_parallel else base[dim], *base[dim + 1 :])
-        visible = Box(start, local.shape).overlap(whole(full))
+    for local, at, copied in _cuts(record, shape, group.rank, group.size):
+        start = [0] * len(shape)
+        if record.expert_parallel:
+            start[0] = groups.ep.rank * shape[0]
+        if record.tensor_model_parallel:
+            start[record.partition_dim] = at
+        visible = Box(tuple(start), local.shape).overlap(whole(full))
         if visible is not None:
-            found.append(Placement(visible.moved(start, local.offset), visible.offset, alike))
+            found.append(Placement(visible.moved(start, local.offset), visible.offset, copied))
     return found
 
 
 def _cuts(record: ParameterRecord, shape: Sequence[int], rank: int, size: int) -> Iterator[tuple[Box, int, bool]]:
-    """Boxes of the rank's tensor, the first place of each along the cut dimension, and whether neighbours have it."""
+    """Boxes of the rank's tensor, the first place of each along the cut dimension, and `Placement.copied`."""
     if not record.tensor_model_parallel:
         yield whole(shape), 0, False
         return
@@ -160,7 +156,7 @@ def _cuts(record: ParameterRecord, shape: Sequence[int], rank: int, size: int) -
         own = length - rows
         block = (rank // ranks) * (ranks * own + rows)
         yield _slab(shape, 0, 0, own), block + (rank % ranks) * own, False
-        yield _slab(shape, 0, own, rows), block + ranks * own, True
+        yield _slab(shape, 0, own, rows), block + ranks * own, bool(rank % ranks)
         return
     each = length // record.partition_stride
     for number in range(record.partition_stride):

@@ -295,7 +295,7 @@ class Checkpoints:
         """Copies on the host, in memory that later saves use again."""
         for key, values in tensors.items():
             kept = self._staging.get(key)
-            if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
+            if kept is None or kept.shape != values.shape:  # random states get longer
                 pinned = values.device.type == "cuda"
                 self._staging[key] = kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
             kept.copy_(values, non_blocking=True)

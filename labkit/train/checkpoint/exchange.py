@@ -100,7 +100,7 @@ def model_of(manifest: Manifest) -> tuple[ModelConfig, MoEConfig]:
     """The model whose weights a checkpoint holds. Raises CheckpointError if its manifest does not describe one."""
     try:
         config = RunConfig().override({name: manifest.config[name] for name in ("model", "moe")})
-    except (KeyError, TypeError, ConfigError) as error:
+    except (KeyError, ConfigError) as error:
         raise CheckpointError(
             f"the manifest of step {manifest.step} describes no model of this labkit ({error})"
         ) from None

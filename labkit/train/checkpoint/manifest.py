@@ -207,7 +207,7 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
 
 
 def _count(value: Any, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < 1 << 62:
+    if type(value) is not int or not least <= value < 1 << 62:  # the sum of two is an int64
         raise ValueError(f"{value!r} stands where a count must be")
     return value
 

@@ -105,7 +105,6 @@ class RankWeights:
         """The boxes of `values`: elements `first` and following of the rank's flattened parameter."""
         record, shape, values = record_of(parameter), tuple(parameter.shape), values.detach()
         name, full = before + self._names[id(parameter)], full_shape_of(record, parameter.shape, self._groups)
-        leads = record.replicated is None or self._groups.tp.rank % record.replicated.ranks == 0
         places = placements(record, shape, self._groups)
         if tuple(values.shape) == shape:
             parts = [(whole(shape), values)]
@@ -115,7 +114,7 @@ class RankWeights:
         for box, held in parts:
             for place in filter(None, (place.of(box) for place in places)):
                 view = box.view(held, place.local)
-                yield Piece(name, full, place.box, view, mine and (leads or not place.alike))
+                yield Piece(name, full, place.box, view, mine and not place.copied)
 
     def _buffer_pieces(self) -> Iterator[Piece]:
         """Persistent buffers by their names in the whole model; every rank of a stage has the same."""
@@ -250,8 +249,7 @@ class RankState(RankWeights):
 
     def derive_rng(self, seed: int, step: int) -> None:
         """Random states by seed, step and the place of this rank: for a layout that saved none."""
-        derived = parameter_seed(seed, f"resumed after step {step}") % 2**32
-        fresh = model_parallel_seed(derived, self._groups)
+        fresh = model_parallel_seed(parameter_seed(seed, f"resumed after step {step}"), self._groups)
         for tracker in self._trackers():
             tracker.set_states(fresh.get_states())
 
