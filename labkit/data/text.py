@@ -10,6 +10,7 @@ from a file: GPT-2's, BERT's, or JSON.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,17 +104,19 @@ def whole_characters(text: str) -> str:
     return text
 
 
-def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of `json.loads`, which alone would keep the last of two values.
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises what `json.loads` does, and ValueError where an object has a name twice with two
+    values, of which `json` would drop the first."""
+    return json.loads(text, object_pairs_hook=_said_once)
 
-    Raises ValueError for an object that has a name twice, with two values.
-    """
+
+def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
-        if found.setdefault(name, value) != value:
-            raise ValueError(
-                f"it has the field {shown(name)} twice, as {shown(found[name])} and as {shown(value)}; remove one"
-            )
+        if name in found and found[name] != value:
+            twice = f"twice, as {shown(found[name])} and as {shown(value)}"
+            raise ValueError(f"has the field {shown(name)} {twice}; remove one")
+        found[name] = value
     return found
 
 
@@ -147,7 +150,7 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a tokenizer, has no token, or cannot encode unknown text.
+        ValueError: the file is not a tokenizer, has no token or two with one id, or cannot encode unknown text.
         ModuleNotFoundError: the library is not installed.
     """
     try:
@@ -167,7 +170,8 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
         tokenizer = _word_piece(file)
     else:
         try:
-            tokenizer = Tokenizer.from_str(decode_utf8(file.read_bytes()))
+            parse_json(text := decode_utf8(file.read_bytes()))
+            tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(
                 f"data.tokenizer: {str(path)!r} is not a tokenizer in the JSON format of the `tokenizers` library: "
@@ -181,14 +185,31 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
     tokenizer.post_processor = None
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
-    try:
-        tokenizer.encode(RARE)
-    except Exception as error:
-        raise ValueError(
-            f"data.tokenizer: {str(path)!r} cannot encode what its vocabulary does not have ({error}); add the token "
-            "that it names for unknown text"
-        ) from None
+    if fault := _fault(tokenizer):
+        raise ValueError(f"data.tokenizer: {str(path)!r} {fault}")
     return tokenizer
+
+
+def _fault(tokenizer: Tokenizer) -> str:
+    """The fault of a tokenizer that cannot give every text its own tokens; an empty string where it can."""
+    from tokenizers import models, pre_tokenizers
+
+    vocabulary, model = tokenizer.get_vocab(), tokenizer.model
+    [(number, times)] = Counter(vocabulary.values()).most_common(1)
+    if times > 1:
+        tokens = [shown(token) for token in sorted(vocabulary) if vocabulary[token] == number]
+        return f"has {times} tokens with the id {number}, such as {' and '.join(tokens[:2])}; give each its own"
+    try:
+        lost = "" if tokenizer.encode(RARE).ids else "it leaves such text out"
+    except Exception as error:  # the library raises bare Exception
+        lost = str(error)
+    if not lost and isinstance(model, models.BPE) and model.unk_token not in vocabulary:
+        forms = pre_tokenizers.ByteLevel.alphabet(), [f"<0x{byte:02X}>" for byte in range(256)]
+        lacks = [sorted({*form} - vocabulary.keys()) for form in forms[: 1 + model.byte_fallback]]
+        if missing := min(lacks, key=len):
+            lost = f"it lacks {len(missing)} of the 256 bytes, such as {shown(missing[0])}"
+    advice = "add the token that it names for unknown text, or all bytes"
+    return f"cannot encode what its vocabulary does not have ({lost}); {advice}" if lost else ""
 
 
 def _byte_level(vocabulary: Path) -> Tokenizer:
@@ -201,8 +222,11 @@ def _byte_level(vocabulary: Path) -> Tokenizer:
             f"data.tokenizer: {str(vocabulary)!r} needs {merges.name} beside it, which is not there"
         )
     try:
-        ids = dict(json.loads(decode_utf8(vocabulary.read_bytes())))
+        ids = dict(parse_json(decode_utf8(vocabulary.read_bytes())))
         whole_characters("".join(ids))
+        for token, number in ids.items():
+            if type(number) is not int:
+                raise ValueError(f"the token {shown(token)} has the id {shown(number)}, which is no integer")
         lines = read_lines(merges, "data.tokenizer")
         parted = (line.split(" ") for line in lines if line and not line.startswith("#version"))
         pairs = [(first, second) for first, second in parted]
@@ -211,8 +235,8 @@ def _byte_level(vocabulary: Path) -> Tokenizer:
         raise ValueError(
             f"data.tokenizer: {str(vocabulary)!r} and {merges.name} are no vocabulary and merges of GPT-2: {error}"
         ) from None
-    prefix = _beside(vocabulary, "tokenizer_config.json").get("add_prefix_space") is True
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    [prefix] = _beside(vocabulary, "tokenizer_config.json", bool, "add_prefix_space")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([token for token in END_TOKENS if tokenizer.token_to_id(token) is not None])
     return tokenizer
@@ -229,26 +253,38 @@ def _word_piece(vocabulary: Path) -> Tokenizer:
         wrong = "has a token twice" if "[UNK]" in ids else "has no [UNK]"
         raise ValueError(f"data.tokenizer: {str(vocabulary)!r} {wrong}; a WordPiece vocabulary has one token a line")
     lowers = not any(token != token.lower() for token in lines if token not in special and token[:1] != "[")
-    told = _beside(vocabulary, "tokenizer_config.json").get("do_lower_case")
+    options = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
+    told, strips, chinese = _beside(vocabulary, "tokenizer_config.json", bool, *options)
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=told if isinstance(told, bool) else lowers)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowers if told is None else told, strip_accents=strips, handle_chinese_chars=chinese is not False
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(special)
     return tokenizer
 
 
-def _beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` beside a tokenizer's, its end tokens checked; empty without that file."""
+def _beside(file: Path, name: str, kind: type, *fields: str) -> list[Any]:
+    """Fields of the JSON object in the file `name` beside a tokenizer's: of this kind, or None where nothing says.
+
+    Integers may come in a list, and a token's text in an object with more of it.
+    """
     path = file.with_name(name)
     if not path.is_file():
-        return {}
+        return [None] * len(fields)
+    words = {bool: "true or false", str: "text", int: "an integer or a list of integers"}
     try:
-        found = dict(json.loads(decode_utf8(path.read_bytes())))
-        whole_characters(str(found.get("eos_token")))
-        stops = found.get("eos_token_id")
-        if any(type(stop) is not int for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None):
-            raise ValueError(f"eos_token_id is {stops!r}, and must be an integer or a list of integers")
+        read = dict(parse_json(decode_utf8(path.read_bytes())))
+        found = [read.get(field) for field in fields]
+        if kind is str:
+            found = [each["content"] if isinstance(each, dict) and "content" in each else each for each in found]
+        for field, value in zip(fields, found):
+            values: list[Any] = value if kind is int and isinstance(value, list) else [value]
+            if value is not None and not all(type(each) is kind for each in values):
+                raise ValueError(f"{field} is {shown(value)}, and must be {words[kind]}")
+            if isinstance(value, str):
+                whole_characters(value)
         return found
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"data.tokenizer: {str(path)!r} cannot be read ({error}); repair or remove it") from None
@@ -271,24 +307,23 @@ def end_tokens(tokenizer: Tokenizer, path: str | Path | None = None) -> list[int
     `eos_token` of `tokenizer_config.json`, or else `special_tokens_map.json`, is the first. Each `eos_token_id` of
     `generation_config.json`, or else `config.json`, follows. Without them all names of `END_TOKENS` count.
 
-    Raises ValueError for an `eos_token` that the tokenizer does not have, or an `eos_token_id` that is no integer.
+    Raises ValueError for an `eos_token` or `eos_token_id` that the tokenizer does not have, or of another type.
     """
     file, found = BUNDLED / TOKENIZER_NAME if path is None else Path(path), list[int]()
-    named = (
-        (name, _beside(file, name).get("eos_token")) for name in ("tokenizer_config.json", "special_tokens_map.json")
-    )
-    for source, token in [each for each in named if each[1] is not None][:1]:
-        content = token.get("content") if isinstance(token, dict) else token
-        if (end := tokenizer.token_to_id(str(content))) is None:
-            raise ValueError(
-                f"data.tokenizer: {source} beside {str(file)!r} names the end token {content!r}, which the tokenizer "
-                "does not have; give the tokenizer.json that belongs to it, or correct one of the two"
-            )
-        found.append(end)
-    given = (_beside(file, name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
-    for stops in [each for each in given if each is not None][:1]:
-        known = set(tokenizer.get_vocab().values())
-        found += [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop in known]
+    for kind, field, names in (
+        (str, "eos_token", ("tokenizer_config.json", "special_tokens_map.json")),
+        (int, "eos_token_id", ("generation_config.json", "config.json")),
+    ):
+        given = ((name, *_beside(file, name, kind, field)) for name in names)
+        for source, ends in [each for each in given if each[1] is not None][:1]:
+            for end in ends if isinstance(ends, list) else [ends]:
+                number = tokenizer.token_to_id(end) if kind is str else end
+                if number is None or not 0 <= number < 2**32 or tokenizer.id_to_token(number) is None:
+                    raise ValueError(
+                        f"data.tokenizer: {source} beside {str(file)!r} names the end token {shown(end)}, which the "
+                        "tokenizer does not have; give the tokenizer.json that belongs to it, or correct one of the two"
+                    )
+                found.append(number)
     return list(dict.fromkeys(found)) or _ids(tokenizer, END_TOKENS) or _ids(tokenizer, ["[SEP]"])
 
 

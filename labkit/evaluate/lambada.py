@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from labkit.data.text import read_lines, whole_characters
+from labkit.data.text import parse_json, read_lines, whole_characters
 from labkit.evaluate.model import CheckpointModel
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def read_passages(path: str | Path, encode: Encode, *, strict: bool = True) -> l
         if not line.strip():
             continue
         try:
-            text = whole_characters(json.loads(line)["text"])
+            text = whole_characters(parse_json(line)["text"])
             passages.append(passage_of(text, encode, strict=strict))
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar
@@ -223,6 +225,21 @@ def test_tokenizers_of_a_path_are_those_of_transformers() -> None:
         for entry in entries:
             expected = theirs_of_path(entry, add_special_tokens=False)["input_ids"]
             assert ours.encode(entry, add_special_tokens=False).ids == expected
+
+
+def test_options_beside_a_vocabulary_are_those_of_berts_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "naive", "naïve", "NAIVE", "NAÏVE", "東京", "東", "京"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    text, seen = "naïve NAÏVE naive NAIVE 東京", set()
+    for lowers, strips, chinese in itertools.product((True, False), (True, False, None), (True, False)):
+        options = {"do_lower_case": lowers, "strip_accents": strips, "tokenize_chinese_chars": chinese}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+        theirs = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"), **options)
+        ours = load_tokenizer(tmp_path / "vocab.txt").encode(text).ids
+        assert ours == theirs(text, add_special_tokens=False)["input_ids"], options
+        seen.add(tuple(ours))
+    assert len(seen) == 8, "each option matters; None strips as lowers says"
 
 
 # ---- masking for BERT ----

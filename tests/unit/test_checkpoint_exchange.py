@@ -343,7 +343,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "an index of pickles": (index({WEIGHT: "model-1.bin"}), "names the file 'model-1.bin'"),
     "an index of numbers": (index({WEIGHT: 3}), "names the file 3"),
     "an index without files": (index([]), "has no weight_map"),
-    "a missing file": (index({WEIGHT: "model-2.safetensors"}), "lacks model-2.safetensors"),
+    "a missing file": (index({WEIGHT: "model-2.safetensors"}), "lacks 'model-2.safetensors'"),
+    "a file of 400 characters": (index({WEIGHT: f"{'m' * 400}.safetensors"}), "lacks 'mmm"),
     "a tensor in no file": (index({"nowhere": "model-1.safetensors"}), "no file has the tensor 'nowhere'"),
 }
 

@@ -273,6 +273,7 @@ def test_passages_are_cut_at_newlines_alone(tmp_path):
     assert read_passages(path, encode) == [passage_of(text, encode) for text in ("the\u2028bug bites", "it runs")]
     for line, said in (
         ('{"text": "a \\ud800"}', "line 1: has half a surrogate pair, U+D800"),
+        ('{"text": "a b", "text": "c d"}', "line 1: has the field 'text' twice, as 'a b' and as 'c d'; remove one"),
         ("[" * 9999, "no passage"),
     ):
         path.write_text(line)

@@ -122,7 +122,7 @@ def test_a_vocabulary_whose_ids_no_dataset_can_store_is_refused(vocabulary, said
         (["<stop>", "</s>"], {"tokenizer_config.json": {"eos_token": "<stop>"}}, [1]),
         (["<stop>", "</s>"], {"tokenizer_config.json": {"eos_token": {"content": "<stop>"}}}, [1]),
         (["<stop>", "</s>"], {"special_tokens_map.json": {"eos_token": "<stop>"}}, [1]),
-        (["<stop>", "</s>"], {"generation_config.json": {"eos_token_id": [1, 2, 99]}}, [1, 2]),
+        (["<stop>", "</s>"], {"generation_config.json": {"eos_token_id": [1, 2]}}, [1, 2]),
         (["<stop>", "</s>"], {"config.json": {"eos_token_id": 1}}, [1]),
         (["<stop>", "</s>"], {"tokenizer_config.json": {"eos_token": None}}, [2]),
         (["<stop>", "</s>"],
@@ -144,6 +144,17 @@ def test_the_end_of_text_is_what_the_files_say(names, files, expected, tmp_path)
         ("tokenizer_config", '{"eos_token": "</s>"}', "names the end token '</s>', which the tokenizer does not"),
         ("tokenizer_config", "[1]", "cannot be read"),
         ("tokenizer_config", r'{"eos_token": "\ud800"}', "half a surrogate pair"),
+        *(("tokenizer_config", f'{{"eos_token": {value}}}', "must be text") for value in ("5", "false", "[]", "{}")),
+        *(
+            (
+                "generation_config",
+                f'{{"eos_token_id": {value}}}',
+                f"names the end token {end}, which the tokenizer does",
+            )
+            for value, end in (("-1", -1), ("1", 1), ("[0, 7]", 7), (str(10**30), 10**30), (str(2**32), 2**32))
+        ),
+        ("config", '{"eos_token_id": 9}', "names the end token 9"),
+        ("tokenizer_config", '{"eos_token": "a", "eos_token": "b"}', "has the field 'eos_token' twice, as 'a' and as"),
         *(
             ("generation_config", f'{{"eos_token_id": {value}}}', "must be an integer or a list of integers")
             for value in ('"0"', "true", "0.0", "[[0]]", '{"a": 0}')
@@ -163,13 +174,59 @@ def test_a_file_beside_a_tokenizer_that_contradicts_it_is_refused(name, content,
         models.WordLevel({"a": 0}, unk_token="[UNK]"),
         models.BPE({"a": 0}, [], unk_token="<unk>"),
         models.Unigram([("a", -1.0)]),
+        models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]),
+        models.BPE({f"<0x{byte:02X}>": byte for byte in range(255)}, [], byte_fallback=True),
     ],
 )
 def test_a_tokenizer_without_its_token_for_unknown_text_is_refused(model, tmp_path):
-    """The library raises at the first such text, without the file's name."""
+    """The library raises at the first such text, without the file's name, or a BPE leaves it out: `aXb` is `ab`."""
     path = saved(Tokenizer(model), tmp_path)
     with pytest.raises(ValueError, match=r"data\.tokenizer: .*tokenizer\.json' cannot encode what its vocabulary does"):
         load_tokenizer(path)
+
+
+@pytest.mark.parametrize("form", ["pre_tokenizer", "normalizer", "sequence", "vocab.json"])
+def test_a_byte_level_tokenizer_has_all_bytes(form, tmp_path):
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    part = normalizers.ByteLevel() if form == "normalizer" else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for left in (symbols, [each for each in symbols if each != "!"]):
+        ids = {symbol: number for number, symbol in enumerate(left)}
+        tokenizer = Tokenizer(models.BPE(ids, []))
+        if form == "normalizer":
+            tokenizer.normalizer = part
+        else:
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([part]) if form == "sequence" else part
+        path = saved(tokenizer, tmp_path)
+        if form == "vocab.json":
+            path = tmp_path / "vocab.json"
+            path.write_text(json.dumps(ids))
+            (tmp_path / "merges.txt").write_text("")
+        if left is symbols:
+            tokens = load_tokenizer(path).encode("!\U0002a6a5").tokens
+            assert tokens == ["!", *map(chr, (0xF0, 0xAA, 0x13C, 0xA5))]
+            continue
+        with pytest.raises(ValueError, match=r"it lacks 1 of the 256 bytes, such as '!'"):
+            load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("vocab.json", '{"a": 0, "ZZ": true}', "the token 'ZZ' has the id True, which is no integer"),
+        ("vocab.json", '{"a": 0, "ZZ": 1.0}', "the token 'ZZ' has the id 1.0, which is no integer"),
+        ("vocab.json", '{"a": 0, "b": 1, "a": 2}', "has the field 'a' twice, as 0 and as 2; remove one"),
+        ("vocab.json", '{"a": 0, "ZZ": 0}', "has 2 tokens with the id 0, such as '"),
+        ("tokenizer.json", '{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 0}, "unk_token": "a"}}',
+         "has 2 tokens with the id 0, such as '"),
+        ("tokenizer.json", '{"normalizer": null, "model": {}, "normalizer": {"type": "NFC"}}',
+         "has the field 'normalizer' twice, as None and as {'type"),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_says_each_thing_once(name, content, said, tmp_path):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(ValueError, match=f"data.tokenizer: .*{name}.*{said}"):
+        load_tokenizer(tmp_path / name)
 
 
 # ---- lines and bytes of the files ----
@@ -198,6 +255,23 @@ def test_a_stored_case_is_not_guessed(tmp_path):
     (tmp_path / "vocab.txt").write_text("[UNK]\nparis\n")
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert load_tokenizer(tmp_path / "vocab.txt").encode("Paris paris").ids == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("vocab.txt", each) for each in ("do_lower_case", "strip_accents", "tokenize_chinese_chars")]
+    + [("vocab.json", "add_prefix_space")],
+)
+@pytest.mark.parametrize("given", ['"false"', "0", "[]"])
+def test_an_option_of_a_tokenizer_is_true_or_false(name, option, given, tmp_path):
+    for file in (name, "merges.txt"):
+        (tmp_path / file).write_bytes((BUNDLED / file).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"{option}": {given}}}')
+    with pytest.raises(ValueError, match=f"tokenizer_config.json.*{option} is .*, and must be true or false"):
+        load_tokenizer(tmp_path / name)
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"{option}": true, "{option}": false}}')
+    with pytest.raises(ValueError, match=f"tokenizer_config.json.*has the field '{option}' twice"):
+        load_tokenizer(tmp_path / name)
 
 
 # ---- pieces of a text are not its text ----

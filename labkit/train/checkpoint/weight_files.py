@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from labkit.config.errors import shown
-from labkit.data.text import said_once
+from labkit.data.text import parse_json
 from labkit.models.convert import HuggingFaceState
 from labkit.train.checkpoint.manifest import CheckpointError, StoredFile, checksum
 
@@ -167,8 +167,8 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise CheckpointError(
                 f"{index} names the file {shown(file)}; the files of a model are safetensors files beside their index"
             )
-        if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index.parent} lacks {file}, which {index.name} names; fetch the model again")
+        if not os.path.isfile(index.parent / file):  # Path.is_file raises for a name that is too long
+            raise CheckpointError(f"{index.parent} lacks {shown(file)}, which {index.name} names; fetch it again")
     return found
 
 
@@ -179,13 +179,13 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"there is no {path.name} in {path.parent}; a model's folder has one")
         if path.stat().st_size > LARGEST_JSON:
             raise CheckpointError(f"{path} is larger than {LARGEST_JSON:,} bytes; this is no file of a model")
-        content = json.loads(path.read_bytes(), object_pairs_hook=said_once)
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} is no JSON ({error})") from None
+        raise CheckpointError(f"{path} is no JSON of a model ({error})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; this is no file of a model")
     return content
