@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,19 @@ def agreed(find: Callable[[], Any]) -> Any:
 
 
 class Records:
-    """The rows of one file. Raises ValueError for a file with a line that is no row."""
+    """The rows of one file. Raises ValueError for a file with a line that is no row, or a name that is no file's."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.partial = Path(path), Path(f"{path}.partial")
+        for own in (self.path, self.partial):
+            if own.exists() and not own.is_file():
+                raise ValueError(f"--out: {str(own)!r} is no regular file; remove it, or name another file")
         self.rows: list[dict[str, Any]] = []
         lines = read_lines(self.path, "--out") if self.path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
-                self.rows.append(dict(json.loads(line)))
-            except (ValueError, TypeError):
+                self.rows.append({**json.loads(line)})
+            except (ValueError, TypeError, RecursionError):
                 raise ValueError(f"{self.path}, line {number}, is no row of results; name another file") from None
 
     def finished(self, key: Key) -> dict[str, Any] | None:
@@ -60,18 +64,25 @@ class Records:
         try:
             kept = json.loads(self.partial.read_text(encoding="utf-8"))
             return list(kept["done"]) if kept["key"] == key else []
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
 
     def keep(self, key: Key, done: list[Any]) -> None:
         """Store the items scored so far, for the next start."""
-        with appearing(self.partial) as draft:
-            draft.write_text(json.dumps({"key": key, "done": done}), encoding="utf-8")
+        with suppress(ValueError), appearing(self.partial) as draft:  # not finite: all ranks refuse it in the end
+            draft.write_text(json.dumps({"key": key, "done": done}, allow_nan=False), encoding="utf-8")
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, and forget what was kept of it."""
-        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        line = json.dumps(row, allow_nan=False) + "
+"
+        with naming(self.path), self.path.open("ab+") as file:
+            if file.tell():  # it was opened at its end
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read() == b"
+" else f"
+{line}"
+            file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(row)

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -252,10 +254,39 @@ def test_a_capacity_of_experts_is_refused_under_tp():
     assert said.startswith("tp 2: moe.capacity_factor limits the tokens of each rank")
 
 
-def test_rows_of_another_file_are_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("no json\n")
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 1, is no row of results; name another file"):
+@pytest.mark.parametrize("line", ["no json", "[]", "[" * 100_000])
+def test_rows_of_another_file_are_refused(line, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(f"{{}}\n{line}\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2, is no row of results; name another file"):
         Records(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").unlink()
+    (tmp_path / "rows.jsonl.partial").write_text(line)
+    assert Records(tmp_path / "rows.jsonl").done({}) == []
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("ending", ["", ".partial"])
+def test_what_is_no_file_is_refused_before_the_evaluation(ending, make, tmp_path):
+    make(tmp_path / f"rows.jsonl{ending}")
+    with pytest.raises(ValueError, match=rf"--out: '.*rows\.jsonl{ending}' is no regular file; remove it, or name"):
+        Records(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("before", ["", '{"key": 1}', '{"key": 1}\n', '{"key": 1}\r\n'])
+def test_a_row_begins_on_a_line_of_its_own(before, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(before.encode())
+    for key in (2, 3):
+        Records(tmp_path / "rows.jsonl").add({"key": key})
+    expected = [1, 2, 3] if before else [2, 3]
+    assert [row["key"] for row in Records(tmp_path / "rows.jsonl").rows] == expected
+
+
+def test_numbers_that_json_lacks_are_not_written(tmp_path):
+    records = Records(tmp_path / "rows.jsonl")
+    records.keep({}, [[math.nan, 1]])
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        records.add({"perplexity": math.inf})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_are_cut_at_newlines_alone(tmp_path):
