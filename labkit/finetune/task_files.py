@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.config.errors import shown
-from labkit.data.text import said_once, whole_characters
+from labkit.data.text import parse_json, whole_characters
 
 TASKS = ("mnli", "qqp", "race", "squad")
 """The words that name a task."""
@@ -299,7 +299,7 @@ def _json(path: Path) -> _Value:
     with _published(path):
         content = path.read_bytes()
     try:
-        read = json.loads(content, object_pairs_hook=said_once)
+        read = parse_json(content)
         text = json.dumps(read, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None

@@ -194,7 +194,7 @@ BROKEN: dict[str, tuple[str, str, Any, str]] = {
                      "dev-v1.1.json has two questions with the id 'q0'"),
     "one key twice": ("squad1.1", "dev-v1.1.json",
                       lambda p: p.write_text(p.read_text().replace('"question":', '"question": "who", "question":', 1)),
-                      "dev-v1.1.json is no JSON: it has the field 'question' twice, as 'who' and as 'how many'"),
+                      "dev-v1.1.json is no JSON: has the field 'question' twice, as 'who' and as 'how many'"),
     "one column twice": ("mnli", "train.tsv", lambda p: p.write_text(p.read_text().replace("index", "sentence1", 1)),
                          "train.tsv has 2 columns sentence1"),
     "options as text": ("race", "dev/high/0.txt", edited(lambda read: read.update(options=["abcd"] * 2)),
