@@ -191,6 +191,8 @@ def output_problems(name: str, path: str | None) -> list[str]:
         return [f"{given}: there is no folder {shown(folder, 200)}; make it first"]
     if (size := len(os.fsencode(os.path.basename(path)))) > LONGEST_NAME - ROOM:
         return [f"{given}: its name has {size} bytes, and may have {LONGEST_NAME - ROOM}; shorten it"]
+    if os.path.exists(path) and not os.path.isfile(path):
+        return []  # a device, or a pipe, which opens when somebody reads
     try:
         if os.path.exists(path):
             open(path, "ab").close()

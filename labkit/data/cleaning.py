@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 
 from labkit.data.documents import pieces_of
+from labkit.data.indexed import output_file
 from labkit.data.text import load_tokenizer
 from labkit.output_files import naming
 
@@ -173,12 +174,10 @@ def clean(
 
     Raises:
         DocumentError: a file cannot be read.
-        FileExistsError: `target` exists and `overwrite` is false.
+        FileExistsError, FileNotFoundError: as `output_file`, for `target`.
         ModuleNotFoundError: datasketch is not installed.
     """
-    rules, target = rules or Rules(), Path(target)
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target}: exists; overwrite it (--overwrite), or choose another name")
+    rules, target = rules or Rules(), output_file(target, overwrite=overwrite)
     cleaner = Cleaner(rules, [text for path in tests for text, _ in _texts(path, rules)])
     partial = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:

@@ -59,6 +59,22 @@ def file_names(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
     return Path(f"{os.fspath(prefix)}.idx"), Path(f"{os.fspath(prefix)}.bin")
 
 
+def output_file(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """The file that takes the place of `path` when it is written; where `path` is a link, its target.
+
+    Raises:
+        FileExistsError: there is one and `overwrite` is false, or there is a folder, a device or a pipe.
+        FileNotFoundError: its folder is missing.
+    """
+    file = Path(os.path.realpath(path))
+    if os.path.lexists(file) and not (overwrite and file.is_file()):
+        rule = "exists; overwrite it (--overwrite), or" if file.is_file() else "is no regular file;"
+        raise FileExistsError(f"{path}: {rule} choose another name")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"{file.parent}: there is no such folder; make it first")
+    return file
+
+
 class IndexedDataset(Sequence[np.ndarray]):
     """Sequences of token ids: `dataset[i]` is sequence i as a read-only view of the mapped file."""
 
@@ -223,19 +239,13 @@ class IndexedDatasetBuilder:
 
         Raises:
             ValueError: Megatron's format has no such type.
-            FileExistsError: a dataset of this name exists and `overwrite` is false.
-            FileNotFoundError: the folder is missing.
+            FileExistsError, FileNotFoundError: as `output_file`.
         """
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
             known = ", ".join(np.dtype(name).name for name in DTYPES.values())
             raise ValueError(f"an indexed dataset holds no {np.dtype(dtype).name}; choose one of {known}")
-        self.idx_path, self.bin_path = file_names(prefix)
-        for path in (self.idx_path, self.bin_path):
-            if path.exists() and not overwrite:
-                raise FileExistsError(f"{path}: exists; overwrite it (--overwrite), or choose another prefix")
-        if not self.bin_path.parent.is_dir():
-            raise FileNotFoundError(f"{self.bin_path.parent}: there is no such folder; make it first")
+        self.idx_path, self.bin_path = (output_file(path, overwrite=overwrite) for path in file_names(prefix))
         ending = f".{os.getpid()}-{secrets.token_hex(4)}.partial"
         self._partial_idx, self._partial_bin = Path(f"{self.idx_path}{ending}"), Path(f"{self.bin_path}{ending}")
         self._lengths, self._documents = array("i"), array("q", [0])

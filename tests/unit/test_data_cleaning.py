@@ -1,6 +1,7 @@
 """Cleaning: short documents, near-duplicates of known similarity, test documents, overlap and newlines."""
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -173,6 +174,31 @@ def test_the_command_cleans(tmp_path, capsys):
     assert read == 2 * len(entries) == kept + short + duplicates and 0 < kept <= duplicates
     assert len(target.read_text().splitlines()) == kept
     assert main(["data", "prepare", str(target), str(tmp_path / "out"), "--key", "body", "--workers", "1"]) == 0
+
+
+def test_the_target_of_a_link_is_replaced(tmp_path):
+    source, target, link = tmp_path / "a.txt", tmp_path / "far.jsonl", tmp_path / "out.jsonl"
+    source.write_text("a text")
+    link.symlink_to(target)
+    for content in (None, "old"):
+        if content is not None:
+            target.write_text(content)
+            with pytest.raises(FileExistsError, match=r"out\.jsonl: exists; overwrite it"):
+                clean([source], link, EVERYTHING)
+        clean([source], link, EVERYTHING, overwrite=content is not None)
+        assert link.is_symlink() and target.read_text() == '{"text": "a text"}\n'
+
+
+def test_the_command_replaces_nothing_but_files(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "link").symlink_to("none/out.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (
+        ("link", "none: there is no such folder"),
+        ("pipe", "pipe: is no regular file; choose another"),
+    ):
+        line = ["data", "clean", str(tmp_path / "a.txt"), str(tmp_path / name), "--overwrite", "--min-tokens", "0"]
+        assert main(line) == 2 and words in capsys.readouterr().err
 
 
 def test_a_bad_file_leaves_nothing_behind(tmp_path):

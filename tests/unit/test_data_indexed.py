@@ -104,6 +104,21 @@ def test_a_dataset_is_replaced_only_if_asked(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
+def test_the_target_of_a_link_is_replaced_and_nothing_but_files(tmp_path):
+    (tmp_path / "far").mkdir()
+    for ending in ("idx", "bin"):
+        (tmp_path / f"a.{ending}").symlink_to(Path("far", f"own.{ending}"))
+    prefix = write(tmp_path / "a")
+    with IndexedDatasetBuilder(prefix, overwrite=True) as builder:
+        builder.add_document([7])
+    assert IndexedDataset(tmp_path / "far" / "own")[0].tolist() == IndexedDataset(prefix)[0].tolist() == [7]
+    assert all(path.is_symlink() for path in tmp_path.glob("a.*")) and len(list(tmp_path.iterdir())) == 3
+    for number, make in enumerate([Path.mkdir, os.mkfifo, lambda path: path.symlink_to("1.bin")]):
+        make(tmp_path / f"{number}.bin")
+        with pytest.raises(FileExistsError, match=rf"{number}\.bin: is no regular file; choose another name"):
+            IndexedDatasetBuilder(tmp_path / f"{number}", overwrite=True)
+
+
 def test_types_that_the_format_lacks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no uint32; choose one of uint8, int8"):
         IndexedDatasetBuilder(tmp_path / "a", np.uint32)
