@@ -46,7 +46,7 @@ class Records:
         self.path, self.partial = Path(path), Path(f"{path}.partial")
         for own in (self.path, self.partial):
             if own.exists() and not own.is_file():
-                raise ValueError(f"--out: {str(own)!r} is no regular file; remove it, or name another file")
+                raise ValueError(f"--out: {str(own)!r} is no regular file; name another file")
         self.rows: list[dict[str, Any]] = []
         lines = read_lines(self.path, "--out") if self.path.exists() else []
         for number, line in enumerate(lines, 1):

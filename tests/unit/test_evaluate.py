@@ -268,7 +268,7 @@ def test_rows_of_another_file_are_refused(line, tmp_path):
 @pytest.mark.parametrize("ending", ["", ".partial"])
 def test_what_is_no_file_is_refused_before_the_evaluation(ending, make, tmp_path):
     make(tmp_path / f"rows.jsonl{ending}")
-    with pytest.raises(ValueError, match=rf"--out: '.*rows\.jsonl{ending}' is no regular file; remove it, or name"):
+    with pytest.raises(ValueError, match=rf"--out: '.*rows\.jsonl{ending}' is no regular file; name another file"):
         Records(tmp_path / "rows.jsonl")
 
 
