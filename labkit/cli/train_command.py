@@ -185,14 +185,14 @@ def output_problems(name: str, path: str | None) -> list[str]:
     if path is None or not first_rank():
         return []
     folder, given = os.path.dirname(path) or ".", f"{name} {shown(path, 200)}"
-    if os.path.exists(path) and not os.path.isfile(path):
+    if os.path.isdir(path):
         return [f"{given}: give the name of a file"]
+    if os.path.exists(path) and not os.path.isfile(path):
+        return [f"{given}: is no regular file; choose another name"]
     if not os.path.isdir(folder):
         return [f"{given}: there is no folder {shown(folder, 200)}; make it first"]
     if (size := len(os.fsencode(os.path.basename(path)))) > LONGEST_NAME - ROOM:
         return [f"{given}: its name has {size} bytes, and may have {LONGEST_NAME - ROOM}; shorten it"]
-    if os.path.exists(path) and not os.path.isfile(path):
-        return []  # a device, or a pipe, which opens when somebody reads
     try:
         if os.path.exists(path):
             open(path, "ab").close()

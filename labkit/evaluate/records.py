@@ -74,14 +74,11 @@ class Records:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, and forget what was kept of it."""
-        line = json.dumps(row, allow_nan=False) + "
-"
+        line = json.dumps(row, allow_nan=False) + "\n"
         with naming(self.path), self.path.open("ab+") as file:
             if file.tell():  # it was opened at its end
                 file.seek(-1, os.SEEK_END)
-                line = line if file.read() == b"
-" else f"
-{line}"
+                line = line if file.read() == b"\n" else f"\n{line}"
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())

@@ -514,7 +514,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout 'inf': must be a finite number"),
     (["train", "--preset", "tiny", "--trace", "/nowhere/run.json"], "--trace '/nowhere/run.json': there is no folder"),
     (["train", "--preset", "tiny", "--trace", "/"], "--trace '/': give the name of a file"),
-    (["train", "--preset", "tiny", "--trace", "/dev/null"], "--trace '/dev/null': give the name of a file"),
+    (["train", "--preset", "tiny", "--trace", "/dev/null"], "--trace '/dev/null': is no regular file"),
     (["train", "--preset", "tiny", "--trace", ""], "--trace '': a path must not be empty"),
     (["train", "--preset", "tiny", "--trace", "/proc/run.json"], "give a path that can be written"),
     (["parity", "--preset", "tiny", "--timeout", "-1"], "--timeout -1: must be above 0"),
