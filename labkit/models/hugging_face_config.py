@@ -10,11 +10,12 @@ a `config.json` that says one thing twice and differently, where transformers an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from labkit.config import ModelConfig, MoEConfig
+from labkit.config.errors import shown
+from labkit.config.field_spec import FieldSpec
 from labkit.models.bert.hugging_face_bert import bert_config, bert_fields, bert_kind
 from labkit.models.counts import expert_width
 from labkit.models.mamba.hugging_face_mamba import check_mamba2, mamba_config, mamba_fields
@@ -24,6 +25,8 @@ GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "
 """Hugging Face's `activation_function` -> ours."""
 ROPE_THETA = {"llama": 1e4, "mixtral": 1e6}
 """`rope_theta` of a `config.json` that does not give it."""
+MIXTRAL_KV_HEADS = 8
+"""`num_key_value_heads` of a Mixtral that does not give it; of a Llama it is the number of heads."""
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -34,7 +37,7 @@ ARCHITECTURES = {
     "t5": "T5ForConditionalGeneration",
 }
 """Family -> transformers' class of its language model."""
-SAME_FIELDS = (
+SAME_SIZES = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_hidden_layers", "n_layer", "num_layers"),
     ("num_attention_heads", "n_head", "num_heads"),
@@ -42,11 +45,37 @@ SAME_FIELDS = (
     ("intermediate_size", "n_inner", "d_ff"),
     ("max_position_embeddings", "n_positions", "n_ctx"),
     ("num_local_experts", "num_experts"),
+)
+SAME_FIELDS = (
+    *SAME_SIZES,
     ("hidden_act", "activation_function"),
     ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"),
     ("dtype", "torch_dtype"),
 )
 """Names of one field: those of the families, of transformers' `attribute_map` and of older files."""
+TYPES = {
+    "int": "vocab_size type_vocab_size num_key_value_heads num_experts_per_tok num_decoder_layers sliding_window "
+    "relative_attention_num_buckets relative_attention_max_distance state_size n_groups conv_kernel expand",
+    "float": "layer_norm_epsilon layer_norm_eps rms_norm_eps rope_theta partial_rotary_factor factor",
+    "bool": "tie_word_embeddings scale_decoder_outputs attention_bias mlp_bias use_bias use_conv_bias "
+    "scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention is_decoder",
+    "str": "rope_type type",
+}
+FIELDS = {
+    name: FieldSpec(name, kind, gt=0 if kind in ("int", "float") else None)
+    for kind, names in TYPES.items()
+    for name in names.split()
+} | {name: FieldSpec(name, "int", gt=0) for names in SAME_SIZES for name in names}
+"""Types of fields of `config.json`, as transformers checks them; sizes and epsilons are above 0."""
+_LLAMA_NULL = ("head_dim", "sliding_window", "partial_rotary_factor", "factor")
+MAY_BE_NULL = {
+    "gpt2": ("n_inner",),
+    "llama": (*_LLAMA_NULL, "num_key_value_heads"),
+    "mixtral": _LLAMA_NULL,
+    "t5": ("num_decoder_layers", "n_positions"),
+    "mamba2": ("max_position_embeddings",),
+}
+"""Fields that say nothing if they are null; transformers refuses any other null."""
 
 
 def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
@@ -108,19 +137,21 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
     kind = str(config.get("model_type"))
     if kind not in ARCHITECTURES:
         raise ValueError(f"model_type is {kind!r}; weights can be converted from {', '.join(ARCHITECTURES)}")
+    _check_types(kind, config)
     for said in _said_twice(kind, config):
         _agreed(said)
+    _refuse(config, {"quantization_config": [None]})
     if kind in ("gpt2", "llama", "mixtral"):
         model = _gpt2_config(config) if kind == "gpt2" else _llama_config(config)
     else:
-        model, other = {"mamba2": mamba_config, "t5": t5_config}.get(kind, bert_config)(config)
-        _refuse(other)
+        model, allowed = {"mamba2": mamba_config, "t5": t5_config}.get(kind, bert_config)(config)
+        _refuse(config, allowed)
     for name, value, part, size in (
         ("hidden size", model.hidden, "attention heads", model.heads),
         ("attention heads", model.heads, "num_key_value_heads", model.kv_heads or model.heads),
         ("num_heads", model.mamba_heads, "n_groups", model.mamba_num_groups if kind == "mamba2" else 1),
     ):
-        if size < 1 or value % size:
+        if value % size:
             raise ValueError(f"{name} = {value} cannot be divided among {part} = {size}")
     return model
 
@@ -133,47 +164,41 @@ def moe_config_from_hugging_face(config: Mapping[str, Any]) -> MoEConfig:
 
 
 def _gpt2_config(config: Mapping[str, Any]) -> ModelConfig:
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in GPT2_ACTIVATIONS:
-        raise ValueError(f"activation_function is {activation!r}; choose one of {', '.join(GPT2_ACTIVATIONS)}")
-    _refuse({
-        "scale_attn_weights": "false" if config.get("scale_attn_weights") is False else None,
-        "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx"),
-        "add_cross_attention": config.get("add_cross_attention"),
+    _refuse(config, {
+        "activation_function": [*GPT2_ACTIVATIONS],
+        "scale_attn_weights": [True],
+        "scale_attn_by_inverse_layer_idx": [False],
+        "add_cross_attention": [False],
     })  # fmt: skip
     return ModelConfig(
         layers=config["n_layer"],
         hidden=config["n_embd"],
         heads=config["n_head"],
-        ffn_hidden=config.get("n_inner") or None,
+        ffn_hidden=config.get("n_inner"),
         vocab_size=config["vocab_size"],
         seq_length=config["n_positions"],
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        activation=GPT2_ACTIVATIONS[activation],
+        activation=GPT2_ACTIVATIONS[config.get("activation_function", "gelu_new")],
         untie_embeddings_and_output_weights=config.get("tie_word_embeddings") is False,
     )
 
 
 def _llama_config(config: Mapping[str, Any]) -> ModelConfig:
-    rope = _rope(config)
-    kind = rope["type"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    _refuse({
-        "rope_type": kind not in ("default", None) and kind,
-        "factor": rope["factor"] not in (1, None) and rope["factor"],
-        "partial_rotary_factor": rope["partial_rotary_factor"] not in (1, None) and rope["partial_rotary_factor"],
-        "attention_bias": config.get("attention_bias", False),
-        "mlp_bias": config.get("mlp_bias", False),
-        "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
-        "head_dim": head_dim * config["num_attention_heads"] != config["hidden_size"] and head_dim,
-        "sliding_window": (config.get("sliding_window") or math.inf) < config["max_position_embeddings"]
-        and config["sliding_window"],
+    rope, window = _rope(config), config.get("sliding_window")
+    reaches_all = window is None or window >= config["max_position_embeddings"]
+    _refuse(rope, {"rope_type": [None, "default"], "factor": [None, 1], "partial_rotary_factor": [None, 1]})
+    _refuse(config, {
+        "attention_bias": [False],
+        "mlp_bias": [False],
+        "hidden_act": ["silu"],
+        "head_dim": [None, config["hidden_size"] // config["num_attention_heads"]],
+        "sliding_window": [window if reaches_all else None],
     })  # fmt: skip
     return ModelConfig(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads"),
+        kv_heads=config.get("num_key_value_heads", MIXTRAL_KV_HEADS if config["model_type"] == "mixtral" else None),
         ffn_hidden=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         seq_length=config["max_position_embeddings"],
@@ -191,10 +216,10 @@ def _said_twice(kind: str, config: Mapping[str, Any]) -> Iterator[dict[str, Any]
     """Fields, or what follows from them, that say one thing: by name; None says nothing."""
     get = config.get
     yield from ({name: get(name) for name in names} for names in SAME_FIELDS)
-    classes = get("architectures") or []
-    classes = [classes] if isinstance(classes, str) else classes
-    if not any(str(each).lower().startswith(kind.replace("-", "")) for each in classes):
-        yield {"model_type": kind, "architectures": classes or None}
+    given = get("architectures")
+    classes = given if isinstance(given, list) else [given]
+    if classes and not any(str(each).lower().startswith(kind.replace("-", "")) for each in classes):
+        yield {"model_type": kind, "architectures": given}
     if kind == "t5":
         scaled, act = get("scale_decoder_outputs"), get("feed_forward_proj", "relu")
         yield {"tie_word_embeddings": scaled and get("tie_word_embeddings"), "scale_decoder_outputs": scaled}
@@ -213,16 +238,18 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: two places contradict each other.
     """
-    places = {f"{name}.": config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    places = {f"{name}.": config.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
     for name, options in list(places.items()):  # transformers 5 may nest them by type of layer
-        _refuse({name[:-1]: not isinstance(options, Mapping) and options})
+        _refuse(config, {name[:-1]: [None, options] if isinstance(options, Mapping) else [None]})
         places |= {f"{name}{each}.": nested for each, nested in options.items() if isinstance(nested, Mapping)}
+    for name, options in places.items():
+        _check_types(config["model_type"], options, name)
 
     def said(places: Mapping[str, Mapping[str, Any]], *fields: str) -> Any:
         return _agreed({name + field: at.get(field) for name, at in places.items() for field in fields})
 
     everywhere = {"": config} | places
-    return {"type": said(places, "rope_type", "type"), "factor": said(places, "factor")} | {
+    return {"rope_type": said(places, "rope_type", "type"), "factor": said(places, "factor")} | {
         field: said(everywhere, field) for field in ("rope_theta", "partial_rotary_factor")
     }
 
@@ -239,13 +266,25 @@ def _agreed(said: Mapping[str, Any]) -> Any:
     return given[0][1] if given else None
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    """ValueError for the first option that has a value."""
-    for name, value in options.items():
-        if value:
+def _check_types(kind: str, config: Mapping[str, Any], place: str = "") -> None:
+    """ValueError for the first field that has no value of its type."""
+    for name, value in config.items():
+        says_nothing = value is None and name in MAY_BE_NULL.get(kind, ())
+        if name in FIELDS and not says_nothing and (rule := FIELDS[name].broken(value)):
+            raise ValueError(f"{place}{name} = {shown(value)} {rule}")
+
+
+def _refuse(config: Mapping[str, Any], allowed: Mapping[str, Collection[Any]]) -> None:
+    """ValueError for the first option with a value that our models do not have.
+
+    allowed: option -> the values that they have, the first of which is transformers' default.
+    """
+    for name, values in allowed.items():
+        value = config.get(name, next(iter(values)))
+        if value not in values:
             raise ValueError(
-                f"{name} = {value!r} has no counterpart in labkit's models; only plain GPT-2, Llama, Mixtral, BERT, "
-                "Mamba-2 and T5 can be converted"
+                f"{name} = {shown(value)} has no counterpart in labkit's models; only plain GPT-2, Llama, Mixtral, "
+                "BERT, Mamba-2 and T5 can be converted"
             )
 
 

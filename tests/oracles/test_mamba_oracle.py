@@ -138,7 +138,7 @@ def test_files_of_a_checkpoint_there_and_back(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"hidden_act": "relu"}, "hidden_act = 'relu' has no counterpart"),
-        ({"use_conv_bias": False}, "use_conv_bias = 'false' has no counterpart"),
+        ({"use_conv_bias": False}, "use_conv_bias = False has no counterpart"),
         ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] has no counterpart"),
     ],
 )

@@ -26,6 +26,7 @@ from labkit.models import (
     model_config_from_hugging_face,
     moe_config_from_hugging_face,
 )
+from labkit.models.hugging_face_config import FIELDS
 from labkit.parallel import (
     NaiveDataParallel,
     finalize_model_grads,
@@ -34,6 +35,7 @@ from labkit.parallel import (
 )
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+StrictDataclassError = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
 pytestmark = pytest.mark.oracle
 
 GPT2: dict[str, Any] = {"n_layer": 3, "n_embd": 48, "n_head": 4, "n_positions": 32, "vocab_size": 99}
@@ -83,7 +85,8 @@ def test_a_key_that_config_json_leaves_out_has_the_value_that_transformers_gives
     sizes = {"hidden_size": 768, "num_heads": 24} if kind == "Mamba2" else {}  # its own defaults contradict each other
     full = json.loads(getattr(transformers, f"{kind}Config")(**sizes).to_json_string(use_diff=False))
     expected, checked = model_config_from_hugging_face(full), 0
-    kept = {name: full[name] for name in {*sizes, "model_type", "num_key_value_heads"} & full.keys()}
+    of_heads = {"num_key_value_heads"} if kind == "Llama" else set()  # as many as the others
+    kept = {name: full[name] for name in {*sizes, "model_type", *of_heads} & full.keys()}
     for key in full.keys() - kept:
         try:
             found = model_config_from_hugging_face({name: value for name, value in full.items() if name != key})
@@ -94,6 +97,32 @@ def test_a_key_that_config_json_leaves_out_has_the_value_that_transformers_gives
             assert found == expected, key
             checked += 1
     assert checked > 10 and model_config_from_hugging_face(kept) == expected
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mixtral", "Bert", "MegatronBert", "T5", "Mamba2"])
+@pytest.mark.parametrize("value", [None, 0, "", "4", True, []], ids=repr)
+def test_a_value_that_transformers_refuses_is_refused_and_a_null_that_it_takes_is_its_default(
+    kind: str, value: Any
+) -> None:
+    sizes = {"hidden_size": 768, "num_heads": 24} if kind == "Mamba2" else {}
+    make = getattr(transformers, f"{kind}Config")
+    full = json.loads(make(**sizes).to_json_string(use_diff=False))
+    compared = 0
+    for key in FIELDS.keys() & make.__dataclass_fields__.keys():
+        try:
+            taken = make(**sizes | {key: value})
+        except (StrictDataclassError, ZeroDivisionError):
+            with pytest.raises(ValueError, match=f"^{key} = "):
+                model_config_from_hugging_face(full | {key: value})
+            compared += 1
+        else:
+            if value is None:
+                said = json.loads(taken.to_json_string(use_diff=False))
+                ours, expected = (model_config_from_hugging_face(read) for read in (full | {key: None}, said))
+                assert replace(ours, kv_heads=ours.kv_heads or ours.heads) == replace(
+                    expected, kv_heads=expected.kv_heads or ours.heads
+                ), key
+    assert compared >= 2
 
 
 CASES = [

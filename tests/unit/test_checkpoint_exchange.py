@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -297,7 +298,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is no JSON"),
     "another family": (edit(model_type="opt"), "model_type is 'opt'"),
     "no hidden_size": (edit(hidden_size=None), "has no field 'hidden_size'"),
-    "text for a number": (edit(num_hidden_layers="3"), "model.layers"),
+    "text for a number": (edit(num_hidden_layers="3"), "num_hidden_layers = '3' must be an integer"),
+    "no number": (edit(rms_norm_eps=math.nan), "rms_norm_eps = nan must be a finite number"),
     "no heads": (edit(num_attention_heads=0), "config.json describes no model that labkit"),
     "scaled rotary": (
         edit(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
@@ -443,6 +445,47 @@ def test_what_files_say_twice_and_differently_is_refused(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and words in err, err
     assert not (tmp_path / "ours").exists()
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"n_inner": [0, "48", 48.0], "n_head": ["4", True, 0, None], "n_positions": [None, -1, 2**31]}),
+    ("gpt2", {"layer_norm_epsilon": [math.nan, math.inf, 0, "1e-5", None], "activation_function": ["", None, [], 0]}),
+    ("gpt2", {"scale_attn_weights": [0, False, None, "true"], "scale_attn_by_inverse_layer_idx": [1, 0, None]}),
+    ("gpt2", {"tie_word_embeddings": ["false", 0, None], "add_cross_attention": [True, "", None]}),
+    ("gpt2", {"quantization_config": [{"bits": 4}, {}, 0, False], "architectures": ["", 0, [3], {}]}),
+    ("llama", {"rope_theta": [0, False, "1e4", None], "hidden_act": ["", None, 0], "partial_rotary_factor": [0, "1"]}),
+    ("llama", {"head_dim": [0, 16, "8"], "num_key_value_heads": [0, "2"], "attention_bias": [0, None, True]}),
+    ("llama", {"rope_scaling": [False, 0, "", []], "rope_parameters": [0], "mlp_bias": [None, "false"]}),
+    ("mixtral", {"sliding_window": [0, False, "8", 8], "num_local_experts": [None, "3"], "num_experts_per_tok": [0]}),
+    ("bert", {"type_vocab_size": [0, None, 1], "position_embedding_type": ["", None, 0], "is_decoder": [None, 1]}),
+    ("bert", {"hidden_act": ["", None], "layer_norm_eps": [None, math.nan], "add_cross_attention": [0]}),
+    ("t5", {"num_decoder_layers": [0, "3"], "feed_forward_proj": ["", None, 0], "scale_decoder_outputs": [None, 0]}),
+    ("t5", {"d_kv": [0, None, 16], "n_positions": [0, "16"], "relative_attention_num_buckets": [None, 0]}),
+    ("mamba2", {"time_step_limit": [[], None, [0.0], [0.1, 1.0], 0], "use_conv_bias": [0, None, False]}),
+    ("mamba2", {"n_groups": [0, None], "head_dim": [None], "expand": [0, None, 2.0], "conv_kernel": [0, None]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [(name, option, value) for name, options in WRONG for option, values in options.items() for value in values],
+    ids=str,
+)
+def test_a_value_that_our_model_does_not_have_is_refused_by_its_name(name: str, option: str, value: Any) -> None:
+    read = config_to_hugging_face(FAMILIES[name].model, FAMILIES[name].moe)
+    with pytest.raises(ValueError, match=rf"(^|\W){option} = "):
+        model_config_from_hugging_face(read | {option: value})
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("option", "value"), [("factor", 0), ("rope_theta", False), ("rope_theta", None), ("rope_type", None), ("type", "")]
+)
+def test_the_rotary_embedding_is_refused_by_its_place(place: str, option: str, value: Any) -> None:
+    read = config_to_hugging_face(LLAMA.model)
+    for options in ({option: value}, {"full_attention": {option: value}}):
+        with pytest.raises(ValueError, match=option):
+            model_config_from_hugging_face(read | {place: options})
 
 
 ROPE = {"rope_type": "default", "type": "default", "rope_theta": 1e4, "factor": 1.0}

@@ -101,16 +101,13 @@ def bert_end_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def bert_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our config of the model in a `config.json`, and its options that our model does not have (name -> value)."""
-    activation = config.get("hidden_act", "gelu")
-    types = config.get("type_vocab_size", NUM_TOKENTYPES)
-    other = {
-        "hidden_act": activation not in ACTIVATIONS and activation,
-        "type_vocab_size": types != NUM_TOKENTYPES and types,
-        "position_embedding_type": config.get("position_embedding_type", "absolute") != "absolute"
-        and config["position_embedding_type"],
-        "is_decoder": config.get("is_decoder"),
-        "add_cross_attention": config.get("add_cross_attention"),
+    """Our config of the model in a `config.json`, and the values of its options that our model has, default first."""
+    allowed = {
+        "hidden_act": [*ACTIVATIONS],
+        "type_vocab_size": [NUM_TOKENTYPES],
+        "position_embedding_type": ["absolute"],
+        "is_decoder": [False],
+        "add_cross_attention": [False],
     }
     model = ModelConfig(
         family="bert",
@@ -122,10 +119,10 @@ def bert_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]
         seq_length=config["max_position_embeddings"],
         norm_placement={kind: placement for placement, kind in KINDS.items()}[config["model_type"]],
         norm_eps=config.get("layer_norm_eps", 1e-12),
-        activation=ACTIVATIONS.get(activation, "gelu"),
+        activation=ACTIVATIONS.get(str(config.get("hidden_act")), "gelu"),
         untie_embeddings_and_output_weights=config.get("tie_word_embeddings") is False,
     )
-    return model, {name: value for name, value in other.items() if value}
+    return model, allowed
 
 
 def bert_fields(config: ModelConfig) -> dict[str, Any]:

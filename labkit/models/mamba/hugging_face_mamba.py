@@ -126,12 +126,11 @@ def check_mamba2(config: ModelConfig) -> None:
 
 
 def mamba_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our config of the model in a `config.json`, and its options that our model does not have (name -> value)."""
-    low, high = limits = config.get("time_step_limit") or (0.0, math.inf)
-    other = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
-        "use_conv_bias": "false" if config.get("use_conv_bias") is False else None,
-        "time_step_limit": (low != 0 or high not in INFINITE) and list(limits),
+    """Our config of the model in a `config.json`, and the values of its options that our model has, default first."""
+    allowed = {
+        "hidden_act": ["silu"],
+        "use_conv_bias": [True],
+        "time_step_limit": [pair for end in INFINITE for pair in ((0.0, end), [0.0, end])],
     }
     heads = config["num_heads"]
     model = ModelConfig(
@@ -140,7 +139,7 @@ def mamba_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]
         hidden=config["hidden_size"],
         heads=math.gcd(config["hidden_size"], heads),  # of attention, which the model has not
         vocab_size=config["vocab_size"],
-        seq_length=config.get("max_position_embeddings", SEQ_LENGTH),
+        seq_length=config.get("max_position_embeddings") or SEQ_LENGTH,
         position="none",
         norm="rmsnorm",
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
@@ -152,7 +151,7 @@ def mamba_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]
         mamba_num_heads=heads,
         mamba_conv_width=config.get("conv_kernel", 4),
     )
-    return model, {name: value for name, value in other.items() if value}
+    return model, allowed
 
 
 def mamba_fields(config: ModelConfig) -> dict[str, Any]:

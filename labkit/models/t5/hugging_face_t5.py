@@ -96,14 +96,11 @@ def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def t5_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our config of the model in a `config.json`, and its options that our model does not have (name -> value)."""
-    activation, width, heads = config.get("feed_forward_proj", "relu"), config["d_model"], config["num_heads"]
-    tied = config.get("tie_word_embeddings", True) is not False
-    other = {
-        "feed_forward_proj": activation not in ACTIVATIONS and activation,
-        "d_kv": config["d_kv"] * heads != width and config["d_kv"],
-    }
-    depth, length = config.get("num_decoder_layers"), config.get("n_positions", 512)
+    """Our config of the model in a `config.json`, and the values of its options that our model has, default first."""
+    activation, width, heads = str(config.get("feed_forward_proj", "relu")), config["d_model"], config["num_heads"]
+    tied, head = config.get("tie_word_embeddings", True), config["d_kv"]
+    allowed = {"feed_forward_proj": [*ACTIVATIONS], "d_kv": [head if head * heads == width else None]}
+    depth, length = config.get("num_decoder_layers"), config.get("n_positions") or 512
     model = ModelConfig(
         family="t5",
         layers=config["num_layers"],
@@ -122,7 +119,7 @@ def t5_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
         bias=False,
         untie_embeddings_and_output_weights=not config.get("scale_decoder_outputs", tied),
     )
-    return model, {name: value for name, value in other.items() if value}
+    return model, allowed
 
 
 def t5_fields(config: ModelConfig) -> dict[str, Any]:
