@@ -67,7 +67,7 @@ def mamba_linear_flops(model: ModelConfig) -> int:
     return 2 * model.hidden * sizes.groups * (sizes.projected + sizes.inner)
 
 
-def scan_flops(model: ModelConfig, *, causal: bool = False) -> int:
+def scan_flops(model: ModelConfig, *, causal: bool) -> int:
     """Operations of the products of one scan over one sequence.
 
     A chunk of q positions has c b^T (q^2 N for each group) and its product with x (q^2 P for each head). All chunks but
