@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from labkit.config import ConfigError, ModelConfig, RunConfig
+from labkit.config import ConfigError, ModelConfig, MoEConfig, RunConfig
 from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
 from labkit.models.chunks import DTYPES, build_model_chunk, build_model_chunks
@@ -51,6 +51,9 @@ _TRAINING_ONLY = (
     "hidden_dropout",
 )
 """Fields of the model that an evaluation leaves at their defaults."""
+_OF_A_BATCH = ("input_jitter", "capacity_factor", "drop_policy", "pad_to_capacity")
+"""Fields of experts that it leaves there too: the tokens of a batch would compete for places, so that a score would
+depend on the batch."""
 
 
 def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: str) -> RunConfig:
@@ -64,7 +67,7 @@ def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: 
     """
     model, moe = model_of(manifest)
     model = replace(model, **{name: getattr(ModelConfig(), name) for name in _TRAINING_ONLY})
-    made = RunConfig(model=model, moe=replace(moe, input_jitter=0.0))
+    made = RunConfig(model=model, moe=replace(moe, **{name: getattr(MoEConfig(), name) for name in _OF_A_BATCH}))
     return made.override({"optim.precision": precision, **layout})
 
 
@@ -76,8 +79,6 @@ def layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
     if groups.world_size != tp * pp:
         return [f"{groups.world_size} ranks, and tp {tp} x pp {pp}: start {tp * pp} ranks, or raise tp or pp"]
     if config.moe.num_experts and tp > 1:
-        if config.moe.capacity_factor is not None:
-            return [f"tp {tp}: moe.capacity_factor limits the tokens of each rank, and tp shares tokens out; use pp"]
         config = config.override({"parallel.sequence_parallel": True})  # how `_GPTUnderTp` builds layers with experts
     return config.problems(groups.world_size)
 

@@ -246,12 +246,22 @@ def test_all_ranks_do_what_rank_0_finds(run_folder, tmp_path, text):
     assert len(rows) == 1 and found == [[rows, rows]] * 2 and not (tmp_path / "rank1.jsonl").exists()
 
 
-def test_a_capacity_of_experts_is_refused_under_tp():
-    groups = SimpleNamespace(tp=SimpleNamespace(size=2), pp=SimpleNamespace(size=1), world_size=2)
-    config = presets.tiny_moe().override({"tp": 2})
-    assert layout_problems(config, groups) == []
-    (said,) = layout_problems(config.override({"capacity_factor": 1.0}), groups)
-    assert said.startswith("tp 2: moe.capacity_factor limits the tokens of each rank")
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_score_of_experts_with_a_capacity_does_not_depend_on_the_batch(padded, tmp_path, text):
+    """In training the tokens of a batch compete for the places of an expert, and padding takes places too."""
+    capacity = {"capacity_factor": 0.5, "drop_policy": "position", "pad_to_capacity": padded}
+    small = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "init_std": 0.5}
+    run = {"global_batch_size": 1, "steps": 1, "eval_steps": 0, "checkpoint.dir": str(tmp_path / "run")}
+    pretrain(presets.tiny_moe().override(small | capacity | run))
+    model = CheckpointModel(tmp_path / "run", precision="fp64")
+    tasks_of_a_batch = [Task(name="wikitext", path=text, stride=4, micro_batch_size=batch) for batch in (1, 4)]
+    alone, together = (evaluate(model, task)["perplexity"] for task in tasks_of_a_batch)
+    assert alone == pytest.approx(together, rel=1e-12)
+    prompts = [[5, 6, 7, 8, 9, 10], [300], [7, 900, 41]]
+    made = [generate(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+    assert generate(model, prompts, max_new_tokens=6) == made
+    two = SimpleNamespace(tp=SimpleNamespace(size=2), pp=SimpleNamespace(size=1), world_size=2)
+    assert layout_problems(model.config.override({"tp": 2}), two) == []
 
 
 @pytest.mark.parametrize("line", ["no json", "[]", "[" * 100_000])
