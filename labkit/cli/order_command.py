@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
-from labkit.cli.output import show
+from labkit.cli.output import folded, room, show
 from labkit.config import ConfigError, ScheduleConfig
 from labkit.config.errors import counted, nearest, shown
 from labkit.config.field_spec import SIZE
@@ -23,7 +24,7 @@ from labkit.config.fields import SPECS
 from labkit.config.pipeline_rules import CHUNKS
 from labkit.output_files import appearing
 from labkit.schedules.bubble import split_timeline
-from labkit.schedules.builders import build_schedule
+from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.simulator import Timeline, simulate
@@ -34,6 +35,8 @@ MOST_SHOWN = 8192
 """Most actions of a schedule that is printed. A larger one is only summed up; --rank and --csv give its rows."""
 MOST_BUILT = 2**24
 """Most actions of a schedule (1.3 GB with its simulation), and most pairs of a rank and a stage."""
+SCREEN = 60
+"""Most rows of a terminal for a schedule."""
 SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
@@ -59,10 +62,12 @@ def execute(arguments: Arguments) -> int:
         raise
     written = _write(timeline, arguments)  # before any text, so that a failure to write comes alone
     if options["rank"] is not None:
-        show(f"rank {options['rank']}, {_legend(schedule)}", stream=sys.stderr)  # stdout has the list alone, to paste
-        print(_list(schedule.order(options["rank"])))
+        # stdout has the list alone, to paste
+        show("\n".join([f"rank {options['rank']}, {_legend(schedule)}", *written]), stream=sys.stderr)
+        show(_list(schedule.order(options["rank"])))
     else:
-        show("\n".join([*lines, *_text(timeline, _warm_ups(options, schedule)), *written]))
+        text = _screenful(_text(timeline, _warm_ups(options, schedule)))
+        show("\n".join([*lines, *text, *(["", *written] if written else [])]))
     return 0
 
 
@@ -171,10 +176,11 @@ def _read(arguments: Arguments) -> Schedule:
     options, path = arguments.options, Path(arguments.options["verify"])
     try:
         schedule = read_schedule(path)
-    except ScheduleError:
-        raise
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
     except ValueError as rule:
-        raise ValueError(f"--verify {shown(str(path))}: {rule}") from None
+        raise ValueError(f"--verify {shown(str(path), 200)}: {rule}") from None
+    schedule.name = options["verify"]
     pairs = schedule.pp * schedule.num_stages
     if pairs > MOST_BUILT:
         raise ValueError(f"{path}: {pairs:,} pairs of a rank and a stage: more than labkit's limit of {MOST_BUILT:,}")
@@ -189,23 +195,26 @@ def _read(arguments: Arguments) -> Schedule:
 
 def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
     """One line per transport, and the choice of a run. If one refuses, raises CommandFailedError with every verdict,
-    refusals first."""
+    and pictures below."""
     asked = options["transport"] or ("posted",)
     verify(schedule, "posted")  # a schedule that it refuses runs over no transport
-    runs, refused = [], []
+    verdicts, pictures = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
             verify(schedule, transport)
-            runs.append(f"{transport}: yes, it runs")
+            verify(without_backward(schedule), transport)  # validations run it
+            verdicts.append(f"{transport}: yes, it runs")
         except ScheduleError as error:
-            refused.append(f"{transport}: no, {error}")
-    if refused:
-        raise CommandFailedError("\n".join([*refused, *runs]))
+            sentence, _, picture = str(error).partition("\n")
+            verdicts.append(f"{transport}: no, {sentence}")
+            pictures += ["", f"over {transport} transfers:", picture]
+    if pictures:
+        raise CommandFailedError("\n".join([*verdicts, _TRANSPORT_OF_A_RUN, *pictures, _MARKS]))
     try:
         interleaving_rules(schedule)
     except ScheduleError as error:
-        runs.append(f"in Megatron: no, {error}")
-    return [*runs, _TRANSPORT_OF_A_RUN, ""]
+        verdicts.append(f"in Megatron: no, {error}")
+    return [*verdicts, _TRANSPORT_OF_A_RUN, ""]
 
 
 def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
@@ -227,19 +236,20 @@ def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
     sizes = ((schedule.pp, "rank"), (schedule.num_stages, "stage"))
     sizes += ((schedule.num_microbatches, "microbatch"), (len(schedule), "action"))
     bubble = f"bubble {timeline.bubble_fraction:.1%} of the makespan, {timeline.bubble_ratio:.1%} of the ideal time"
+    kinds = [kind for number, kind in enumerate(KINDS) if (schedule.kinds == number).any()]
+    legend = ", ".join(f"{kind} {_WORDS[kind]}" for kind in kinds)
+    costs = "B takes 2, any other action 1" if "B" in kinds else "every action takes 1"
     lines = [
         f"{schedule.name}: {', '.join(counted(*size) for size in sizes)}",
-        f"{bubble}; makespan {timeline.makespan:g} where F, I and W take 1 and B takes 2",
+        f"{bubble}; makespan {timeline.makespan:,g} where {costs} ({legend})",
         str(split_timeline(timeline)),
         "",
         *_table(timeline, warm_ups),
+        "in flight: microbatches with a forward begun and a backward not ended, in each stage of the rank",
         "",
     ]
     if len(schedule) > MOST_SHOWN:
-        return [
-            *lines,
-            f"more than {MOST_SHOWN:,} actions: --rank R prints one rank's order, --csv FILE writes all rows",
-        ]
+        return [*lines, f"more than {MOST_SHOWN:,} actions: {_ELSEWHERE}"]
     orders = [schedule.order(rank) for rank in range(schedule.pp)]
     return [
         *lines,
@@ -251,9 +261,18 @@ def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
     ]
 
 
+def _screenful(lines: list[str]) -> list[str]:
+    """The lines that fit `SCREEN` rows of the terminal, and where the others are; all of them in a file or pipe."""
+    width = room()
+    rows = accumulate(len(folded(line, "", width)) for line in lines)
+    fitting = sum(width is None or row <= SCREEN for row in rows)
+    left = len(lines) - fitting
+    return lines if not left else [*lines[:fitting], "", f"... {counted(left, 'more row')}: {_ELSEWHERE}"]
+
+
 def _legend(schedule: Schedule) -> str:
     """The meaning of the numbers of an order."""
-    halves = "" if (schedule.kinds != KINDS.index("W")).all() else ", -c - 0.5 its weight gradient"
+    halves = "" if (schedule.kinds != KINDS.index("W")).all() else ", -c-0.5 its weight gradient"
     return f"order: c is a forward of model chunk c (counted from 1), -c its backward{halves}"
 
 
@@ -265,8 +284,8 @@ def _table(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
     rows = [["", "stages", "warm-up", "forwards first", "peak in flight", "idle"]]
     for rank in range(schedule.pp):
         stages = " ".join(map(str, schedule.stages_of(rank)))
-        warm_up = "" if warm_ups is None else str(warm_ups[rank])
-        numbers = [str(before[rank]), str(peaks[rank]), f"{idle[rank]:g}"]
+        warm_up = "" if warm_ups is None else f"{warm_ups[rank]:,}"
+        numbers = [f"{number:,g}" for number in (before[rank], peaks[rank], idle[rank])]
         rows.append([f"  rank {rank}", stages, warm_up, *numbers])
     if warm_ups is None:
         rows = [row[:2] + row[3:] for row in rows]
@@ -311,7 +330,7 @@ def _write(timeline: Timeline, arguments: Arguments) -> list[str]:
         except ValueError as error:  # too large a schedule
             raise CommandFailedError(f"--{name}: {error}") from error
         written.append(f"written: {path}")
-    return ["", *written] if written else []
+    return written
 
 
 def _write_csv(timeline: Timeline, path: Path) -> None:
@@ -339,8 +358,12 @@ _FILES: dict[str, Callable[[Timeline, Path], None] | None] = {
 }
 """Option that names a file -> function that writes it; None for --verify, which is read."""
 _TRANSPORT_OF_A_RUN = (
-    "training uses posted transfers; schedule.batch_p2p_comm = true makes them batched, false even_odd"
+    "training uses posted transfers, over which it runs; schedule.batch_p2p_comm = true makes them batched, false "
+    "even_odd"
 )
+_MARKS = "[ ] marks where a rank waits; 2F1>3 is the output of 2F1, sent to stage 3; 3B1>2 is its gradient, sent back"
+_ELSEWHERE = "--rank R prints one rank's order, --csv FILE writes all rows"
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _EXAMPLES = {"pp": 4, "microbatches": 8}
 """Sizes that every schedule needs, with an example."""
 _SPLIT = ("zero_bubble_h1", "zbv", "dualpipe_v")

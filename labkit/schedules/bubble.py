@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from labkit.config.errors import counted
 from labkit.events import Event
 from labkit.schedules.dependencies import awaited, positions
 from labkit.schedules.ir import ACTION, EVENT_KINDS, KINDS, Schedule
@@ -67,8 +68,8 @@ class BubbleSplit:
         return {part: float(getattr(self, part).sum()) for part in PARTS}
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{PARTS[part]} {time:g}" for part, time in self.total.items())
-        return f"idle {float(self.idle.sum()):g} over {len(self.idle)} ranks: {parts}"
+        parts = ", ".join(f"{PARTS[part]} {time:,g}" for part, time in self.total.items())
+        return f"idle {float(self.idle.sum()):,g} over {counted(len(self.idle), 'rank')}: {parts}"
 
 
 def split_timeline(timeline: Timeline) -> BubbleSplit:

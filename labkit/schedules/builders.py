@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from labkit.config import ScheduleConfig
+from labkit.config.errors import counted
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.tables import (
     from_programs,
@@ -191,7 +192,11 @@ def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:
         raise
     except ValueError as rule:
         raise ValueError(f"{path}: {rule}") from None
-    for given, wanted, what in ((schedule.pp, pp, "ranks"), (schedule.num_microbatches, microbatches, "microbatches")):
+    batch = f"train.global_batch_size to {schedule.num_microbatches:,} x train.micro_batch_size x dp"
+    for given, wanted, what, advice in (
+        (schedule.pp, pp, "rank", f"parallel.pp to {schedule.pp}"),
+        (schedule.num_microbatches, microbatches, "microbatch", batch),
+    ):
         if given != wanted:
-            raise ValueError(f"{path} is a schedule for {given} {what}, the run has {wanted}")
+            raise ValueError(f"{path} is a schedule for {counted(given, what)}, the run has {wanted:,}; set {advice}")
     return schedule

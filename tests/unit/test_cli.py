@@ -41,6 +41,7 @@ from labkit.launch import rank_pool as pool
 from labkit.output_files import appearing
 from labkit.parallel.rank_generator import rank_generators
 from labkit.train.reporting.metrics import JsonLines
+from labkit.schedules import interleaved
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -444,6 +445,7 @@ SCREENS = [
     "train --preset tiny --checkpoint.dir runs --train.profile nothing",
     "run 00 44 -p 00:steps=5",
     "order --pp 4 --vpp 2 --microbatches 8",
+    "order --pp 2 --microbatches 4 --name zero_bubble_h1",
     *(f"{name} --help" for name in COMMANDS),
 ]
 
@@ -458,6 +460,25 @@ def test_a_terminal_breaks_lines_at_blanks_and_a_pipe_gets_whole_ones(
         lines = _on_terminal(monkeypatch, columns, line.split())
         assert max(map(len, lines)) <= columns
         assert " ".join(lines).split() == whole, "the same words and numbers in the same order, none of them cut"
+
+
+def test_a_long_schedule_takes_about_a_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["order", "--pp", "8", "--microbatches", "64"], ["order", "--pp", "70", "--microbatches", "1"]):
+        main(words)
+        whole = capsys.readouterr().out
+        *lines, _, rest, end = _on_terminal(monkeypatch, 80, words)
+        assert 50 < len(lines) <= 60 and end == ""
+        assert re.fullmatch(r"\.\.\. \d+ more rows: --rank R prints one rank's order, --csv FILE writes all rows", rest)
+        assert " ".join(whole.split()).startswith(" ".join(" ".join(lines).split())) and "more rows" not in whole
+
+
+def test_one_ranks_order_is_broken_at_commas_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "order --pp 4 --vpp 2 --microbatches 8 --rank 0".split()  # noqa: SIM905 - a command line
+    legend, first, second, _ = _on_terminal(monkeypatch, 80, words)
+    assert legend.startswith("rank 0, order: ") and first.endswith(",") and len(first) <= 80
+    assert json.loads(first + second) == interleaved(4, 2, 8).order(0)
 
 
 def test_columns_replaces_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

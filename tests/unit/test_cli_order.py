@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from labkit.cli import main
 from labkit.config import presets
-from labkit.schedules import Schedule, interleaved, one_f_one_b, simulate, zero_bubble_h1
+from labkit.schedules import Schedule, ScheduleError, interleaved, one_f_one_b, simulate, zero_bubble_h1
 from labkit.train.preflight import transport_of
 
 RANK_0 = "1 1 1 1 2 2 2 2 1 1 | 1 -2 1 -2 2 -2 2 -2 2 -1 2 -1 | -1 -1 -2 -2 -2 -2 -1 -1 -1 -1"
@@ -60,14 +61,16 @@ def test_the_order_table_of_the_sources(capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split()[2:] for line in actions] == [list(map(str, schedule.actions(rank))) for rank in range(4)]
 
 
-def test_one_rank_is_one_list_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_is_one_list_to_paste(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line, legend = row_of(capsys, "0", *SIZES)
     assert line.count("\n") == 1 and legend == f"rank 0, {LEGEND}\n"
     assert json.loads(line) == [int(word) for word in RANK_0.split() if word != "|"]
     split, legend = row_of(capsys, "1", "--pp", "4", "--microbatches", "8", "--name", "zero_bubble_h1")
     assert json.loads(split) == zero_bubble_h1(4, 8).order(1)
-    assert -1.5 in json.loads(split) and legend == f"rank 1, {LEGEND}, -c - 0.5 its weight gradient\n"
+    assert -1.5 in json.loads(split) and legend == f"rank 1, {LEGEND}, -c-0.5 its weight gradient\n"
     assert f"\n{LEGEND}\n" in told(capsys, *SIZES)
+    line, said = row_of(capsys, "0", *SIZES, "--csv", str(tmp_path / "z.csv"))
+    assert json.loads(line) and said == f"rank 0, {LEGEND}\nwritten: {tmp_path}/z.csv\n"
 
 
 def test_group_size_changes_the_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,8 +114,8 @@ def test_a_schedule_as_text_is_verified_too(capsys: pytest.CaptureFixture[str], 
     for words, verdicts in (((), ["posted"]), (("--transport", "batched"), ["batched"])):
         lines = told(capsys, "--verify", str(file), *words).splitlines()
         assert lines[: len(verdicts)] == [f"{transport}: yes, it runs" for transport in verdicts]
-        assert lines[len(verdicts)].startswith("training uses posted transfers; schedule.batch_p2p_comm = true")
-        assert lines[len(verdicts) + 1 :][:2] == ["", "1F1B: 2 ranks, 2 stages, 3 microbatches, 12 actions"]
+        assert lines[len(verdicts)].startswith("training uses posted transfers, over which it runs; ")
+        assert lines[len(verdicts) + 1 :][:2] == ["", f"{file}: 2 ranks, 2 stages, 3 microbatches, 12 actions"]
 
 
 def test_the_transport_that_is_verified_is_that_of_a_run() -> None:
@@ -125,7 +128,7 @@ def test_a_deadlock_is_refused_with_its_picture(capsys: pytest.CaptureFixture[st
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     code, message = refused(capsys, "--verify", str(file), "--transport", "all")
     assert code == 1
-    assert message.startswith("labkit order: mine cannot run, these wait for each other: rank 0 -> rank 1 -> rank 0")
+    assert message.startswith(f"labkit order: {file} cannot run, these wait for each other: rank 0 -> rank 1 -> rank 0")
     assert "[0B0]" in message and message.count("1F1 waits for 0F1") == 1  # said once, not for every transport
 
 
@@ -134,15 +137,50 @@ def test_one_transport_may_refuse_what_others_run(capsys: pytest.CaptureFixture[
     file.write_text(one_f_one_b(2, 2).to_csv())
     code, message = refused(capsys, "--verify", str(file), "--transport", "all")
     assert code == 1
-    assert message.startswith("labkit order: blocking: no, mine stops over blocking transfers")
-    assert message.endswith("posted: yes, it runs\nbatched: yes, it runs\neven_odd: yes, it runs\n")
+    verdicts = "posted: yes, it runs\nbatched: yes, it runs\neven_odd: yes, it runs\nblocking: no, "
+    assert message.startswith(f"labkit order: {verdicts}{file} stops over blocking transfers")
+    assert message.splitlines()[4].startswith("training uses posted transfers, over which it runs")
+    assert message.splitlines()[-1].startswith("[ ] marks where a rank waits; 2F1>3 is the output of 2F1")
+
+
+def test_validations_are_checked_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses_forwards(schedule: Schedule, transport: Any) -> None:
+        if schedule.forward_only and transport == "even_odd":
+            raise ScheduleError(f"{schedule.name} stops\nrank 0 |")
+
+    monkeypatch.setattr("labkit.cli.order_command.verify", refuses_forwards)
+    file = tmp_path / "mine.csv"
+    file.write_text(one_f_one_b(2, 2).to_csv())
+    code, message = refused(capsys, "--verify", str(file), "--transport", "batched,even_odd")
+    assert code == 1
+    assert f"batched: yes, it runs\neven_odd: no, {file}, forward only stops\n" in message
 
 
 def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "--pp", "16", "--microbatches", "512")
     assert "16 ranks, 16 stages, 512 microbatches, 16,384 actions" in text
     assert "--rank R prints one rank's order" in text
+    assert "idle 720 over 16 ranks" in text and "makespan 1,581 where B takes 2, any other action 1" in text
     assert len(text) < 2500
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        ([], ["any other action 1 (F forward, B backward)", "idle 0 over 1 rank:"]),
+        (["--name", "zero_bubble_h1"], ["every action takes 1 (F forward, I input gradient, W weight gradient)"]),
+        (["--microbatches", "5000"], ["makespan 15,000 where", "10,000 actions"]),
+    ],
+)
+def test_the_summary_defines_what_it_counts(
+    capsys: pytest.CaptureFixture[str], words: list[str], sentences: list[str]
+) -> None:
+    given = [] if "--microbatches" in words else ["--microbatches", "8"]
+    text = told(capsys, "--pp", "1", *given, *words)
+    assert "\nin flight: microbatches with a forward begun and a backward not ended" in text
+    assert all(sentence in text for sentence in sentences)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +249,7 @@ def test_bad_files_are_named_by_place(
     file.write_bytes(content.encode("latin-1"))
     code, message = refused(capsys, "--verify", str(file))
     assert code in (1, 2)
-    assert sentence in message
+    assert sentence in message and str(file) in message
 
 
 def test_a_file_for_other_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

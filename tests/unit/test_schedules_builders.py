@@ -260,7 +260,7 @@ def _lines_run(builder, pp, microbatches):
         (lambda: one_f_one_b(2, True), "microbatches is True"),
         (lambda: zero_bubble_h1(2, -1), "microbatches is -1"),
         (lambda: zbv(2.0, 4), "pp is 2.0"),
-        (lambda: dualpipe_v(4, 7), "7 microbatches on 4 pipeline ranks: dualpipe_v needs at least 8, .*, or use zbv"),
+        (lambda: dualpipe_v(4, 7), "7 microbatches on 4 pipeline ranks: .* at least 8, .* to 8, or use zbv"),
         (lambda: interleaved(4, 2, 3), "3 microbatches on 4 pipeline ranks: .* at least 4; raise microbatches to 4"),
         (lambda: interleaved(4, 2, 9), "leaves a last group of 1, shorter than 4: .* choose one of 5, 9$"),
         (lambda: interleaved(2, 2, 8, 16), "group size is 16: .* choose one of 2, 3, 4, 5, 6, 8$"),
@@ -332,7 +332,9 @@ def test_a_config_that_names_no_possible_schedule_is_refused(config, sizes, need
 def test_a_file_for_another_run_is_refused(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(gpipe(2, 4).to_csv())
-    for sizes, needle in (({"pp": 3, "microbatches": 4}, "2 ranks, the run has 3"),
-                          ({"pp": 2, "microbatches": 5}, "4 microbatches, the run has 5")):  # fmt: skip
+    for sizes, needle in (
+        ({"pp": 3, "microbatches": 4}, "2 ranks, the run has 3; set parallel.pp to 2"),
+        ({"pp": 2, "microbatches": 5}, "4 microbatches, the run has 5; set train.global_batch_size to 4 x"),
+    ):
         with pytest.raises(ValueError, match=needle):
             build_schedule(ScheduleConfig(path=str(path)), **sizes)
