@@ -12,6 +12,7 @@ import numpy as np
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import folded, room, show
 from labkit.config import ParallelConfig
+from labkit.config.errors import counted
 from labkit.config.rules import layout_problems
 
 MOST_LISTED_RANKS = 2**20
@@ -48,7 +49,7 @@ def execute(arguments: Arguments) -> int:
         groups = {kind: _as_json(group) for kind, group in plan.items()}
         print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": groups}))
     else:
-        lines = _world_lines(plan, world_size) if rank is None else _rank_lines(plan, rank)
+        lines = _world_lines(plan, parallel, world_size) if rank is None else _rank_lines(plan, rank)
         show("\n".join([*_head(parallel, world_size), "", *lines]))
     return 0
 
@@ -66,12 +67,12 @@ def _sizes(parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
 
 def _head(parallel: ParallelConfig, world_size: int) -> list[str]:
     sizes = _sizes(parallel, world_size)
-    products = [" x ".join(f"{axis} {size}" for axis, size in sizes[kind].items()) for kind in ("dense", "experts")]
-    ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+    products = [" x ".join(f"{axis} {size:,}" for axis, size in sizes[kind].items()) for kind in ("dense", "experts")]
     return [
-        f"{ranks}, order {parallel.order} (fastest first)",
+        f"{counted(world_size, 'rank')}, order {parallel.order} (fastest first)",
         f"  dense    {products[0]}",
         f"  experts  {products[1]}",
+        "  kinds    explained in docs/glossary.md",
     ]
 
 
@@ -113,14 +114,17 @@ def _as_json(groups: np.ndarray | Sequence[int]) -> list[Any] | dict[str, Any]:
     return {**ends, "runs": [list(run) for run in zip(groups.sizes, groups.strides)]}
 
 
-def _world_lines(plan: dict[str, np.ndarray], world_size: int) -> list[str]:
-    """The groups of all ranks by kind; the first few of each in a large world."""
-    width = max(map(len, plan))
-    lines = [f"  {'kind':<{width}}  groups of size", ""]
+def _world_lines(plan: dict[str, np.ndarray], parallel: ParallelConfig, world_size: int) -> list[str]:
+    """The groups of all ranks by kind; the first few of each in a large world. All of a kind have the same strides."""
+    from labkit.parallel.group_plan import members_of_rank
+
+    width, first = max(map(len, plan)), members_of_rank(parallel.rank_offset, parallel, world_size)
+    lines = [f"  {'kind':<{width}}  groups x size   ranks", ""]
     for kind, groups in plan.items():
         shown = groups if world_size <= FULLY_SHOWN_RANKS else groups[:4]
         left = len(groups) - len(shown)
         words = [*map(_group, shown), *([f"... {left:,} more"] if left else [])]
+        words[-1] += _runs_words(first[kind])
         lines += _listed(f"  {kind:<{width}}  {len(groups):>6} x {len(groups[0]):<5}  ", words)
     return lines
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig
-from labkit.config.errors import shown
+from labkit.config.errors import counted, shown
 from labkit.graphs.order_table import capture_order
 from labkit.graphs.scope import captures_layers
 from labkit.launch import info, machine
@@ -67,9 +67,11 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
     if schedule.pp != parallel.pp:
         raise ValueError(f"{schedule.name} is for {schedule.pp} pipeline ranks, but parallel.pp is {parallel.pp}")
     if schedule.num_microbatches != microbatches:
+        batch = config.train.global_batch_size
+        fitting = batch * schedule.num_microbatches // microbatches
         raise ValueError(
-            f"{schedule.name} is for {schedule.num_microbatches} microbatches, but global_batch_size "
-            f"{config.train.global_batch_size} makes {microbatches} on each data-parallel rank"
+            f"{schedule.name} is for {counted(schedule.num_microbatches, 'microbatch')}, but global_batch_size {batch} "
+            f"makes {microbatches} on each data-parallel rank; set it to {fitting}"
         )
     if schedule.forward_only:
         raise ValueError(f"{schedule.name} has no backward, so there would be nothing to learn from")

@@ -39,11 +39,13 @@ from labkit.events import Event, write_jsonl
 from labkit.launch import forkserver
 from labkit.launch import rank_pool as pool
 from labkit.output_files import appearing
+from labkit.parallel.group_plan import GROUP_KINDS
 from labkit.parallel.rank_generator import rank_generators
 from labkit.train.reporting.metrics import JsonLines
 from labkit.schedules import interleaved
 
 ROOT = Path(__file__).resolve().parents[2]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
 
 def _config(*words: str) -> RunConfig:
@@ -382,7 +384,11 @@ def test_groups_as_text_list_every_kind(capsys: pytest.CaptureFixture[str]) -> N
 def test_groups_of_a_large_world_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["groups", "--world-size", "131072", "--tp", "8", "--pp", "16"]) == 0
     out = capsys.readouterr().out
-    assert "... 16,380 more" in out and len(out) < 4000
+    assert "... 16,380 more" in out and len(out) < 5000
+    assert "x dp 1,024 x" in out and "\n  kind      groups x size   ranks\n" in out and "docs/glossary.md\n" in out
+    (mp,) = (line for line in out.splitlines() if line.startswith("  mp "))
+    assert mp.endswith("... 1,020 more; 128 ranks: 8 at stride 1, 16 times at stride 8,192")
+    assert all(f"| `{kind}` |" in GLOSSARY or f"| {kind} |" in GLOSSARY for kind in GROUP_KINDS)
     assert main(["groups", "--world-size", "100000000", "--tp", "8"]) == 2
     assert "more than the 1,048,576 ranks that are listed at once; add --rank r" in capsys.readouterr().err
 
@@ -494,7 +500,7 @@ def test_a_pipe_gets_one_line_for_a_kind_of_group(
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["groups", "--world-size", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[6:]] == list(_groups(capsys, "--world-size", "64"))
+    assert [line.split()[0] for line in lines[7:]] == list(_groups(capsys, "--world-size", "64"))
 
 
 def test_a_broken_line_goes_on_below_its_text() -> None:
