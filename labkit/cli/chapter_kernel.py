@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config
 
-from labkit.launch.guard import RUN_PREFIX, LaunchFolder, kill_family, kill_group_at_close, parent_of_sockets, sweep
+from labkit.launch.guard import RUN_PREFIX, LaunchFolder, kill_family, kill_group_at_close, parent_of_sockets, sweep_all
 
 PATIENCE = 1.5
 """Seconds that an interrupted cell gets to end its ranks and remove their folder."""
@@ -110,7 +109,6 @@ def chapter_kernel() -> Iterator[ChapterKernel]:
     finally:
         kernel.close()
         folder.remove()
-        if kernel.interrupted:
-            sweep(Path(tempfile.gettempdir()))  # remove folders of launches if the kernel was killed
+        sweep_all()  # Jupyter ends a kernel that has children by SIGTERM, after which folders of launches stay
         logging.disable(logging.NOTSET)
         signal.signal(signal.SIGINT, before)

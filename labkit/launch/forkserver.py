@@ -5,7 +5,8 @@ It is the standard library's fork server with three differences. First, labkit h
 `if __name__ == "__main__":` guard. Third, the server starts with SIGINT and SIGTERM blocked: Jupyter interrupts the
 whole process group, and a scheduler signals every process of a job. The server must not die of that before its ranks.
 
-The first launch starts the server, which ends with the process that started it.
+The first launch starts the server, which ends with the process that started it. Its socket lies in a `LaunchFolder`.
+If that process is killed, as Jupyter ends a kernel, the server itself removes the folder (`preloaded`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from __future__ import annotations
 import io
 import os
 import signal
-import tempfile
-from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn, util
+from multiprocessing import popen_forkserver, process, reduction, resource_tracker, spawn
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from multiprocessing.forkserver import ForkServer, read_signed
 from multiprocessing.util import Finalize
 from typing import Any
 
-from labkit.launch.guard import parent_of_sockets
+from labkit.launch.guard import SERVER_PREFIX, LaunchFolder, parent_of_sockets
 
 _server = ForkServer()
 _modules = ["labkit.launch.preloaded"]
@@ -28,6 +28,8 @@ _modules = ["labkit.launch.preloaded"]
 _server.set_forkserver_preload(_modules)
 _started_by = 0
 """Process that has started the server."""
+_folder: LaunchFolder | None = None
+"""Holds the socket of the server."""
 
 
 def preload(*modules: str) -> None:
@@ -45,24 +47,30 @@ def preload(*modules: str) -> None:
 
 def ensure_running() -> None:
     """Start the server unless it runs; a later launch then does not wait for the import of torch."""
-    global _started_by
+    global _started_by, _folder
     if _server._forkserver_pid is None:  # pyright: ignore[reportAttributeAccessIssue]
         _started_by = os.getpid()
-        before, tempfile.tempdir = tempfile.tempdir, str(parent_of_sockets())
-        try:
-            util.get_temp_dir()  # makes multiprocessing's folder for sockets, once
-        finally:
-            tempfile.tempdir = before
+        _folder = LaunchFolder(SERVER_PREFIX, parent_of_sockets())
     if not hasattr(signal, "pthread_sigmask"):
-        _server.ensure_running()
+        _ensure_running()
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     resource_tracker.ensure_running()  # else the server starts it, and it unblocks SIGINT (CPython 3.11)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        _server.ensure_running()
+        _ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ensure_running() -> None:
+    """`ForkServer.ensure_running`, which makes the socket in multiprocessing's own folder, with our folder for it."""
+    config: dict[str, Any] = process.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
+    before, config["tempdir"] = config.get("tempdir"), str(_folder.path) if _folder else None
+    try:
+        _server.ensure_running()
+    finally:
+        config["tempdir"] = before
 
 
 def end() -> None:
@@ -71,6 +79,8 @@ def end() -> None:
     if pid is not None and _started_by == os.getpid():  # not a fork of the process
         os.kill(pid, signal.SIGKILL)
         _server._stop()  # pyright: ignore[reportAttributeAccessIssue]
+        if _folder is not None:
+            _folder.remove()
 
 
 class _Popen(popen_forkserver.Popen):

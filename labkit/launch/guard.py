@@ -1,8 +1,8 @@
 """Processes seen from outside. Neither a rank nor the folder of a launch outlives the process that launched it.
 
-A private folder holds a launch's rendezvous, status slots, output, payloads and results, or the sockets of a
-`labkit run`. Its owner locks it and removes it at the end. If the owner is killed, the system drops the lock, and the
-next process that makes such a folder removes the old one.
+A private folder holds a launch's rendezvous, status slots, output, payloads and results, or the sockets of a `labkit
+run`, or that of the fork server. Its owner locks it and removes it at the end. If the owner is killed, the system drops
+the lock, and the next process that makes such a folder removes the old one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ SEES_USAGE = Path("/proc/self/stat").exists()
 """True where this system tells the usage of another process; macOS does not."""
 PREFIX = "labkit-launch-"
 RUN_PREFIX = "labkit-run-"
-_NAME = re.compile(rf"({PREFIX}|{RUN_PREFIX})\d+-\w{{8}}")
-LONGEST_PARENT = 60
+SERVER_PREFIX = "labkit-fork-"
+_NAME = re.compile(rf"({PREFIX}|{RUN_PREFIX}|{SERVER_PREFIX})\d+-\w{{8}}")
+LONGEST_PARENT = 55
 """Most bytes of the path that holds folders with sockets. The path of a socket has at most 104 (macOS) or 107 (Linux),
-and our folder and name take 35 of them."""
+and our folder and name take 47 of them."""
 _swept: set[Path] = set()
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
@@ -185,6 +186,12 @@ class LaunchFolder:
 def _sweep_once(parent: Path) -> None:
     if parent not in _swept:
         _swept.add(parent)
+        sweep(parent)
+
+
+def sweep_all() -> None:
+    """`sweep` where launches have their folders, and where sockets have theirs."""
+    for parent in {Path(tempfile.gettempdir()), parent_of_sockets()}:
         sweep(parent)
 
 

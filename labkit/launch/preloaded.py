@@ -1,7 +1,9 @@
 """Imported once by the fork server: what every rank needs. It makes no tensor, so no thread and no GPU is touched."""
 # ruff: noqa: F401  (imported for the ranks that are forked from here)
 
+import atexit
 import gc
+import os
 
 import cloudpickle
 import numpy
@@ -10,6 +12,10 @@ import torch.distributed
 
 import labkit.events
 import labkit.launch.worker
+from labkit.launch.guard import sweep_all
+
+os.setpgid(0, 0)  # Jupyter kills the whole process group of a kernel
+atexit.register(sweep_all)  # the server ends after its launcher and its ranks: one that was killed has left folders
 
 if not torch.backends.cuda.is_built():  # untried with drivers of GPUs, which must not be touched before a fork
     import torch._dynamo  # torch.optim imports it at first use, which took 0.9 s of processor time in every rank

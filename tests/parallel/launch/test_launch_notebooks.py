@@ -3,7 +3,9 @@
 import contextlib
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from jupyter_client.manager import KernelManager
@@ -131,25 +133,26 @@ def test_interrupt_cells_out_of_order_and_errors(kernel, family, wait_until, lim
     assert shown == "labkit: new ranks started; what earlier calls left in memory is gone\n[-3, -3]"
 
 
-@pytest.mark.parametrize("how", ["killed", "restarted"])
-def test_no_rank_survives_its_kernel(kernel, family, wait_until, how):
-    session = kernel()
-    session.execute(SETUP)
-    before = len(family.pids())
-    session.send("ranks = Ranks(3)\nranks.run(asleep)")
-    assert wait_until(lambda: len(family.pids()) >= before + 6, 30)
-    known = set(family.pids())
-    if how == "killed":
-        os.kill(session.pid, signal.SIGKILL)
-    else:
-        session.manager.restart_kernel(now=True)
-    assert wait_until(lambda: not known & set(family.pids()), 2.0), "something outlived its kernel by two seconds"
-
-
-def test_no_rank_survives_a_kernel_that_is_shut_down_politely(kernel, family, wait_until):
-    session = kernel()
-    session.execute(SETUP)
-    session.execute("ranks = Ranks(3)\nranks.run(total, 1)")
-    session.client.stop_channels()
-    session.manager.shutdown_kernel(now=False)
-    assert wait_until(lambda: family.pids() == [], 2.0)
+@pytest.mark.parametrize("how", ["killed", "ended", "restarted", "restarted now", "shut down"])
+def test_no_rank_and_no_folder_survives_its_kernel(kernel, family, wait_until, how):
+    with tempfile.TemporaryDirectory(prefix="lk", dir="/tmp") as temporary:  # short, for sockets
+        family.environment["TMPDIR"] = temporary
+        session = kernel()
+        session.execute(SETUP)
+        before = len(family.pids())
+        if how == "shut down":
+            session.execute("ranks = Ranks(3)\nranks.run(total, 1)")
+        else:
+            session.send("ranks = Ranks(3)\nranks.run(asleep)")
+            assert wait_until(lambda: len(family.pids()) >= before + 6, 30)
+        known = set(family.pids())
+        assert list(Path(temporary).glob("labkit-fork-*/listener-*"))
+        if how in ("killed", "ended"):
+            os.kill(session.pid, signal.SIGKILL if how == "killed" else signal.SIGTERM)
+        elif how == "shut down":
+            session.client.stop_channels()
+            session.manager.shutdown_kernel(now=False)
+        else:
+            session.manager.restart_kernel(now=how == "restarted now")
+        assert wait_until(lambda: not known & set(family.pids()), 2.0), "something outlived its kernel by two seconds"
+        assert not [path for path in Path(temporary).iterdir() if path.name.startswith(("labkit", "pymp"))]
