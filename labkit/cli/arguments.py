@@ -7,8 +7,8 @@ Libraries of the kind stop at the first error, so the loop in `read` is labkit's
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from labkit.cli.output import folded, room
@@ -56,6 +56,8 @@ class Command:
     """First word of the command line: `labkit`, or `python` before the name of a script."""
     preset: str | None = None
     """Preset of a command line that names neither a preset nor a file."""
+    actions: Mapping[str, Any] = field(default_factory=dict)
+    """First words of a command that does several things; each has `do`, `words` and the `options` that it reads."""
     extra_args_provider: type | None = None
     """Fields of a script, which the command takes as well (`RunConfig.with_extra`)."""
 
@@ -81,11 +83,19 @@ class Arguments:
     """Everything that is wrong so far."""
     source: str = "labkit"
     print_config: bool = False
+    typed: dict[str, str] = field(default_factory=dict)
+    """Name in a message, `parallel.tp` or `world_size` -> the other name that was typed, `--tp` or `--nproc`."""
 
     def refuse(self, extra: Sequence[str] = ()) -> None:
         """ConfigError with every problem, if there is any. Empty and repeated sentences count for nothing."""
         if problems := [*self.problems, *filter(None, dict.fromkeys(extra))]:
-            raise ConfigError(problems, source=self.source)
+            raise ConfigError(list(map(self._as_typed, problems)), source=self.source)
+
+    def _as_typed(self, problem: str) -> str:
+        """`--tp -1: must ...` for `parallel.tp = -1: must ...`."""
+        name, equals, rest = problem.partition(" = ")
+        written = self.typed.get(name) or self.typed.get(name.rpartition(".")[2])
+        return f"{written} {rest}" if equals and written else problem
 
 
 CONFIG_OPTIONS = (
@@ -141,12 +151,15 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
             problems.append(f"--{written}: needs {needed}")
         elif option is None:
             entries.append(Entry(f"--{written}", spec.dotted, taken[0]))
+            if written != spec.dotted:
+                arguments.typed[spec.dotted] = f"--{written}"
         elif pairs:
             name, value = taken
             values[option.key].append((name, value))
             problems += given.add(f"-{option.name[0]} {name}", value, shown(value))
         else:
             words = f"--{written} {shown(taken[0])}"
+            arguments.typed |= dict.fromkeys(option.names, f"--{written}")
             try:
                 values[option.key] = option.convert(taken[0], text=True)
                 problems += given.add(f"--{option.name}", values[option.key], words)
@@ -219,12 +232,23 @@ def _read_config(arguments: Arguments, entries: Sequence[Entry], command: Comman
     arguments.config = arguments.config.replaced(values | newer).with_extra(command.extra_args_provider)
 
 
-def help_text(command: Command) -> str:
-    """`labkit COMMAND --help`: every option, and every field with its text. Lines fit the terminal, or 80 columns."""
+def help_text(command: Command, given: Sequence[str] = ()) -> str:
+    """`labkit COMMAND --help`: every option, and every field with its text. Lines fit the terminal, or 80 columns.
+
+    given: the words of the command line. An action among them has a page of its own.
+    """
     width = min(118, room() or 80)
+    for name in [word for word in given if word in command.actions][:1]:
+        action = command.actions[name]
+        command = replace(
+            command, name=f"{command.name} {name}", words=action.words, summary=action.do.__doc__.partition("\n")[0],
+            options=tuple(option for option in command.options if option.key in action.options),
+            example=command.example if f" {name} " in command.example else "",
+        )  # fmt: skip
     words = f" {command.words}" if command.words else ""
-    lines = [f"usage: {command.called}{words} [options]", "", *textwrap.wrap(command.summary, width)]
-    lines += ["", "options:"]
+    takes = " [options]" if command.all_options else ""
+    lines = [f"usage: {command.called}{words}{takes}", "", *textwrap.wrap(command.summary, width)]
+    lines += ["", "options:"] if command.all_options else []
     for option in command.all_options:
         lines += _row(option, width, "-p, " if option.pairs else "")
     specs = (SPECS | extra_specs(command.extra_args_provider)).values()
@@ -232,7 +256,7 @@ def help_text(command: Command) -> str:
         rows = [_row(spec, width) for spec in specs if spec.section == section]
         lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", width)] if rows else []
         lines += [line for row in rows for line in row]
-    return "\n".join([*lines, "", *folded(command.example, "example: ", width)])
+    return "\n".join([*lines, *(["", *folded(command.example, "example: ", width)] if command.example else [])])
 
 
 def _row(spec: FieldSpec, width: int, short: str = "") -> list[str]:
@@ -240,6 +264,5 @@ def _row(spec: FieldSpec, width: int, short: str = "") -> list[str]:
     values = {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}
     value = " NAME VALUE" if short else values.get(spec.kind, f" {spec.kind.upper()}")
     word = f"  {short}--{spec.dotted}{value}"
-    if len(word) < 26:
-        return folded(spec.help, f"{word:<26}", width)
-    return [word, *folded(spec.help, " " * 26, width)]
+    first, *more = [f"{'':26}{line}" for line in spec.help_lines(width - 26)] or [""]
+    return [f"{word:<26}{first[26:]}", *more] if len(word) < 26 else [word, first, *more]

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from labkit.cli.arguments import Command, help_text, read
-from labkit.cli.output import readers_may_leave, show
+from labkit.cli.output import readers_may_leave, room, show
 from labkit.config import ConfigError
 from labkit.config.errors import nearest, shown
 
@@ -22,7 +22,7 @@ COMMANDS = {
     "doctor": ("doctor_command", "check that this machine can launch ranks"),
     "groups": ("groups_command", "print the rank groups of a layout of any size"),
     "order": ("order_command", "print a pipeline schedule, or check your own"),
-    "data": ("data_command", "make datasets from text: clean, tokenise, show, join"),
+    "data": ("data_command", "make datasets from text: clean, tokenise, show, merge"),
     "train": ("train_command", "train a model under a layout"),
     "watch": ("watch_command", "show live or finished runs from their folders"),
     "checkpoint": ("checkpoints.checkpoint_command", "list, verify, export, import checkpoints"),
@@ -148,11 +148,11 @@ def _dispatch(words: list[str]) -> int:
 def run_command(command: Command, rest: list[str]) -> int:
     """Read the words behind the name of a command and execute it, or print its help or the configuration."""
     if any(word in ("-h", "--help") for word in rest):
-        print(help_text(command))
+        print(help_text(command, rest))
         return 0
     arguments = read(command, rest)
     if arguments.print_config:
         arguments.refuse(arguments.config.problems())
-        print(arguments.config.to_commented_yaml(), end="")
+        print(arguments.config.to_commented_yaml(room()), end="")
         return 0
     return command.execute(arguments)

@@ -1,4 +1,4 @@
-"""`labkit data`: clean text, make indexed datasets from it, show them, join them."""
+"""`labkit data`: clean text, make indexed datasets from it, show them, merge them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from shlex import quote
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ def execute(arguments: Arguments) -> int:
     words = arguments.words
     if not words or words[0] not in ACTIONS:
         given = f"{shown(words[0])}: there is no such action" if words else "no action named"
-        hint = nearest(words[0], ACTIONS) if words else ""
+        hint = nearest("merge" if words[0] == "join" else words[0], ACTIONS) if words else ""
         arguments.refuse([f"{given}; give one of {', '.join(ACTIONS)}, as in {COMMAND.example}{hint}"])
     action = ACTIONS[words[0]]
     problems = []
@@ -60,7 +61,7 @@ def _prepare(arguments: Arguments, words: Sequence[str]) -> int:
         done = prepare(inputs, prefix, recipe, workers=workers, overwrite=options["overwrite"], progress=advance)
     empty = f", {done.empty} without a token left out" if done.empty else ""
     show(f"{prefix}: {counted(done.documents, 'document')}, {counted(done.tokens, 'token')}{empty}")
-    show(f"train on it by --data.path {prefix}")
+    show(f"train on it by --data.path {quote(prefix)}")
     return 0
 
 
@@ -75,7 +76,8 @@ def _clean(arguments: Arguments, words: Sequence[str]) -> int:
     with _bar(inputs, "cleaning") as advance, _sigterm_interrupts():
         done = clean(inputs, target, rules, tests=options["tests"], overwrite=options["overwrite"], progress=advance)
     show(
-        f"{target}: {done.kept:,} of {counted(done.read, 'document')} kept; {done.short:,} short, "
+        f"{target}: {done.kept:,} of {counted(done.read, 'document')} kept; {done.short:,} short "
+        f"(under {counted(options['min_tokens'], 'token')}, --min-tokens), "
         f"{done.evaluation:,} of the test sets, {counted(done.duplicates, 'near-duplicate')}"
     )
     if options["tests"]:
@@ -205,4 +207,5 @@ COMMAND = Command(
     example="labkit data prepare books.jsonl news.jsonl corpus --tokenizer tokenizer.json",
     words="prepare|clean|show|merge WORDS",
     paths=True,
+    actions=ACTIONS,
 )

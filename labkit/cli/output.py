@@ -10,6 +10,7 @@ code. Any other failure to write, such as a full disk, is raised once.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
@@ -38,6 +39,12 @@ def room(stream: TextIO | None = None) -> int | None:
 def show(text: str, head: str = "", stream: TextIO | None = None) -> None:
     """Print `text`, as `folded` breaks it for the stream (stdout by default)."""
     print("\n".join(folded(text, head, room(stream))), file=stream, flush=True)
+
+
+def loading(what: object) -> None:
+    """Say on a terminal what is loaded, before work of some seconds that prints nothing."""
+    if sys.stderr.isatty():
+        show(f"loading {what}", stream=sys.stderr)
 
 
 def folded(text: str, head: str = "", width: int | None = None) -> list[str]:
@@ -84,6 +91,16 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int
 def _wrapped(text: str, width: int, head: str = "", indent: str = "") -> list[str]:
     wrapper = textwrap.TextWrapper(max(1, width), head, indent, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text) or [head]
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    r"""A name that is not UTF-8 is printed with `\xff` for its byte, and no character ends a command."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+    return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", text), error.end
+
+
+codecs.register_error("labkit", _escaped)
 
 
 class _Pipe(io.FileIO):
@@ -136,7 +153,7 @@ def _outliving(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         pipe if unbuffered else io.BufferedWriter(pipe),  # pyright: ignore[reportArgumentType]
         encoding=stream.encoding,
-        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
+        errors="labkit",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

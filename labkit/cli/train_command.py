@@ -16,7 +16,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError, exit_code, run_command
 from labkit.cli.output import readers_may_leave, show
 from labkit.config import ConfigError, RunConfig
-from labkit.config.errors import nearest, shown
+from labkit.config.errors import nearest, no_file, shown
 from labkit.config.field_spec import LONGEST_NAME
 from labkit.events import Event
 
@@ -104,7 +104,9 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     device, timeout = arguments.options["device"], arguments.options["timeout"]
     arguments.problems += device_problems(device)
     arguments.problems += timeout_problems(timeout)
-    arguments.problems += output_problems("--trace", arguments.options["trace"])
+    arguments.problems += output_problems(
+        "--trace", arguments.options["trace"], [config.train.output_dir, config.checkpoint.dir]
+    )
     arguments.refuse(config.problems(world_size))
     assert world_size is not None, "a sound layout has a smallest world"
     from labkit.launch import info
@@ -170,7 +172,8 @@ def device_problems(device: str) -> list[str]:
     """Problems of --device."""
     if device in DEVICES:
         return []
-    return [f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(device, DEVICES)}"]
+    meant = "cuda" if device.lower() == "gpu" else device
+    return [f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(meant, DEVICES)}"]
 
 
 def timeout_problems(timeout: float | None) -> list[str]:
@@ -180,15 +183,21 @@ def timeout_problems(timeout: float | None) -> list[str]:
     return [f"--timeout {timeout:g}: must be above 0 and at most {LONGEST_TIMEOUT} seconds (a week)"]
 
 
-def output_problems(name: str, path: str | None) -> list[str]:
-    """Problems of a file that a command will write, before there is something to write. name: of the argument."""
+def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()) -> list[str]:
+    """Problems of a file that a command will write, before there is something to write.
+
+    name: of the argument. made: folders that the command makes, with those above them.
+    """
     if path is None or not first_rank():
         return []
     folder, given = os.path.dirname(path) or ".", f"{name} {shown(path, 200)}"
     if os.path.isdir(path):
-        return [f"{given}: give the name of a file"]
+        return [f"{given}: {no_file(path)}"]
     if os.path.exists(path) and not os.path.isfile(path):
         return [f"{given}: is no regular file; choose another name"]
+    above = {parent for each in made if each for parent in (Path(each).absolute(), *Path(each).absolute().parents)}
+    if not os.path.isdir(folder) and Path(folder).absolute() in above:
+        return []
     if not os.path.isdir(folder):
         return [f"{given}: there is no folder {shown(folder, 200)}; make it first"]
     if (size := len(os.fsencode(os.path.basename(path)))) > LONGEST_NAME - ROOM:

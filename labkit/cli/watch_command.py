@@ -100,7 +100,7 @@ def frame(runs: Sequence[RunRecords], width: int | None = None, height: int | No
     """
     names = names_of([run.folder for run in runs])
     if len(runs) == 1 and width is not None:
-        state = runs[0].state
+        state = _state(runs[0], width)
         lines = [f"{_short(names[0], width - 2 - len(state))}  {state}", *_wrapped(runs[0], width)]
     else:
         longest = min(max(map(len, names)), 100 if width is None else width // 4)
@@ -121,11 +121,16 @@ def _wrapped(run: RunRecords, width: int) -> list[str]:
 
 def _line(run: RunRecords, name: str, longest: int, width: int | None) -> str:
     """Return name, state, and those values of the last step that fit."""
-    head = f"{_short(name, longest):<{longest}}  {run.state:<10}  "
+    head = f"{_short(name, longest):<{longest}}  {_state(run, width):<10}  "
     values = run.values()
     if not values:
         return f"{head}{_no_step(run)}"[:width]
     return (head + (all_lines(values)[0] if width is None else one_line(values, width - len(head))))[:width]
+
+
+def _state(run: RunRecords, width: int | None) -> str:
+    """Return the state, with the steps of a stopped run where there is room."""
+    return run.words if width is None or width >= 80 else run.state
 
 
 def _no_step(run: RunRecords) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -33,7 +35,13 @@ def shown(value: object, limit: int = 60) -> str:
     except Exception:  # a foreign object's repr, or one that recurses too deeply
         return f"<{type(value).__name__}>"
     text = text.encode("ascii", "backslashreplace").decode().replace("\n", " ")
+    text = re.sub(r"(?<!\\)\\udc([89a-f][0-9a-f])", r"\\x\1", text)  # a byte of a name that is not UTF-8
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def no_file(path: str | os.PathLike[str]) -> str:
+    """Why there is no file at `path`: it is a folder, or missing."""
+    return "is a folder; give a file" if os.path.isdir(path) else "no such file"
 
 
 def counted(number: int, noun: str) -> str:

@@ -15,12 +15,13 @@ import math
 import numbers
 import os
 import re
+import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.config.errors import kind_of, nearest
+from labkit.config.errors import kind_of, nearest, no_file
 
 LARGEST = 2**31 - 1
 """Largest size and count, and largest world size: ranks are 32-bit integers in every transport."""
@@ -104,8 +105,7 @@ class FieldSpec:
         if value is None:
             return ""
         if self.path == "file" and not (os.path.isfile(value) or (self.ending and os.path.isfile(value + self.ending))):
-            is_folder = os.path.isdir(value)
-            return "is a directory; give a file" if is_folder else "no such file; give an existing file"
+            return no_file(value) + ("" if os.path.isdir(value) else "; give an existing file")
         if self.path == "folder" and os.path.lexists(value) and not os.path.isdir(value):
             missing = "a symbolic link to nothing" if os.path.islink(value) and not os.path.exists(value) else "a file"
             return f"is {missing}; name a folder"
@@ -133,6 +133,13 @@ class FieldSpec:
     def help(self) -> str:
         """The text with the limits behind it."""
         return self.doc + (f" [{self.limits}]" if self.limits else "")
+
+    def help_lines(self, width: int) -> list[str]:
+        """`help` in lines of at most `width` columns, broken at blanks; not inside limits that fit on a line."""
+        limits = self.help[len(self.doc) + 1 :]
+        kept = limits.replace(" ", "\0") if len(limits) <= width else limits
+        lines = textwrap.wrap(f"{self.doc} {kept}", width, break_long_words=False, break_on_hyphens=False)
+        return [line.replace("\0", " ") for line in lines]
 
     def convert(self, value: object, *, text: bool = False) -> Any:
         """`value` as the field's type; BadValueError says why it is none. `text`: it comes from the command line."""

@@ -181,5 +181,7 @@ def convert_entries(
             problems += given.add(dotted, spec.convert(value, text=text), f"{key} {shown(value)}")
         except BadValueError as rule:
             alias = f" (written {shown(key)})" if key != dotted else ""
-            problems.append(f"{where}{dotted} = {shown(value)}{alias}: {rule}")
+            problems.append(
+                f"{key} {shown(value)}: {rule}" if text else f"{where}{dotted} = {shown(value)}{alias}: {rule}"
+            )
     return given.values, problems

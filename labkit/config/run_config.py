@@ -82,11 +82,14 @@ class RunConfig(Sections):
 
         return yaml_text.dump(self.to_dict())
 
-    def to_commented_yaml(self) -> str:
-        """`to_yaml` with the help of each section and field, and the values it may take, in a comment above it."""
+    def to_commented_yaml(self, width: int | None = None) -> str:
+        """`to_yaml` with the help of each section and field, and the values it may take, in a comment above it.
+
+        width: columns of the comments; None is 100.
+        """
         from labkit.config import yaml_text
 
-        return yaml_text.dump_commented(self.to_dict(), fields.SPECS | self.extra_specs)
+        return yaml_text.dump_commented(self.to_dict(), fields.SPECS | self.extra_specs, width or yaml_text.WIDTH)
 
     def problems(self, world_size: int | None = None) -> list[str]:
         """One sentence for each rule that is broken; empty for a sound configuration.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ except ModuleNotFoundError:
     ) from None
 
 from labkit.config import fields
-from labkit.config.errors import ConfigError, shown
+from labkit.config.errors import ConfigError, no_file, shown
 from labkit.config.field_spec import FieldSpec, expanded
 from labkit.config.sections import SECTIONS
 
@@ -82,18 +81,20 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
 
 
-def dump_commented(values: dict[str, dict[str, Any]], specs: Mapping[str, FieldSpec]) -> str:
-    """`dump` of sections with the help above each section and field, and an empty line between sections."""
+def dump_commented(values: dict[str, dict[str, Any]], specs: Mapping[str, FieldSpec], width: int = WIDTH) -> str:
+    """`dump` of sections with the help above each section and field, and an empty line between sections.
+
+    width: columns of the help.
+    """
     lines: list[str] = []
     section = ""
     for line in dump(values).splitlines():
         if key := re.match(r"( {0,2})(\w+):", line):
             indent, name = key.groups()
             section = section if indent else name
-            spec = specs.get(f"{section}.{name}", FieldSpec(name, "plain"))
-            text = spec.help if indent else str(SECTIONS[name].__doc__)
-            room = WIDTH - len(indent) - 2
-            comment = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+            doc = "" if indent else str(SECTIONS[name].__doc__)
+            spec = specs.get(f"{section}.{name}" if indent else "", FieldSpec(name, "plain", doc))
+            comment = spec.help_lines(width - len(indent) - 2)
             lines += [] if indent or not lines else [""]
             lines += [f"{indent}# {words}" for words in comment]
         lines.append(line)
@@ -113,6 +114,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
         problem = f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"
     except FileNotFoundError:
         problem = "no such file; give the path of a YAML file"
+    except IsADirectoryError:
+        problem = no_file(expanded(os.fspath(path)))
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 text (byte {error.start})"
     except (OSError, ValueError, TypeError) as error:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from labkit.config.errors import no_file
 from labkit.data.text import decode_utf8, whole_characters
 
 PIECE_BYTES = 1 << 20
@@ -87,7 +88,7 @@ def pieces_of(path: str | Path, key: str) -> Iterator[Piece]:
     """
     path = Path(path)
     if not path.is_file():
-        raise DocumentError(f"{path}: there is no such file; give {', '.join(ENDINGS)} files")
+        raise DocumentError(f"{path}: {no_file(path)}; labkit reads {', '.join(ENDINGS)}")
     if path.suffix == ".txt":
         content = path.read_bytes()
         yield Piece(str(path), 1, (content,), len(content))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labkit.config.errors import shown
+from labkit.config.errors import no_file, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,8 @@ def read_text(path: str | Path, field: str = "data.path") -> str:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{field}: no text file at {str(path)!r}; leave it out to use the bundled text")
+        name = shown(str(path), 200)
+        raise FileNotFoundError(f"{field} {name}: {no_file(path)}; leave it out to use the bundled text")
     try:
         return decode_utf8(path.read_bytes())
     except UnicodeDecodeError as error:
@@ -163,7 +164,8 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
 
     file = BUNDLED / TOKENIZER_NAME if path is None else Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"data.tokenizer: no file at {str(path)!r}; leave it out to use the bundled tokenizer")
+        name = shown(str(path), 200)
+        raise FileNotFoundError(f"data.tokenizer {name}: {no_file(file)}; leave it out to use the bundled tokenizer")
     if file.name.endswith("vocab.json"):
         tokenizer = _byte_level(file)
     elif file.name.endswith("vocab.txt"):

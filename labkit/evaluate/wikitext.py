@@ -118,7 +118,7 @@ def window_starts(tokens: int, seq_length: int, stride: int) -> range:
     Raises ValueError for a text of fewer than two tokens and a stride that is not from 1 to seq_length.
     """
     if not 1 <= stride <= seq_length:
-        raise ValueError(f"stride {stride} must be from 1 to the model's sequence of {seq_length} tokens")
+        raise ValueError(f"stride = {stride}: must be from 1 to the model's sequence of {seq_length} tokens")
     if tokens < 2:
         raise ValueError(f"the text has {tokens} tokens; at least 2 are needed, of which the second is scored")
     further = max(0, tokens - 1 - seq_length)

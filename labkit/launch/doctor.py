@@ -99,14 +99,15 @@ def _attention() -> Finding:
         "efficient": on_gpu and cuda.mem_efficient_sdp_enabled(),
         "math": cuda.math_sdp_enabled(),
     }
-    chosen = []
+    chosen = dict[str, list[str]]()
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.zeros(1, 16, 128, 64, dtype=dtype, device="cuda" if on_gpu else "cpu", requires_grad=True)
         number = torch._fused_sdp_choice(q, q, q, is_causal=True)  # pyright: ignore[reportPrivateImportUsage]
         name = torch.nn.attention.SDPBackend(number).name.removesuffix("_ATTENTION").lower()
-        chosen.append(f"{name} for causal {str(dtype).removeprefix('torch.')}")
+        chosen.setdefault(name, []).append(str(dtype).removeprefix("torch."))
+    takes = " and ".join(f"{name} for causal {' and '.join(dtypes)}" for name, dtypes in chosen.items())
     enabled = ", ".join(name for name, is_on in kernels.items() if is_on)
-    return Finding("attention", "good", f"{enabled}; model.attention_backend = fused takes {' and '.join(chosen)}")
+    return Finding("attention", "good", f"{enabled}; model.attention_backend = fused takes {takes}")
 
 
 def _connections() -> Finding:
@@ -125,7 +126,8 @@ def _connections() -> Finding:
 def _transformer_engine() -> Finding:
     topic = "Transformer Engine"
     if (missing := why_no_transformer_engine()) is not None:
-        return Finding(topic, "note", f"{missing}; labkit's own layers are used, fp8 included")
+        why = missing.removeprefix("Transformer Engine is ")  # the topic says it
+        return Finding(topic, "note", f"{why}; labkit's own layers are used, fp8 included")
     return Finding(topic, "good", metadata.version("transformer_engine"))
 
 

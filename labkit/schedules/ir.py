@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from labkit.config.errors import no_file
+
 T = TypeVar("T")
 
 KINDS = "FBIW"
@@ -308,10 +310,8 @@ def read_schedule(path: str | Path) -> Schedule:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError("no such file") from None
-    except IsADirectoryError:
-        raise ValueError("is a directory; give a file") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(no_file(path)) from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -46,12 +46,13 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 def test_list_has_a_line_for_each_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "list", str(saved)]) == 0
-    line = r"step_0000000{}   \d{{3}}\.\d kB   1 rank   bf16   \d{{4}}-\d\d-\d\d \d\d:\d\d   complete{}"
-    expected = [line.format(2, ""), line.format(4, "   latest")]
-    lines = capsys.readouterr().out.splitlines()
+    line = r"step_0000000{}  \d{{3}}\.\d kB  1 rank  bf16  \d{{4}}-\d\d-\d\d \d\d:\d\d  complete{}"
+    expected = [line.format(2, ""), line.format(4, ", latest")]
+    heads, *lines = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["checkpoint", "size", "layout", "type", "written", "state"]
     assert len(lines) == 2 and all(re.fullmatch(*pair) for pair in zip(expected, lines)), lines
     assert main(["checkpoint", "list", str(saved / "step_00000002")]) == 0
-    assert re.fullmatch(expected[0], capsys.readouterr().out.strip())
+    assert re.fullmatch(expected[0], capsys.readouterr().out.splitlines()[1])
 
 
 def test_list_follows_latest_and_sees_files_that_are_missing_or_cut(
@@ -63,11 +64,11 @@ def test_list_follows_latest_and_sees_files_that_are_missing_or_cut(
     shutil.copytree(run / "step_00000002", run / "step_00000005")
     (run / "step_00000005" / "manifest.json").unlink()
     assert main(["checkpoint", "list", str(run)]) == 0
-    second, third, fourth, fifth = capsys.readouterr().out.splitlines()
-    assert second.endswith("complete   latest")
+    _, second, third, fourth, fifth = capsys.readouterr().out.splitlines()
+    assert second.endswith("complete, latest")
     assert "damaged: " in third and "its manifest is that of step 2" in third
     assert re.search(r"damaged: rank_00000\.safetensors has 4 bytes where \d+,\d+ were written$", fourth)
-    assert fifth.startswith("step_00000005   damaged: ") and "has no manifest.json" in fifth
+    assert re.match("step_00000005 +damaged: ", fifth) and "has no manifest.json" in fifth
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_verify_counts_what_is_good_and_mentions_what_was_cut_off(
     out, err = capsys.readouterr()
     tensors = json.loads((run / "step_00000004" / "manifest.json").read_text())["tensors"]
     assert len([name for name in tensors if name.startswith("exp_avg_sq.")]) > 20
-    assert f"step_00000004: good, 1 file, {len(tensors)} tensors, " in out and err == ""
+    assert f"step_00000004: good, 1 file, {len(tensors)} tensors with the optimizer's state, " in out and err == ""
     assert ".step_00000006.partial: a checkpoint that was never finished" in out
 
 

@@ -31,7 +31,9 @@ from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS,
 from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.run_command import Chapter
 from labkit.cli.train_command import COMMAND as TRAIN
+from labkit.cli.train_command import output_problems
 from labkit.config import RunConfig, field, presets, yaml_text
+from labkit.config.errors import shown
 from labkit.config.fields import ALIASES, SPECS
 from labkit.config.sections import SECTIONS
 from labkit.evaluate.records import Records
@@ -92,6 +94,14 @@ def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: labkit {name}") and f"example: labkit {name}" in " ".join(out.split())
+
+
+def test_help_of_an_action_has_its_own_words_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for action, options in (("list", ""), ("export", "--step --dtype --overwrite"), ("import", "")):
+        assert main(["checkpoint", action, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert re.findall(r"^  (--[\w-]+)", out, re.MULTILINE) == options.split()
+        assert out.startswith(f"usage: labkit checkpoint {action} DIR") and ("example: " in out) == (action == "export")
 
 
 def test_help_of_train_shows_every_field_with_its_string() -> None:
@@ -212,8 +222,8 @@ def test_a_tilde_is_the_home_folder_in_every_field(monkeypatch: pytest.MonkeyPat
 def test_a_bool_refuses_other_words_by_its_own_name(word: str) -> None:
     problems = read(TRAIN, ["--preset", "tiny", "--schedule.batch_p2p_comm", word, "--bias", word]).problems
     assert problems == [
-        f"schedule.batch_p2p_comm = '{word}' (written '--schedule.batch_p2p_comm'): must be true, false or null",
-        f"model.bias = '{word}' (written '--bias'): must be true or false",
+        f"--schedule.batch_p2p_comm '{word}': must be true, false or null",
+        f"--bias '{word}': must be true or false",
     ]
 
 
@@ -338,6 +348,13 @@ def test_print_config_loads_back_equal(flag: str, tmp_path: Path, capsys: pytest
     assert RunConfig.from_yaml(path) == presets.llama_tiny().override({"tp": 2, "lr": 3e-4})
 
 
+def test_print_config_fits_the_terminal_and_keeps_limits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = _on_terminal(monkeypatch, 80, ["train", "--preset", "tiny", "--print-config"])
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if re.search(r"[<>]=?$|\[[^],]*$", line)] == []
+    assert yaml_text.parse("\n".join(lines))[0]["model.heads"] == 8
+
+
 def test_print_config_of_a_bad_one_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--preset", "tiny", "--tp", "3", "--print_config"]) == 2
     out, err = capsys.readouterr()
@@ -452,6 +469,8 @@ SCREENS = [
     "run 00 44 -p 00:steps=5",
     "order --pp 4 --vpp 2 --microbatches 8",
     "order --pp 2 --microbatches 4 --name zero_bubble_h1",
+    "data clean --help",
+    "checkpoint list --help",
     *(f"{name} --help" for name in COMMANDS),
 ]
 
@@ -653,6 +672,37 @@ def test_a_file_appears_whole_and_a_device_is_written_itself(there: bool, tmp_pa
     assert link.is_symlink() and path.read_text() == "new" and len(list(tmp_path.iterdir())) == 2
     with appearing("/dev/null") as draft:
         assert draft == Path("/dev/null")
+
+
+def test_nothing_is_imported_before_ctrl_c_is_answered() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); old = {{*sys.modules}}; import labkit.cli; "
+    code += "print(*sys.modules.keys() - old)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["__future__", "labkit", "labkit.cli"]
+
+
+def test_a_name_that_is_not_utf_8_is_shown_by_its_byte() -> None:
+    for line in (
+        ["data", "prepare", b"nb\xffme.txt", "x"],
+        ["train", "--config", b"nb\xffme"],
+        ["data", "show", b"nb\xffme"],
+    ):
+        done = subprocess.run([sys.executable, "-m", "labkit", *line], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and r"nb\xffme" in done.stderr and "udcff" not in done.stderr, done.stderr
+    assert shown("a\udcff\\udcff") == r"'a\xff\\udcff'"
+
+
+def test_a_terminal_is_told_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step_00000001").mkdir()
+    lines = _on_terminal(monkeypatch, 200, ["checkpoint", "export", str(tmp_path), str(tmp_path / "out")])
+    assert lines[0] == f"loading {tmp_path / 'step_00000001'}"
+
+
+def test_a_trace_may_lie_where_the_run_makes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for trace in ("runs/first.json", "runs/first/trace.json"):
+        assert output_problems("--trace", trace, [None, "runs/first"]) == []
+    assert "make it first" in output_problems("--trace", "runs/first/traces/a.json", ["runs/first"])[0]
 
 
 @pytest.mark.parametrize("module", ["labkit", "labkit.cli"])

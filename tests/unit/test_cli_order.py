@@ -214,7 +214,7 @@ def test_the_summary_defines_what_it_counts(
         ([*SIZES, "--csv", ""], ["labkit order: --csv '': a path must not be empty; name one"]),
         ([*SIZES, "--plot", "", "--trace="], ["--plot '': a path must not", "--trace '': a path must not"]),
         (["--verify", "no.csv"], ["--verify 'no.csv': no such file"]),
-        (["--verify", "."], ["--verify '.': is a directory; give a file"]),
+        (["--verify", "."], ["--verify '.': is a folder; give a file"]),
         (["--verify", "f.csv", "--name", "zbv", "--vpp", "2"], ["--name: the schedule comes", "--vpp: the schedule"]),
         (["--verify", "f.csv", "--transport", "batch"], ["--transport 'batch': choose from posted", "did you mean"]),
         (["something"], ["'something': labkit order takes no such word"]),

@@ -337,7 +337,7 @@ def test_an_empty_file_is_the_defaults(tmp_path) -> None:
 def test_files_that_are_none(tmp_path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         RunConfig.from_yaml(tmp_path / "missing.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is a folder; give a file"):
         RunConfig.from_yaml(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"data: {path: caf\xe9}")
     with pytest.raises(ConfigError, match="not UTF-8"):

@@ -372,7 +372,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"data.split": "0,50,50"}, None, "data.split", "the training text and must be above 0"),
     ({"data.split": "100,0,0", "eval_steps": 1}, None, "data.split", "feeds the validations"),
     ({"data.path": "/nowhere/text.txt"}, None, "data.path", "no such file"),
-    ({"data.path": "/tmp"}, None, "data.path", "is a directory; give a file"),
+    ({"data.path": "/tmp"}, None, "data.path", "is a folder; give a file"),
     ({"data.tokenizer": "/nowhere/t.json"}, None, "data.tokenizer", "no such file"),
     *[({name: sys.executable}, None, f"train.{name}", "is a file; name a folder") for name in (
         "output_dir", "tensorboard_dir")],
@@ -467,9 +467,15 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["groups", "--world-size"], "--world-size: needs a value after it"),
     (["groups", "--world-size", "eight"], "--world-size 'eight': must be an integer"),
     (["groups", "--world-size", "8.0"], "--world-size '8.0': must be an integer"),
-    (["groups", "--world-size", "0"], "world_size = 0: must be at least 1"),
-    (["groups", "--world-size", "-1"], "world_size = -1: must be at least 1"),
-    (["groups", "--world-size", "2147483648"], "world_size = 2147483648: must be at most"),
+    (["groups", "--world-size", "8", "--tp", "-1"], "groups: --tp -1: must be at least 1"),
+    (
+        ["train", "--preset", "tiny", "--tp", "-1", "--nproc", "0"],
+        "1. --tp -1: must be at least 1\n  2. --nproc 0: must",
+    ),
+    (["train", "--config", str(FOLDER)], ": is a folder; give a file"),
+    (["groups", "--world-size", "0"], "--world-size 0: must be at least 1"),
+    (["groups", "--world-size", "-1"], "--world-size -1: must be at least 1"),
+    (["groups", "--world-size", "2147483648"], "--world-size 2147483648: must be at most"),
     (["groups", "--world-size", "2147483647"], "add --rank r for the groups of one rank"),
     (["groups", "--world-size", "8", "--tp", "3"], "tp x cp x pp = 3 x 1 x 1 = 3; launch 6 or 9 ranks"),
     (["groups", "--world-size", "8", "--rank", "8"], "--rank 8: this layout's ranks are 0 to 7"),
@@ -486,7 +492,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         ["train", "--preset", "tiny", "--parallel.tpp", "2"],
         '--parallel.tpp: unknown option; did you mean "--parallel.tp"?',
     ),
-    (["train", "--preset", "tiny", "--parallel.tp", "two"], "parallel.tp = 'two' (written '--parallel.tp'): must be"),
+    (["train", "--preset", "tiny", "--parallel.tp", "two"], "--parallel.tp 'two': must be"),
     (["train", "--preset", "tiny", "--parallel.tp"], "--parallel.tp: needs a value after it"),
     (["train", "--preset", "tiny", "--lr", "nan"], "must be a finite number"),
     (["train", "--preset", "tiny", "--nproc", "3"], "train.global_batch_size = 16"),
@@ -495,8 +501,8 @@ COMMANDS: list[tuple[list[str], str]] = [
         "model.heads = 8: must be a multiple of parallel.tp = 3",
     ),
     (["train", "--preset", "tiny", "--ep", "2"], "splits experts, but moe.num_experts = 0"),
-    (["train", "--preset", "tiny", "--num-experts", "6", "--ep", "4", "--nproc", "4"], "moe.num_experts = 6: must be"),
-    (["train", "--preset", "tiny", "--num-moe-experts", "8", "--ep", "4", "--nproc", "6"], "world_size = 6: must be a"),
+    (["train", "--preset", "tiny", "--num-experts", "6", "--ep", "4", "--nproc", "4"], "--num-experts 6: must be"),
+    (["train", "--preset", "tiny", "--num-moe-experts", "8", "--ep", "4", "--nproc", "6"], "--nproc 6: must be a"),
     (
         ["train", "--preset", "tiny", "--num-experts", "8", "--moe-layer-freq", "[1]*8"],
         "must be a list of integers, as",
@@ -508,12 +514,15 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["parity", "--preset", "tiny", "--layouts", "tp:2"], "write axis=size"),
     (["parity", "--preset", "tiny", "--layouts", "dp=0"], "must be an integer of at least 1"),
     (["parity", "--preset", "tiny", "--layouts", "tq=2"], "'tq': unknown field"),
-    (["train", "--preset", "tiny", "--device", "gpu"], "--device 'gpu': must be one of auto, cpu, cuda"),
+    (
+        ["train", "--preset", "tiny", "--device", "gpu"],
+        "--device 'gpu': must be one of auto, cpu, cuda; did you mean \"cuda\"?",
+    ),
     (["train", "--preset", "tiny", "--timeout", "0"], "--timeout 0: must be above 0"),
     (["train", "--preset", "tiny", "--timeout", "604801"], "--timeout 604801: must be above 0 and at most 604800"),
     (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout 'inf': must be a finite number"),
     (["train", "--preset", "tiny", "--trace", "/nowhere/run.json"], "--trace '/nowhere/run.json': there is no folder"),
-    (["train", "--preset", "tiny", "--trace", "/"], "--trace '/': give the name of a file"),
+    (["train", "--preset", "tiny", "--trace", "/"], "--trace '/': is a folder; give a file"),
     (["train", "--preset", "tiny", "--trace", "/dev/null"], "--trace '/dev/null': is no regular file"),
     (["train", "--preset", "tiny", "--trace", ""], "--trace '': a path must not be empty"),
     (["train", "--preset", "tiny", "--trace", "/proc/run.json"], "give a path that can be written"),
@@ -521,7 +530,10 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["run", "--timeout", "0"], "--timeout 0: must be at least 1 second"),
     (["parity", "--preset", "tiny", "--steps", "0"], "--steps 0: must be at least 1"),
     (["parity", "--preset", "tiny", "--dtype", "fp8"], "must be float64 or float32"),
-    (["parity", "--preset", "tiny", "--device", "gpu"], "--device 'gpu': must be one of auto, cpu, cuda"),
+    (
+        ["parity", "--preset", "tiny", "--device", "gpu"],
+        "--device 'gpu': must be one of auto, cpu, cuda; did you mean \"cuda\"?",
+    ),
     (["parity", "--preset", "tiny", "--world-size", "0"], "--world-size 0: must be at least 1"),
     (["parity", "--preset", "tiny", "--world-size", "3"], "micro_batch_size x dp = 1 x 3 = 3"),
     (["parity", "--preset", "tiny", "--drop", "operation=allreduce"], 'did you mean "all_reduce"?'),
@@ -563,11 +575,11 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "--preset", "tiny", "--output-dir", f"{SHORT_TEXT}/run"], "cannot be written (Not a directory); name a"),
     (
         ["train", "--preset", "tiny", "--device", "cpu", "--cuda-graph-impl", "local"],
-        "graph.cuda_graph_impl = local: it captures on cuda, and this run is on cpu; set it to emulated or none",
+        "--cuda-graph-impl local: it captures on cuda, and this run is on cpu; set it to emulated or none",
     ),
     (
         ["parity", "--preset", "tiny", "--layouts", "tp=2", "--device", "cpu", "--cuda-graph-impl", "local"],
-        "graph.cuda_graph_impl = local: it captures on cuda, and this run is on cpu; set it to emulated or none",
+        "--cuda-graph-impl local: it captures on cuda, and this run is on cpu; set it to emulated or none",
     ),
     (["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--layers", "3200"], "32 ranks need"),
     (
@@ -607,7 +619,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         )
     ],
     (["data", "prepare", SHORT_TEXT, "/nowhere/x"], "PREFIX '/nowhere/x.bin': there is no folder '/nowhere'"),
-    (["data", "clean", SHORT_TEXT, str(FOLDER), "--overwrite"], f"OUT.jsonl {str(FOLDER)!r}: give the name of a file"),
+    (["data", "clean", SHORT_TEXT, str(FOLDER), "--overwrite"], f"OUT.jsonl {str(FOLDER)!r}: is a folder; give a file"),
     (["data", "prepare", SHORT_TEXT, LONG[6:]], "its name has 254 bytes, and may have 225; shorten it"),
 ]
 
@@ -753,7 +765,7 @@ def test_a_bad_file_and_bad_options_are_one_error(tmp_path: Path, capsys: pytest
     assert main(words) == 2
     err = capsys.readouterr().err
     assert err.startswith("labkit train: 6 problems\n")
-    for part in ("--seeed", "line 1: 'parallel.tpp'", "train.steps = 'x'", "model.hidden = 60", "optim.lr = -1",
+    for part in ("--seeed", "line 1: 'parallel.tpp'", "--steps 'x'", "model.hidden = 60", "optim.lr = -1",
                  "model.layers = 7"):  # fmt: skip
         assert part in err
 

@@ -198,7 +198,7 @@ def test_columns_of_parquet_are_named(tmp_path):
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "c.parquet")
     with pytest.raises(DocumentError, match=r"c\.parquet: a text behind row 0 is not UTF-8 \(byte 0xff\)"):
         list(pieces_of(tmp_path / "c.parquet", "text"))
-    with pytest.raises(DocumentError, match=r"b\.txt: there is no such file"):
+    with pytest.raises(DocumentError, match=r"b\.txt: no such file"):
         list(pieces_of(tmp_path / "b.txt", "text"))
 
 
@@ -229,8 +229,10 @@ def test_the_command_prepares_shows_and_merges(tmp_path, capsys):
         (["prepare", "a.txt"], r"prepare takes FILE... PREFIX, and 1 words are given"),
         (["show", "a", "--key", "b"], "--key: show does not read it; leave it out"),
         (["show", "nowhere"], r"nowhere\.idx: there is no such file"),
-        (["prepare", "nowhere.txt", "x", "--workers", "1"], r"nowhere\.txt: there is no such file"),
-        (["prepare", "a.txt", "x", "--tokenizer", "nowhere.json"], "no file at 'nowhere.json'"),
+        (["prepare", "nowhere.txt", "x", "--workers", "1"], r"nowhere\.txt: no such file"),
+        (["prepare", ".", "x", "--workers", "1"], r"\.: is a folder; give a file; labkit reads \.txt"),
+        (["join", "a", "b", "c"], 'did you mean "merge"'),
+        (["prepare", "a.txt", "x", "--tokenizer", "nowhere.json"], "'nowhere.json': no such file"),
         (["prepare", "a.txt", "x", "--workers", "0"], "must be at least 1"),
     ],
 )

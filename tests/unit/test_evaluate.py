@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from labkit.cli import main
-from labkit.cli.checkpoints.eval_command import evaluate_on_rank
+from labkit.cli.checkpoints.eval_command import evaluate_on_rank, line_of
 from labkit.config import presets
 from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
@@ -59,7 +59,7 @@ def test_an_infinite_loss_that_is_not_scored_does_not_enter():
 
 
 def test_windows_that_score_nothing_are_refused():
-    with pytest.raises(ValueError, match="stride 17 must be from 1 to the model's sequence of 16 tokens"):
+    with pytest.raises(ValueError, match="stride = 17: must be from 1 to the model's sequence of 16 tokens"):
         window_starts(100, 16, 17)
     with pytest.raises(ValueError, match="the text has 1 tokens"):
         window_starts(1, 16, 4)
@@ -430,6 +430,7 @@ def test_bad_sampling_is_refused(wrong, words):
         ("eval wikitext --path FILE --checkpoint RUN --all --step 1", "--all and --step: give one of the two"),
         ("eval wikitext --path FILE --checkpoint RUN --step 9", "has no checkpoint of step 9"),
         ("eval wikitext --path none --checkpoint RUN", "--path none: no such file; give an existing file\n"),
+        ("generate a\udcff --checkpoint RUN", r"'a\xff': a prompt is UTF-8 text, and this has the byte 0xff"),
         ("generate a --checkpoint none", "none is no folder"),
         ("generate a --checkpoint RUN --precision fp8", "--precision fp8: must be one of"),
         ("generate a --checkpoint RUN --max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
@@ -440,6 +441,14 @@ def test_bad_requests_are_refused_before_any_rank_starts(line, words, run_folder
     words_of_line = [{"FILE": text, "RUN": str(run_folder)}.get(word, word) for word in line.split()]
     assert main(words_of_line) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_text_of_one_window_has_no_interval_and_perplexities_have_as_many_digits():
+    row = {"checkpoint": "a", "perplexity": 26300.4, "low": 26300.4, "high": 26300.4, "original_words": 9}
+    row |= {"task": "wikitext", "adjusted_perplexity": 12.0, "token_perplexity": 1234.5, "tokens": 12}
+    said = "a: perplexity 26,300 by 9 words; Megatron's adjusted 12.00; 1,234 a token, 12 tokens"
+    assert line_of(row) == said
+    assert line_of(row | {"low": 9.5, "high": 12.25}).startswith("a: perplexity 26,300 (95%: 9.500 to 12.25) by")
 
 
 def test_rows_of_all_checkpoints_and_a_text_on_the_terminal(run_folder, text, tmp_path, capsys):

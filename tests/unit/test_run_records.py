@@ -127,7 +127,11 @@ def test_the_states_of_a_run(tmp_path: Path) -> None:
     assert run.state == "running", "a line is due after ten steps of a minute"
     folder.let_go()
     run.refresh()
-    assert run.state == "unfinished" and run.over
+    assert run.state == run.words == "unfinished" and run.over
+    (tmp_path / "ckpt" / "step_00000003").mkdir(parents=True)
+    (tmp_path / "ckpt" / "latest").write_text("step_00000003")
+    run._config["checkpoint.dir"] = str(tmp_path / "ckpt")
+    assert run.words == "stopped at step 3 of 9, can be resumed"
     aged(tmp_path, GRACE / 2)
     assert not run.over, "torchrun may start it again"
     (tmp_path / STATE).write_text('{"state": "finished"}')

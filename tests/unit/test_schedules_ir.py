@@ -117,7 +117,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
     latin = tmp_path / "latin.csv"
     latin.write_bytes("0F0,0B0,Größe".encode("latin-1"))
     (tmp_path / "empty.csv").write_bytes(b"\xef\xbb\xbf\r\n")
-    for path, rule in ((tmp_path, "is a directory; give a file"), (tmp_path / "none.csv", "no such file"),
+    for path, rule in ((tmp_path, "is a folder; give a file"), (tmp_path / "none.csv", "no such file"),
                        (latin, "not UTF-8 text: save it as CSV UTF-8")):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{rule}$"):
             read_schedule(path)
@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
 
 def test_a_configuration_says_that_a_path_is_a_directory(tmp_path):
     problems = RunConfig(schedule=ScheduleConfig(path=str(tmp_path))).problems()
-    assert [p for p in problems if "schedule.path" in p and "is a directory; give a file" in p]
+    assert [p for p in problems if "schedule.path" in p and "is a folder; give a file" in p]
     assert not [p for p in problems if "no such file" in p]
 
 

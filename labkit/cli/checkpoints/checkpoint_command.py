@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
-from labkit.cli.output import show
+from labkit.cli.output import folded, loading, room, show, table
 from labkit.config.errors import nearest, shown
 from labkit.output_files import unwritable
-from labkit.train.checkpoint.inventory import checkpoints_at, chosen, row_of, size_words, strays
+from labkit.train.checkpoint.inventory import FACTS, checkpoints_at, chosen, row_of, size_words, strays
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
 from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder
 
@@ -30,9 +31,9 @@ def execute(arguments: Arguments) -> int:
         arguments.refuse([f"{given}; give one of {', '.join(ACTIONS)}, as in {COMMAND.example}{hint}"])
     action = ACTIONS[words[0]]
     problems = []
-    if len(words) - 1 != len(action.words):
-        rule = f"takes {' and '.join(action.words)}, and {len(words) - 1} words are given"
-        problems.append(f"{words[0]} {rule}: labkit checkpoint {words[0]} {' '.join(action.words)}")
+    if len(words) - 1 != len(names := action.words.split()):
+        rule = f"takes {' and '.join(names)}, and {len(words) - 1} words are given"
+        problems.append(f"{words[0]} {rule}: labkit checkpoint {words[0]} {action.words}")
     for option in COMMAND.options:
         value = arguments.options[option.key]
         given = value is not None and value is not False
@@ -47,15 +48,13 @@ def execute(arguments: Arguments) -> int:
 
 def _list(arguments: Arguments, folder: Path) -> int:
     """One line for each checkpoint."""
-    rows = [row_of(path) for path in _found(arguments, folder)]
-    facts = [row.facts for row in rows if row.facts]
-    widths = [max(map(len, column)) for column in zip(*facts)]
-    latest = latest_step(folder)
+    rows, latest = [row_of(path) for path in _found(arguments, folder)], latest_step(folder)
+    lines: list[tuple[str, ...]] = [("checkpoint", *FACTS, "state")]
     for row in rows:
-        words = [f"{fact:<{width}}" for fact, width in zip(row.facts, widths)]
         state = f"damaged: {row.damage}" if row.damage else "complete"
-        mark = ["latest"] if latest is not None and row.folder.name == step_folder(folder, latest).name else []
-        show("   ".join([row.folder.name, *words, state, *mark]))
+        mark = ", latest" if latest is not None and row.folder.name == step_folder(folder, latest).name else ""
+        lines.append((row.folder.name, *(row.facts or [""] * len(FACTS)), state + mark))
+    print("\n".join(table(lines, width=room())))
     return 0
 
 
@@ -89,8 +88,9 @@ def _problems(path: Path) -> Iterator[str]:
     yield from problems
     if not problems:
         size = size_words(sum(file.size for file in stored.files.values()))
+        state = " with the optimizer's state" if any(name.startswith("exp_avg.") for name in stored.tensors) else ""
         files = f"{len(stored.files)} file{'' if len(stored.files) == 1 else 's'}"
-        show(f"{path}: good, {files}, {len(stored.tensors)} tensors, {size}")
+        show(f"{path}: good, {files}, {len(stored.tensors)} tensors{state}, {size}")
 
 
 def _export(arguments: Arguments, folder: Path, out: Path) -> int:
@@ -108,6 +108,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
         arguments.refuse([str(error)])
         raise
     try:
+        loading(path)
         reader = Reader(path)
         if problems := reader.problems():
             raise CheckpointError(f"{'; '.join(problems[:3])}; --step exports another checkpoint")
@@ -155,10 +156,15 @@ def _import(arguments: Arguments, folder: Path, source: Path) -> int:
     except OSError as error:
         raise CommandFailedError(f"import to {folder}: {error}") from error
     size = size_words(sum(file.size for file in manifest.files.values()))
-    start = f"a run of this model starts from them by --checkpoint.load {folder}"
-    print(f"# {len(manifest.tensors)} tensors, {size}: {start}")
-    for file in sorted(source.glob("pytorch_model*.bin")):
-        print(f"# {file} is pickled: neither read nor compared with the safetensors beside it")
+    start = [
+        f"{len(manifest.tensors)} tensors, {size}. Save this as f.yaml; a run of this model then starts from them by",
+        f"  labkit train --config f.yaml --checkpoint.load {quote(str(folder))}",
+    ]
+    pickled = sorted(source.glob("pytorch_model*.bin"))
+    start += [f"{file} is pickled: neither read nor compared with the safetensors beside it" for file in pickled]
+    columns = room()
+    for line in folded("\n".join(start), width=columns and columns - 2):
+        print(f"# {line}")
     print(yaml_text.dump(manifest.config), end="")
     return 0
 
@@ -176,17 +182,17 @@ class Action(NamedTuple):
 
     do: Callable[..., int]
     """Takes the arguments and a path for each of `words`."""
-    words: tuple[str, ...]
+    words: str
     """Names of the paths."""
     options: tuple[str, ...] = ()
     """The options that it reads."""
 
 
 ACTIONS: dict[str, Action] = {
-    "list": Action(_list, ("DIR",)),
-    "verify": Action(_verify, ("DIR",)),
-    "export": Action(_export, ("DIR", "OUT"), ("step", "dtype", "overwrite")),
-    "import": Action(_import, ("DIR", "SOURCE")),
+    "list": Action(_list, "DIR"),
+    "verify": Action(_verify, "DIR"),
+    "export": Action(_export, "DIR OUT", ("step", "dtype", "overwrite")),
+    "import": Action(_import, "DIR SOURCE"),
 }
 
 COMMAND = Command(
@@ -204,4 +210,5 @@ COMMAND = Command(
     example="labkit checkpoint export runs/a model.safetensors --dtype bf16",
     words="list|verify|export|import DIR [OUT|SOURCE]",
     paths=True,
+    actions=ACTIONS,
 )

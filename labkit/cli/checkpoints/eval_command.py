@@ -100,10 +100,14 @@ def line_of(row: dict[str, Any]) -> str:
     if row["task"] == "lambada":
         share = f"{100 * row['accuracy']:.2f}% right (95%: {100 * row['low']:.2f} to {100 * row['high']:.2f})"
         return f"{row['checkpoint']}: {share}, {row['right']:,} of {row['passages']:,} passages"
+    names = ("perplexity", "low", "high", "adjusted_perplexity", "token_perplexity")
+    words, low, high, adjusted, token = (
+        f"{row[name]:,.0f}" if row[name] >= 999.95 else f"{row[name]:#.4g}" for name in names
+    )
+    interval = "" if row["low"] == row["high"] else f" (95%: {low} to {high})"  # one window has none
     return (
-        f"{row['checkpoint']}: perplexity {row['perplexity']:.4g} (95%: {row['low']:.4g} to {row['high']:.4g}) by "
-        f"{row['original_words']:,} words; Megatron's adjusted {row['adjusted_perplexity']:.4g}; "
-        f"{row['token_perplexity']:.4g} a token, {row['tokens']:,} tokens"
+        f"{row['checkpoint']}: perplexity {words}{interval} by {row['original_words']:,} words; Megatron's adjusted "
+        f"{adjusted}; {token} a token, {row['tokens']:,} tokens"
     )
 
 

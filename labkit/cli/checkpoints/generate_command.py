@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from labkit.cli.checkpoints.model_options import (
     tokenizer_of,
 )
 from labkit.cli.train_command import first_rank
+from labkit.config.errors import shown
 from labkit.data.text import read_lines, whole_characters
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
@@ -33,7 +35,7 @@ def execute(arguments: Arguments) -> int:
         problems += [] if lines else [f"--prompts {options['prompts']}: has no line; write a prompt in each line"]
         prompts += lines
     arguments.refuse(problems)
-    prompts = [_refusing(arguments, partial(whole_characters, prompt)) for prompt in prompts] or [""]
+    prompts = [_refusing(arguments, partial(_whole, prompt)) for prompt in prompts] or [""]
     checkpoint = checkpoint_of(arguments)
     tokenizer = tokenizer_of(arguments, checkpoint)
     sampling = {name: options[name] for name in SAMPLING}
@@ -48,6 +50,14 @@ def execute(arguments: Arguments) -> int:
         for result in results:
             print(json.dumps(result) if options["json"] else f"{result['prompt']}{result['text']}", flush=True)
     return 0
+
+
+def _whole(prompt: str) -> str:
+    """The prompt. ValueError where it has half of a surrogate pair, with which Python stands for a foreign byte."""
+    if byte := re.search("[\udc80-\udcff]", prompt):
+        number = ord(byte[0]) - 0xDC00
+        raise ValueError(f"{shown(prompt)}: a prompt is UTF-8 text, and this has the byte 0x{number:02x}; convert it")
+    return whole_characters(prompt)
 
 
 def _refusing(arguments: Arguments, read: Callable[[], Any]) -> Any:

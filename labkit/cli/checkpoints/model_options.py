@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
-from labkit.cli.train_command import device_problems, output_problems, refusing_arguments, started_by_torchrun
+from labkit.cli.output import loading
+from labkit.cli.train_command import (
+    device_problems,
+    first_rank,
+    output_problems,
+    refusing_arguments,
+    started_by_torchrun,
+)
 from labkit.config import ConfigError, ParallelConfig
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.manifest import CheckpointError, read_manifest
@@ -95,12 +102,14 @@ def launch(
 
     tp, pp, device = (arguments.options[name] for name in ("tp", "pp", "device"))
     layout = ParallelConfig(tp=tp, pp=pp)
+    if first_rank():
+        loading(arguments.options["checkpoint"])
     with refusing_arguments():
         [result, *_] = run(_call, world_size or tp * pp, layout, fn, *args, device=device, progress=progress)
     if isinstance(result, Refused):
         if result.failed:
             raise CommandFailedError("; ".join(result.problems))
-        raise ConfigError(result.problems, source=arguments.source)
+        arguments.refuse(result.problems)
     return result
 
 

@@ -52,6 +52,10 @@ def strays(folder: Path, manifest: Manifest) -> list[str]:
     return sorted({path.name for path in folder.iterdir()} - {MANIFEST, *manifest.files})
 
 
+FACTS = ("size", "layout", "type", "written")
+"""Heads of `Row.facts`."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One checkpoint in a list."""

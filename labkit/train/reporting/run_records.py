@@ -27,6 +27,8 @@ from typing import IO, Any, Literal
 
 from labkit.config import ConfigError, yaml_text
 from labkit.train import file_lock
+from labkit.train.checkpoint.manifest import CheckpointError
+from labkit.train.checkpoint.step_folders import latest_step
 from labkit.train.reporting.earlier_run import CONFIG, METRICS
 from labkit.train.reporting.output_folder import STATE
 from labkit.train.reporting.progress_line import FIELDS
@@ -93,6 +95,18 @@ class RunRecords:
         axes = {axis: self._config.get(f"parallel.{axis}", 1) for axis in ("tp", "cp", "ep", "pp")}
         sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != 1)
         return ", ".join([*named, *([sizes] if sizes else [])])
+
+    @property
+    def words(self) -> str:
+        """The state; of an unfinished run with a checkpoint, how far it came and that it can be resumed."""
+        folder, steps = self._config.get("checkpoint.dir"), self._config.get("train.steps")
+        saved = None
+        with suppress(CheckpointError):  # its folder is not here
+            saved = latest_step(Path(folder)) if folder is not None and self.state == "unfinished" else None
+        if saved is None or steps is None:
+            return self.state
+        after = "" if saved == self._step else f" after step {saved}"
+        return f"stopped at step {self._step} of {steps}, can be resumed{after}"
 
     @property
     def over(self) -> bool:
