@@ -9,14 +9,19 @@ import importlib
 import os
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from labkit.cli.arguments import Command, help_text, read
-from labkit.cli.output import readers_may_leave, room, show
+from labkit.cli.arguments import Command, read
+from labkit.cli.output import folded, readers_may_leave, room, show
 from labkit.config import ConfigError
 from labkit.config.errors import nearest, shown
+from labkit.config.field_spec import FieldSpec
+from labkit.config.fields import SPECS, extra_specs
+from labkit.config.sections import SECTIONS
 
 COMMANDS = {
     "doctor": ("doctor_command", "check that this machine can launch ranks"),
@@ -156,3 +161,39 @@ def run_command(command: Command, rest: list[str]) -> int:
         print(arguments.config.to_commented_yaml(room()), end="")
         return 0
     return command.execute(arguments)
+
+
+def help_text(command: Command, given: Sequence[str] = ()) -> str:
+    """`labkit COMMAND --help`: every option, and every field with its text. Lines fit the terminal, or 80 columns.
+
+    given: the words of the command line. An action among them has a page of its own.
+    """
+    width = min(118, room() or 80)
+    for name in [word for word in given if word in command.actions][:1]:
+        action = command.actions[name]
+        command = replace(
+            command, name=f"{command.name} {name}", words=action.words, summary=action.do.__doc__.partition("\n")[0],
+            options=tuple(option for option in command.options if option.key in action.options),
+            example=command.example if f" {name} " in command.example else "",
+        )  # fmt: skip
+    words = f" {command.words}" if command.words else ""
+    takes = " [options]" if command.all_options else ""
+    lines = [f"usage: {command.called}{words}{takes}", "", *textwrap.wrap(command.summary, width)]
+    lines += ["", "options:"] if command.all_options else []
+    for option in command.all_options:
+        lines += _row(option, width, "-p, " if option.pairs else "")
+    specs = (SPECS | extra_specs(command.extra_args_provider)).values()
+    for section, cls in SECTIONS.items() if command.configurable else ():
+        rows = [_row(spec, width) for spec in specs if spec.section == section]
+        lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", width)] if rows else []
+        lines += [line for row in rows for line in row]
+    return "\n".join([*lines, *(["", *folded(command.example, "example: ", width)] if command.example else [])])
+
+
+def _row(spec: FieldSpec, width: int, short: str = "") -> list[str]:
+    """`  --option INT   its text`, the text on lines of its own behind a long option."""
+    values = {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}
+    value = " NAME VALUE" if short else values.get(spec.kind, f" {spec.kind.upper()}")
+    word = f"  {short}--{spec.dotted}{value}"
+    first, *more = [f"{'':26}{line}" for line in spec.help_lines(width - 26)] or [""]
+    return [f"{word:<26}{first[26:]}", *more] if len(word) < 26 else [word, first, *more]

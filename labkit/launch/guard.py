@@ -1,8 +1,8 @@
 """Processes seen from outside. Neither a rank nor the folder of a launch outlives the process that launched it.
 
-A private folder holds a launch's rendezvous, status slots, output, payloads and results, or the sockets of a `labkit
-run`, or that of the fork server. Its owner locks it and removes it at the end. If the owner is killed, the system drops
-the lock, and the next process that makes such a folder removes the old one.
+A private folder holds a launch's rendezvous, status slots, output, payloads and results. Others hold the sockets of a
+`labkit run` or of the fork server. The owner locks its folder and removes it at the end. If the owner is killed, the
+system drops the lock. Its fork server, or the next process that makes such a folder, then removes the old one.
 """
 
 from __future__ import annotations

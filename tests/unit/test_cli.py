@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.cli import main
-from labkit.cli.arguments import CONFIG_OPTIONS, help_text, read
-from labkit.cli.command_line import COMMANDS
+from labkit.cli.arguments import CONFIG_OPTIONS, read
+from labkit.cli.command_line import COMMANDS, help_text
 from labkit.cli.output import folded, table
 from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS, read_layouts
 from labkit.cli.run_command import COMMAND as RUN

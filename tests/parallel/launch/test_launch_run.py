@@ -65,7 +65,7 @@ def test_ranks_keep_the_number_of_connections_with_which_they_start(monkeypatch)
 def test_commands_for_checkpoints_tell_the_launcher_their_layout(monkeypatch):
     monkeypatch.delenv(info.CONNECTIONS, raising=False)
     for options, expected in (({"tp": 2, "pp": 1}, "1"), ({"tp": 1, "pp": 2}, None)):
-        arguments = SimpleNamespace(options={**options, "device": "cpu"})
+        arguments = SimpleNamespace(options={**options, "device": "cpu", "checkpoint": "a"})
         assert model_options.launch(connections, arguments, "a word", progress=print) == expected
 
 
