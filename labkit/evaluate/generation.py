@@ -14,7 +14,7 @@ from torch import Tensor
 from labkit.config.errors import counted
 from labkit.evaluate.kv_cache import caching
 from labkit.evaluate.model import CheckpointModel
-from labkit.evaluate.sampling import NO_TOKEN, Sampler, Sampling
+from labkit.evaluate.sampling import Sampler, Sampling
 from labkit.parallel.vocab.token_ids import check_token_ids
 
 MOST_NEW_TOKENS = 64
@@ -68,11 +68,6 @@ def generate(
         for _ in range(max_new_tokens):
             last_B1 = torch.full((batch, 1), tokens_BS.shape[1] - 1, device=model.device)
             tokens_BS = model.choose(tokens_BS, last_B1, pick, position_ids_BS=positions_BS)
-            if bool((tokens_BS == NO_TOKEN).any()):  # on all ranks alike, so that none waits for another
-                raise ValueError(
-                    "the logits are not finite, so no token can be chosen: give a checkpoint without NaN and infinity, "
-                    "a wider --precision, or a repetition penalty nearer to 1"
-                )
             if occurred is not None:
                 occurred.add(tokens_BS)
             chosen = [token if is_open else None for token, is_open in zip(tokens_BS[:, 0].tolist(), open_B.tolist())]

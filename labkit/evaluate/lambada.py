@@ -109,7 +109,7 @@ def score_passages(
     A passage longer than the model's sequence loses its beginning. done: results of an earlier call; this one goes on
     behind them. on_results: called on every rank after each batch, with all results and the number of passages.
 
-    Raises ValueError for a target that the model's sequence cannot hold.
+    Raises ValueError for a target that the model's sequence cannot hold, and for logits that are not finite.
     """
     longest = max(len(passage.target) for passage in passages)
     if longest >= model.seq_length:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from labkit.config import ConfigError, ModelConfig, MoEConfig, RunConfig
+from labkit.evaluate.sampling import NO_TOKEN, NOT_FINITE
 from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
 from labkit.models.chunks import DTYPES, build_model_chunk, build_model_chunks
@@ -190,6 +191,8 @@ class CheckpointModel:
         """Ids [B, P] that `pick` chooses from the logits at `positions_BP`; the same on all ranks.
 
         pick: logits [B, P, V] -> ids [B, P], int64. Runs on all ranks of the last stage, which have the same logits.
+
+        Raises ValueError on all ranks for logits that are not finite.
         """
 
         def run(chunk: GPTModel) -> Tensor:
@@ -200,8 +203,12 @@ class CheckpointModel:
         ids_BP = None
         if logits_PBV is not None:
             whole = all_gather(logits_PBV, self.groups.tp, dim=-1)[..., : self.config.model.vocab_size]
-            ids_BP = pick(whole.transpose(0, 1).float() if whole.dtype != torch.float64 else whole.transpose(0, 1))
-        return self._from_last(ids_BP, positions_BP.shape, torch.int64)
+            logits_BPV = whole.transpose(0, 1).to(torch.promote_types(torch.float32, whole.dtype))
+            ids_BP = pick(logits_BPV).where(logits_BPV.amax(dim=-1).isfinite(), NO_TOKEN)
+        chosen_BP = self._from_last(ids_BP, positions_BP.shape, torch.int64)
+        if bool((chosen_BP == NO_TOKEN).any()):  # on all ranks alike, so that none waits for another
+            raise ValueError(NOT_FINITE)
+        return chosen_BP
 
     def _through(
         self, tokens_BS: Tensor, position_ids_BS: Tensor | None, last: Callable[[GPTModel], Tensor]

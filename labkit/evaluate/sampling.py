@@ -15,8 +15,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from labkit.config.errors import shown
+from labkit.config.field_spec import FieldSpec
+
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
+NOT_FINITE = (
+    "the logits are not finite, so they say nothing of a text: give a checkpoint without NaN and infinity, a wider "
+    "--precision, or in a generation a repetition penalty nearer to 1"
+)
+"""The words with which every evaluation refuses such logits."""
+FIELDS = (
+    FieldSpec("temperature", "float", ge=0),
+    FieldSpec("top_k", "int", ge=0),
+    FieldSpec("top_p", "float", gt=0, le=1),
+    FieldSpec("repetition_penalty", "float", gt=0),
+    FieldSpec("seed", "int", ge=0, le=2**63 - 1),
+)
+"""The values that `Sampling` may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +54,12 @@ class Sampling:
     """Of the draws."""
 
     def __post_init__(self) -> None:
-        problems = [
-            ("temperature", self.temperature, "must be 0 (greedy) or above", 0 <= self.temperature < math.inf),
-            ("top_k", self.top_k, "must be 0 (all tokens) or above", self.top_k >= 0),
-            ("top_p", self.top_p, "must be above 0 and at most 1", 0 < self.top_p <= 1),
-            ("repetition_penalty", self.repetition_penalty, "must be above 0", 0 < self.repetition_penalty < math.inf),
-            ("seed", self.seed, "must be from 0 to 2^63 - 1", 0 <= self.seed < 2**63),
-        ]
-        if self.temperature == 0 and (self.top_k or self.top_p < 1):
-            problems.append(("temperature", 0, "takes the most likely token; top_k and top_p need one above 0", False))
-        if found := [f"{name} = {value:g} {rule}" for name, value, rule, right in problems if not right]:
-            raise ValueError("; ".join(found))
+        values = [(spec, getattr(self, spec.name)) for spec in FIELDS]
+        problems = [f"{spec.name} = {shown(value)} {rule}" for spec, value in values if (rule := spec.broken(value))]
+        if not problems and self.temperature == 0 and (self.top_k or self.top_p < 1):
+            problems = ["temperature = 0 takes the most likely token; top_k and top_p need one above 0"]
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 class Sampler:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from labkit.evaluate.model import CheckpointModel
+from labkit.evaluate.sampling import NOT_FINITE
 
 Blocks = list[tuple[float, int]]
 """(sum of losses, number of scored tokens) of each window, in order."""
@@ -138,6 +139,8 @@ def score_windows(
 
     done: windows that an earlier call has scored; this one goes on behind them.
     on_blocks: called on every rank after each batch, with all windows so far and the number of all windows.
+
+    Raises ValueError for losses that are not finite.
     """
     starts = window_starts(len(tokens), model.seq_length, stride)
     blocks = list(done or [])
@@ -147,6 +150,8 @@ def score_windows(
         rows = [_window(text, start, model.seq_length, stride) for start in batch]
         inputs_BS, labels_BS, counted_BS = (torch.stack(part).to(model.device) for part in zip(*rows, strict=True))
         loss_BS = model.losses(inputs_BS, labels_BS).double().masked_fill(~counted_BS, 0)
+        if not bool(loss_BS.isfinite().all()):
+            raise ValueError(NOT_FINITE)
         blocks += list(zip(loss_BS.sum(dim=1).tolist(), counted_BS.sum(dim=1).tolist()))
         if on_blocks is not None:
             on_blocks(blocks, len(starts))

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from labkit.evaluate.sampling import NOT_FINITE
 from labkit.finetune.task_files import LEVELS, Choice, Passage, TaskFiles
 from labkit.finetune.task_samples import Windows
 
@@ -31,7 +32,11 @@ def scores_of(files: TaskFiles, split: str, logits_NLn: np.ndarray, windows: Win
     """The scores of one split by name, such as `dev_accuracy` or `dev_f1`.
 
     logits_NLn: of each sample, in the order of the file. windows: those of SQuAD.
+
+    Raises ValueError for logits that are not finite.
     """
+    if not np.isfinite(logits_NLn).all():
+        raise ValueError(f"{split}: {NOT_FINITE}")
     if windows is None:
         found = choice_scores(files.splits[split], logits_NLn.argmax(-1)[:, 0])
     else:

@@ -43,8 +43,8 @@ from labkit.launch import rank_pool as pool
 from labkit.output_files import appearing
 from labkit.parallel.group_plan import GROUP_KINDS
 from labkit.parallel.rank_generator import rank_generators
-from labkit.train.reporting.metrics import JsonLines
 from labkit.schedules import interleaved
+from labkit.train.reporting.metrics import JsonLines
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()

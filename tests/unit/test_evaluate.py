@@ -347,14 +347,20 @@ def test_equal_tokens_share_the_draws_at_any_temperature():
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.5), Sampling(temperature=1, top_p=0.5)])
-def test_logits_that_are_not_finite_choose_no_token(wrong, sampling, run_folder, monkeypatch):
+def test_logits_that_are_not_finite_choose_no_token_and_score_nothing(wrong, sampling, run_folder, text, tmp_path):
     logits = torch.tensor([[1.0, 3.0, wrong], [1.0, 3.0, -math.inf]])
     assert Sampler(sampling)(logits).tolist()[0] == NO_TOKEN and 0 <= Sampler(sampling)(logits).tolist()[1] < 2
     model = CheckpointModel(run_folder)
     for weight in model.chunk.parameters():
         weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="the logits are not finite"):
-        generate(model, [[5]], max_new_tokens=3, sampling=sampling)
+    (tmp_path / "a.jsonl").write_text('{"text": "the bug is in the code"}\n')
+    for work in (
+        lambda: generate(model, [[5]], max_new_tokens=3, sampling=sampling),
+        lambda: evaluate(model, Task(name="wikitext", path=text, stride=4)),
+        lambda: evaluate(model, Task(name="lambada", path=str(tmp_path / "a.jsonl"))),
+    ):
+        with pytest.raises(ValueError, match="the logits are not finite"):
+            work()
 
 
 def test_prompts_that_cannot_be_continued_are_refused(run_folder):
@@ -408,9 +414,17 @@ def test_a_large_penalty_repeats_no_token_of_a_prompt_or_of_its_continuation(run
     [
         ({"temperature": -1.0}, "temperature = -1"),
         ({"top_k": 5}, "temperature = 0 takes the most likely token"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p = 0 must be above 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, r"top_p = 0\.0 must be greater than 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty = 0"),
         ({"seed": -1}, "seed = -1"),
+        ({"top_k": 2.5, "temperature": 1.0}, r"top_k = 2\.5 must be an integer, not a number"),
+        ({"top_k": True, "temperature": 1.0}, "top_k = True must be an integer"),
+        ({"seed": 1.5}, r"seed = 1\.5 must be an integer"),
+        ({"seed": True}, "seed = True must be an integer, not true/false"),
+        ({"seed": 2**63}, "seed = 9223372036854775808 must be at most"),
+        ({"temperature": "1"}, "temperature = '1' must be a number, not text"),
+        ({"temperature": math.nan}, "temperature = nan must be"),
+        ({"top_p": None, "repetition_penalty": "1"}, "top_p = None must be a number.*; repetition_penalty = '1' must"),
     ],
 )
 def test_bad_sampling_is_refused(wrong, words):

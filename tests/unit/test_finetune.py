@@ -337,6 +337,9 @@ def test_only_a_split_with_questions_without_answer_may_be_refused() -> None:
         logits[:, 0, at] = logits[:, 1, at + len(packer.ids("the bug")) - 1] = 2.0
         logits[:, :, 0] = 9.0
         assert scores_of(found, "dev", logits, windows)["dev_exact_match"] == expected
+        logits[0, 0, 0] = np.nan
+        with pytest.raises(ValueError, match="dev: the logits are not finite"):
+            scores_of(found, "dev", logits, windows)
 
 
 def test_no_answer_scores_as_in_the_window_where_it_is_lowest() -> None:

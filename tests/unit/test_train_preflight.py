@@ -175,7 +175,7 @@ def test_run_looks_before_it_launches(monkeypatch: pytest.MonkeyPatch, no_proces
         run(pretrain, 3, presets.tiny().override({"tp": 3}))
     with pytest.raises(ConfigError, match="GPipe is for 2 pipeline ranks"):
         run(partial(pretrain, presets.tiny(), schedule=gpipe(2, 16)), 1, device="cpu")
-    with pytest.raises(ConfigError, match="is for 1 microbatch, but .* 16 makes 16 on each .*; set it to 1$"):
+    with pytest.raises(ConfigError, match=r"is for 1 microbatch, but .* 16 makes 16 on each .*; set it to 1$"):
         run(partial(pretrain, presets.tiny(), schedule=gpipe(1, 1)), 1, device="cpu")
     with pytest.raises(AssertionError, match="a process was started"):
         run(partial(pretrain, model_provider=lambda *_, **__: None), 32, large, device="cpu")  # nobody knows that model

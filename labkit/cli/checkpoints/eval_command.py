@@ -60,7 +60,7 @@ def execute(arguments: Arguments) -> int:
             evaluate_on_rank, arguments, checkpoints, layout_of(arguments), task, options["out"], progress=bar.update
         )
     for row in rows if first_rank() else []:
-        print(json.dumps(row), flush=True) if options["json"] else show(line_of(row))
+        print(json.dumps(row, allow_nan=False), flush=True) if options["json"] else show(line_of(row))
     return 0
 
 

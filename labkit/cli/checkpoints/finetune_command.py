@@ -52,7 +52,7 @@ def execute(arguments: Arguments) -> int:
             show(rows, stream=sys.stderr)
         return interruption.EXIT_CODE
     for row in rows if first_rank() else []:
-        print(json.dumps(row), flush=True) if options["json"] else show(line_of(row))
+        print(json.dumps(row, allow_nan=False), flush=True) if options["json"] else show(line_of(row))
     return 0
 
 

@@ -151,7 +151,7 @@ def export_folder(export: Export, folder: Path, file: str) -> StoredFile:
     try:
         written = export_weights(export, folder / file)
         with appearing(folder / "config.json") as draft:
-            draft.write_text(json.dumps(export.config(), indent=2) + "\n")
+            draft.write_text(json.dumps(export.config(), indent=2, allow_nan=False) + "\n")
         disk.sync_folder(folder)
     except BaseException:
         if made:

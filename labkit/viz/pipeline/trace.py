@@ -46,8 +46,9 @@ def write_trace(events: Timeline | Iterable[Event], path: str | Path, *, arrows:
     rows = [*_metadata(lanes), *(_slice(event, lane) for event, lane in lanes)]
     if arrows:
         rows += _arrows(lanes)
+    text = json.dumps({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": rows}, allow_nan=False)
     with appearing(path) as draft:
-        draft.write_text(json.dumps({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": rows}))
+        draft.write_text(text)
     return path
 
 
