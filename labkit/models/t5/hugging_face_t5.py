@@ -70,13 +70,12 @@ def _layer(ours: str, theirs: str, config: ModelConfig) -> Iterator[tuple[str, t
 def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor of a whole T5, in either form."""
     h, words = config.hidden, (config.vocab_size, config.hidden)
-    attention = {"qkv": (3 * h, h), "proj": (h, h)}
-    cross = {"q": (h, h), "kv": (2 * h, h), "proj": (h, h)}
+    attention = {"attention": {"qkv": (3 * h, h), "proj": (h, h)}}
+    cross = attention | {"cross_attention": {"q": (h, h), "kv": (2 * h, h), "proj": (h, h)}}
     matrices: dict[str, tuple[int, ...]] = {}
     norms = [f"{half}.final_norm" for half in ("encoder", "decoder")]
-    for half, depth in (("encoder", config.layers), ("decoder", decoder_layers(config))):
+    for half, depth, parts in (("encoder", config.layers, attention), ("decoder", decoder_layers(config), cross)):
         for layer in (f"{half}.layers.{index}" for index in range(depth)):
-            parts = {"attention": attention} | ({"cross_attention": cross} if half == "decoder" else {})
             matrices |= {f"{layer}.{part}.{name}": shape for part, of in parts.items() for name, shape in of.items()}
             matrices |= {f"{layer}.mlp.fc1": (fc1_width(config), h), f"{layer}.mlp.fc2": (h, ffn_width(config))}
             norms += [f"{layer}.{part}.norm" for part in (*parts, "mlp")]
