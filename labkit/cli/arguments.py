@@ -145,6 +145,8 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
             taken = text.split("=", 1)
         if len(taken) <= pairs:
             needed = "a name and a value, as in -p steps 5 or -p 10:steps=5" if pairs else "a value after it"
+            if pairs and not equals and rest and not rest[0].startswith("-"):
+                rest.pop(0)  # the name without a value; it is no chapter
             problems.append(f"--{written}: needs {needed}")
         elif option is None:
             entries.append(Entry(f"--{written}", spec.dotted, taken[0]))

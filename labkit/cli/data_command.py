@@ -28,7 +28,7 @@ def execute(arguments: Arguments) -> int:
     action = ACTIONS[words[0]]
     problems = []
     if len(words) - 1 < action.least:
-        problems.append(f"{words[0]} takes {action.words}, and {len(words) - 1} words are given")
+        problems.append(f"{words[0]} takes {action.words}, got {counted(len(words) - 1, 'word')}")
     unread = [option for option in COMMAND.options if option.key not in action.options]
     given = [option.name for option in unread if arguments.options[option.key] != option.default]
     problems += [f"--{name}: {words[0]} does not read it; leave it out" for name in given]
@@ -120,13 +120,13 @@ def _merge(arguments: Arguments, words: Sequence[str]) -> int:
 
 @contextmanager
 def _bar(paths: Sequence[str], words: str) -> Iterator[Callable[[int], Any]]:
-    """A bar of bytes on a terminal; gives the function that advances it."""
+    """A bar of bytes on a terminal, from its first advance on; gives the function that advances it."""
     from tqdm.auto import tqdm
 
     from labkit.data.documents import total_bytes
 
     total = total_bytes(paths)
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None, desc=words) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None, desc=words, delay=1e-3) as bar:
         yield bar.update
 
 

@@ -16,7 +16,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError, exit_code, run_command
 from labkit.cli.output import readers_may_leave, show
 from labkit.config import ConfigError, RunConfig
-from labkit.config.errors import nearest, no_file, shown
+from labkit.config.errors import counted, nearest, no_file, shown
 from labkit.config.field_spec import LONGEST_NAME
 from labkit.events import Event
 
@@ -121,8 +121,8 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     trace = arguments.options["trace"]
     microbatches = config.num_microbatches(world_size)
     on_first_rank(
-        f"{layout_words(config, world_size)}, {config.train.steps} steps of {config.train.global_batch_size} samples, "
-        f"{microbatches} microbatches each"
+        f"{layout_words(config, world_size)}, {counted(config.train.steps, 'step')} of "
+        f"{counted(config.train.global_batch_size, 'sample')}, {counted(microbatches, 'microbatch')} each"
     )
     recorded = config.override({"train.record_events": trace is not None})
     train = partial(train_on_rank, **providers)
@@ -145,7 +145,7 @@ def execute(arguments: Arguments, **providers: Any) -> int:
 
 
 def saved_words(config: RunConfig) -> str:
-    """Say where the same command goes on after an interrupt; empty without `checkpoint.dir`."""
+    """`; the same command goes on from ...` for the line of an interrupt; empty without `checkpoint.dir`."""
     from labkit.train.checkpoint.manifest import CheckpointError
     from labkit.train.checkpoint.resume import to_try
 
@@ -161,7 +161,7 @@ def saved_words(config: RunConfig) -> str:
 def layout_words(config: RunConfig, world_size: int) -> str:
     """`8 ranks: tp 2 x cp 1 x dp 2 x pp 2, experts etp 1 x ep 4 x edp 1 x pp 2`."""
     p, dp = config.parallel, config.data_parallel_size(world_size)
-    words = f"{world_size} {'rank' if world_size == 1 else 'ranks'}: tp {p.tp} x cp {p.cp} x dp {dp} x pp {p.pp}"
+    words = f"{counted(world_size, 'rank')}: tp {p.tp} x cp {p.cp} x dp {dp} x pp {p.pp}"
     if not config.moe.num_experts:
         return words
     etp = p.tp if p.etp is None else p.etp
@@ -235,7 +235,7 @@ def ranks_to_use(arguments: Arguments) -> int | None:
 
         started = info.launchers_numbers()[1]
         if asked is not None and asked != started:
-            words = "1 rank" if started == 1 else f"{started} ranks"
+            words = counted(started, "rank")
             arguments.problems.append(
                 f"--nproc {asked}: torchrun started {words}; leave it out{info.leftover_advice()}"
             )
@@ -328,8 +328,8 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     from labkit.train.reporting.progress_line import FIELDS
 
     done = result.resumed_after + len(result.losses)
-    lines = [f"step {done} of {config.train.steps}: training loss {loss:.4f}" for loss in result.losses[-1:]]
-    lines = lines or [f"no step to do: the checkpoint has all {done}; to go on, raise train.steps"]
+    lines = [f"step {done:,} of {config.train.steps:,}: training loss {loss:.4f}" for loss in result.losses[-1:]]
+    lines = lines or [f"no step to do: the checkpoint has all {done:,}; to go on, raise train.steps"]
     if not (result.losses or result.metrics):
         return lines
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
@@ -376,7 +376,7 @@ def never_captured(config: RunConfig) -> list[str]:
     steps, eager = config.train.steps, config.graph.cuda_graph_warmup_steps
     if config.graph.cuda_graph_impl == "none" or eager < steps:
         return []
-    said = "the only step was warm-up" if steps == 1 else f"all {steps} steps were warm-up"
+    said = "the only step was warm-up" if steps == 1 else f"all {steps:,} steps were warm-up"
     return [f"no training step ran by CUDA graphs: {said} (graph.cuda_graph_warmup_steps = {eager})"]
 
 

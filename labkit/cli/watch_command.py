@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.config.errors import counted
 from labkit.train.reporting.progress_bar import columns
 from labkit.train.reporting.progress_line import all_lines, one_line
 from labkit.train.reporting.run_records import RunRecords, names_of, pause, runs_in
@@ -106,7 +107,7 @@ def frame(runs: Sequence[RunRecords], width: int | None = None, height: int | No
         longest = min(max(map(len, names)), 100 if width is None else width // 4)
         lines = [_line(run, name, longest, width) for run, name in zip(runs, names, strict=True)]
     if height is not None and len(lines) > height:
-        more = f"{len(lines) - height + 1} more lines; a higher terminal shows them"
+        more = f"{counted(len(lines) - height + 1, 'more line')}; a higher terminal shows them"
         return [*lines[: height - 1], more[:width]]
     room = None if height is None else height - len(lines)
     wide = shutil.get_terminal_size((100, 24)).columns if width is None else width

@@ -86,18 +86,24 @@ def pieces_of(path: str | Path, key: str) -> Iterator[Piece]:
         DocumentError: the file is missing, of another kind, or damaged.
         ModuleNotFoundError: a Parquet file without pyarrow.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise DocumentError(f"{path}: {no_file(path)}; labkit reads {', '.join(ENDINGS)}")
+    path = _sound(path)
     if path.suffix == ".txt":
         content = path.read_bytes()
         yield Piece(str(path), 1, (content,), len(content))
     elif path.suffix in (".jsonl", ".json"):
         yield from _lines(path)
-    elif path.suffix == ".parquet":
-        yield from _rows(path, key)
     else:
+        yield from _rows(path, key)
+
+
+def _sound(path: str | Path) -> Path:
+    """The path of a file that is there, with one of `ENDINGS`."""
+    path = Path(path)
+    if not path.is_file():
+        raise DocumentError(f"{path}: {no_file(path)}; labkit reads {', '.join(ENDINGS)}")
+    if path.suffix not in ENDINGS:
         raise DocumentError(f"{path}: labkit reads {', '.join(ENDINGS)} files; convert it, or rename it")
+    return path
 
 
 def _lines(path: Path) -> Iterator[Piece]:
@@ -137,8 +143,8 @@ def _rows(path: Path, key: str) -> Iterator[Piece]:
 
 
 def total_bytes(paths: Sequence[str | Path]) -> int:
-    """Bytes of all files, for a progress bar."""
-    return sum(Path(path).stat().st_size for path in paths if Path(path).is_file())
+    """Bytes of all files, for a progress bar. Raises DocumentError as `pieces_of` for a missing one or another kind."""
+    return sum(_sound(path).stat().st_size for path in paths)
 
 
 def sentences_of(text: str) -> list[str]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from labkit.config.errors import counted
 from labkit.data.text import bundled_text, bundled_tokens, encode, load_tokenizer, read_text, vocabulary_size
 
 if TYPE_CHECKING:
@@ -150,9 +151,9 @@ def build_gpt_datasets(config: RunConfig) -> tuple[Samples, Samples, Samples]:
     for name, share, start, end in zip(SPLITS, shares, bounds[:-1], bounds[1:]):
         if share > 0 and end - start < need:
             raise ValueError(
-                f"data: the {name} split ({share:.0%} of {len(tokens)} tokens) has {end - start} tokens, but one "
-                f"sample needs model.seq_length + 1 = {need}; give a longer text, a shorter seq_length "
-                "or another data.split"
+                f"data: the {name} split ({share:.0%} of {counted(len(tokens), 'token')}) has "
+                f"{counted(end - start, 'token')}, but one sample needs model.seq_length + 1 = {need:,}; "
+                "give a longer text, a shorter seq_length or another data.split"
             )
         datasets.append(
             GPTDataset(tokens[start:end], need - 1, seed=config.train.seed, shuffle=name == "train", name=name)

@@ -34,6 +34,7 @@ from typing import BinaryIO, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from labkit.config.errors import counted
 from labkit.output_files import naming
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -121,7 +122,7 @@ class IndexedDataset(Sequence[np.ndarray]):
         if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
             self._refuse(self.idx_path, f"is not the index of an indexed dataset, which begins with {MAGIC[:7]!r}")
         if len(header) < _HEADER.size:
-            self._refuse(self.idx_path, f"ends after {size} bytes, inside the header of {_HEADER.size}")
+            self._refuse(self.idx_path, f"ends after {counted(size, 'byte')}, inside the header of {_HEADER.size}")
         _, version, code, count, document_count = _HEADER.unpack(header)
         if version != VERSION:
             self._refuse(self.idx_path, f"has version {version}; labkit and Megatron read version {VERSION}")
@@ -131,11 +132,11 @@ class IndexedDataset(Sequence[np.ndarray]):
         """Type of the ids."""
         wanted = _HEADER.size + 12 * count + 8 * document_count
         if size == wanted + count and count:
-            rule = f"holds a mode for each of {count} sequences, as multimodal datasets do; labkit reads text alone"
+            rule = f"holds a mode for each of {count:,} sequences, as multimodal datasets do; labkit reads text alone"
             raise ValueError(f"{self.idx_path}: {rule}")
         if size != wanted:
-            claim = f"{count} sequences and {document_count} document indices take {wanted} bytes"
-            self._refuse(self.idx_path, f"has {size} bytes, but {claim}")
+            claim = f"{counted(count, 'sequence')} and {document_count:,} document indices take {wanted:,} bytes"
+            self._refuse(self.idx_path, f"has {counted(size, 'byte')}, but {claim}")
         return count, document_count
 
     def _check_documents(self) -> None:
@@ -170,11 +171,10 @@ class IndexedDataset(Sequence[np.ndarray]):
             end = int(ends[-1])
             if end > size:
                 where = self._named(start + int(np.flatnonzero(ends > size)[0]))
-                self._refuse(self.bin_path, f"has {size} bytes and ends before the end of {where}")
+                self._refuse(self.bin_path, f"has {counted(size, 'byte')} and ends before the end of {where}")
         if end != size:
-            self._refuse(
-                self.bin_path, f"has {size} bytes, but the {len(self)} sequences of {self.idx_path} have {end}"
-            )
+            held = counted(len(self), "sequence")
+            self._refuse(self.bin_path, f"has {counted(size, 'byte')}, but the {held} of {self.idx_path} have {end:,}")
 
     def _named(self, sequence: int) -> str:
         """`sequence 7 (document 3)`."""
@@ -278,7 +278,8 @@ class IndexedDatasetBuilder:
             rule = f"an id behind document {self.num_documents - 1} is {wrong}, which {self.dtype.name} cannot hold"
             raise ValueError(f"{self.bin_path}: {rule}; choose a wider type")
         if sum(lengths) != stored.size or min(lengths, default=0) < 0:
-            rule = f"the sequences of document {self.num_documents} have {sum(lengths)} tokens, not {stored.size}"
+            has = counted(sum(lengths), "token")
+            rule = f"the sequences of document {self.num_documents} have {has}, not {stored.size:,}"
             raise ValueError(f"{self.bin_path}: {rule}; give the tokens of each sequence")
         with naming(self.bin_path):
             self._bin.write(stored.tobytes())

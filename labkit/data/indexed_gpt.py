@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from labkit.config import RunConfig
+from labkit.config.errors import counted
 from labkit.data.index_cache import cached, checksum
 from labkit.data.indexed import IndexedDataset
 from labkit.data.sample_index import TooFewTokensError, build_blending_indices, build_indices, normalized
@@ -117,7 +118,8 @@ class BlendedDataset:
         for number, taken in enumerate(np.bincount(self.dataset_index, minlength=len(self.datasets))):
             if taken > len(self.datasets[number]):
                 prefix, there = self.datasets[number].prefix, len(self.datasets[number])
-                raise ValueError(f"the blend takes {taken} samples of {prefix}, which has {there}; build more of it")
+                wanted = counted(int(taken), "sample")
+                raise ValueError(f"the blend takes {wanted} of {prefix}, which has {there:,}; build more of it")
 
     def __len__(self) -> int:
         """Samples of the blend."""
@@ -181,7 +183,7 @@ class IndexedSource:
         try:
             return self._build(indexed, part, num_samples=samples, name=name, cache=self._cache(indexed))
         except TooFewTokensError as error:
-            words = f"the {name} split ({end - begin:.0%} of {documents} documents) of {indexed.prefix}"
+            words = f"the {name} split ({end - begin:.0%} of {counted(documents, 'document')}) of {indexed.prefix}"
             advice = "give more documents, a shorter model.seq_length or another data.split"
             raise ValueError(f"data: {words} has {error}; {advice}") from None
 

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from labkit.config.errors import counted
+
 LAST_EPOCH_SHARE = 0.80
 """Share of the last epoch's samples below which that epoch is shuffled by itself."""
 
@@ -58,7 +60,7 @@ def epochs_for(tokens: int, seq_length: int, num_samples: int | None) -> Epochs:
         TooFewTokensError: one epoch is too short for one sample.
     """
     if tokens <= seq_length:
-        raise TooFewTokensError(f"{tokens} tokens, but one sample needs seq_length + 1 = {seq_length + 1}")
+        raise TooFewTokensError(f"{counted(tokens, 'token')}, but one sample needs seq_length + 1 = {seq_length + 1:,}")
     count = 1 if num_samples is None else max(1, math.ceil((num_samples * seq_length + 1) / tokens))
     samples = (count * tokens - 1) // seq_length
     if num_samples is None or count == 1:

@@ -113,7 +113,7 @@ def score_passages(
     """
     longest = max(len(passage.target) for passage in passages)
     if longest >= model.seq_length:
-        raise ValueError(f"a target of {longest} tokens does not fit the model's sequence of {model.seq_length}")
+        raise ValueError(f"a target of {longest:,} tokens does not fit the model's sequence of {model.seq_length:,}")
     results = list(done)
     while len(results) < len(passages):
         batch = passages[len(results) : len(results) + micro_batch_size]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from labkit.config import ConfigError, ModelConfig, MoEConfig, RunConfig
+from labkit.config.errors import counted
 from labkit.evaluate.sampling import NO_TOKEN, NOT_FINITE
 from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
@@ -78,7 +79,8 @@ def layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
     if family in ("bert", "t5"):
         return [f"model.family = {family!r}: perplexity, LAMBADA and generation need a model of the next token"]
     if groups.world_size != tp * pp:
-        return [f"{groups.world_size} ranks, and tp {tp} x pp {pp}: start {tp * pp} ranks, or raise tp or pp"]
+        ranks, needed = counted(groups.world_size, "rank"), counted(tp * pp, "rank")
+        return [f"{ranks}, and tp {tp} x pp {pp}: start {needed}, or raise tp or pp"]
     if config.moe.num_experts and tp > 1:
         config = config.override({"parallel.sequence_parallel": True})  # how `_GPTUnderTp` builds layers with experts
     return config.problems(groups.world_size)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from labkit.config.errors import counted
 from labkit.evaluate.model import CheckpointModel
 from labkit.evaluate.sampling import NOT_FINITE
 
@@ -119,9 +120,9 @@ def window_starts(tokens: int, seq_length: int, stride: int) -> range:
     Raises ValueError for a text of fewer than two tokens and a stride that is not from 1 to seq_length.
     """
     if not 1 <= stride <= seq_length:
-        raise ValueError(f"stride = {stride}: must be from 1 to the model's sequence of {seq_length} tokens")
+        raise ValueError(f"stride = {stride}: must be from 1 to the model's sequence of {counted(seq_length, 'token')}")
     if tokens < 2:
-        raise ValueError(f"the text has {tokens} tokens; at least 2 are needed, of which the second is scored")
+        raise ValueError(f"the text has {counted(tokens, 'token')}; it needs 2, of which the second is scored")
     further = max(0, tokens - 1 - seq_length)
     return range(0, stride * math.ceil(further / stride) + 1, stride)
 

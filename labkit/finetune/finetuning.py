@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from labkit.config import ConfigError, RunConfig
+from labkit.config.errors import counted
 from labkit.data.datasets import data_iterator
 from labkit.finetune.scores import scores_of
 from labkit.finetune.starting_weights import Weights, load_weights, weights_at
@@ -163,7 +164,7 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
     dp = world_size // (given.tp * given.pp)
     problems = []
     if dp * given.tp * given.pp != world_size:
-        problems.append(f"{world_size} ranks are no multiple of tp {given.tp} x pp {given.pp}")
+        problems.append(f"{counted(world_size, 'rank')}: no multiple of tp {given.tp} x pp {given.pp}")
     elif row.batch % dp:
         problems.append(f"a batch of {row.batch} cannot be shared out over dp = {dp}; give a multiple by --batch")
     if given.sequence_parallel and prepared.packer.length % given.tp:

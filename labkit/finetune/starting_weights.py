@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from labkit.config import ModelConfig
+from labkit.config import ConfigError, ModelConfig
 from labkit.parallel.collectives import gather_objects
 from labkit.parallel.groups import ParallelGroups
 from labkit.train.checkpoint.boxes import Box, whole
@@ -79,11 +79,11 @@ class _Export:
 def weights_at(path: Path, step: int | None = None) -> Weights:
     """The weights at `path`. step: of a folder of checkpoints; None is the latest.
 
-    Raises CheckpointError if there is none, for a damaged one, and for a model that is no BERT.
+    Raises CheckpointError if there is none and for a damaged one, ConfigError for a model that is no BERT.
     """
     found: Weights = _Export(path) if is_export(path) else _Checkpoint(path, step)
     if found.model.family != "bert":
-        raise CheckpointError(f"{found.source} holds a {found.model.family}; the tasks of Table 6 need a BERT")
+        raise ConfigError([f"--checkpoint: {found.source} holds a {found.model.family}; fine-tuning needs a BERT"])
     return found
 
 

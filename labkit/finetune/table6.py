@@ -35,7 +35,7 @@ class Row(NamedTuple):
     @property
     def words(self) -> str:
         """`batch 128, lr 1e-05, 10 epochs`."""
-        return f"batch {self.batch}, lr {self.lr:g}, {self.epochs:g} epochs"
+        return f"batch {self.batch:,}, lr {self.lr:g}, {self.epochs:g} epoch{'' if self.epochs == 1 else 's'}"
 
 
 TABLE_6: dict[str, dict[str, Row]] = {

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labkit.config.errors import shown
+from labkit.config.errors import counted, shown
 from labkit.data.text import parse_json, whole_characters
 
 TASKS = ("mnli", "qqp", "race", "squad")
@@ -190,8 +190,8 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, s
 def _few(path: Path, left_out: int, rows: int) -> None:
     if left_out > MOST_LEFT_OUT * rows:
         raise ValueError(
-            f"{path}: {left_out} of {rows} rows cannot be used, and 1% may be; each row needs its texts and as many "
-            "cells as the header, and each answer must stand at its place in the text"
+            f"{path}: {left_out:,} of {counted(rows, 'row')} cannot be used, and 1% may be; each row needs its "
+            "texts and as many cells as the header, and each answer must stand at its place in the text"
         )
 
 

@@ -9,6 +9,7 @@ import textwrap
 import time
 from dataclasses import dataclass, field
 
+from labkit.config.errors import counted
 from labkit.launch.machine import MORE_FILES
 from labkit.launch.status import Status
 from labkit.launch.worker import Failure
@@ -88,7 +89,11 @@ def compose(outcomes: list[Outcome], limit: float) -> RankError:
 
 def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
     what = "; ".join(f"rank {o.rank} {_death(o.exit_code)}" for o in died)
-    lines = [f"{len(died)} of {len(outcomes)} ranks died: {what}", *_others(outcomes, died), *_stacks(outcomes)]
+    lines = [
+        f"{len(died)} of {counted(len(outcomes), 'rank')} died: {what}",
+        *_others(outcomes, died),
+        *_stacks(outcomes),
+    ]
     return RankError("\n".join(lines), ranks=[o.rank for o in died], kind="died")
 
 
@@ -125,7 +130,7 @@ def _silent(outcomes: list[Outcome], limit: float) -> RankError:
     absent = [o for o in missing if o.status.text == ""] or missing
     count = len(outcomes)
     if missing and len(absent) == count:
-        culprits, head = absent, f"none of {count} ranks joined within {limit:g} s"
+        culprits, head = absent, f"none of {counted(count, 'rank')} joined within {limit:g} s"
     elif missing:
         culprits = absent
         head = f"{_names(absent)} of {count} never joined within {limit:g} s; the others could not start"

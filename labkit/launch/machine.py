@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from labkit.config.errors import counted
+
 CROWDED = 10
 """A launch warns above so many ranks per core."""
 FILES_PER_RANK = 3
@@ -60,7 +62,7 @@ def crowding(ranks: int) -> str:
     if ranks <= CROWDED * cores:
         return ""
     return (
-        f"labkit: {ranks} ranks share {cores} {'core' if cores == 1 else 'cores'}; they take turns, so expect each "
+        f"labkit: {ranks} ranks share {counted(cores, 'core')}; they take turns, so expect each "
         f"to wait {ranks // cores} times as long as it computes"
     )
 
@@ -75,7 +77,8 @@ def too_few_files(ranks: int) -> str:
         left = 0
     if limit == resource.RLIM_INFINITY or left >= needed:
         return ""
-    return f"{ranks} ranks need about {needed} open files, and {left} of {limit} are left; {MORE_FILES}"
+    need = f"{counted(ranks, 'rank')} need{'s' if ranks == 1 else ''}"
+    return f"{need} about {needed:,} open files, and {left:,} of {limit:,} are left; {MORE_FILES}"
 
 
 def host_memory(root: Path = _ROOT) -> Memory:

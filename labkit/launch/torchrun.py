@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from labkit.config.errors import counted
 from labkit.launch import info, machine, status
 from labkit.launch.failure_report import RankError
 
@@ -39,7 +40,7 @@ def run_here(
     started = info.launchers_numbers()[1]
     if world_size != started:
         raise info.launch_refused(
-            f"run() was asked for {world_size} ranks, but torchrun started {started}: "
+            f"run() was asked for {counted(world_size, 'rank')}, but torchrun started {started}: "
             f"start it with --nproc-per-node {world_size} (times --nnodes), or ask for {started}"
         )
     _join(backend, device, debug, group_timeout)

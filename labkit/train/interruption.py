@@ -42,7 +42,7 @@ class RunInterrupted(Exception):
         """step: finished steps. steps: those that were asked for. checkpoint: where the state was saved, if it was."""
         self.step, self.steps, self.checkpoint = step, steps, checkpoint
         kept = f"checkpoint: {checkpoint}" if checkpoint is not None else "nothing was saved"
-        super().__init__(f"stopped by SIGTERM after step {step} of {steps}; {kept}")
+        super().__init__(f"stopped by SIGTERM after step {step:,} of {steps:,}; {kept}")
 
 
 def stop_requested() -> bool:

@@ -65,7 +65,9 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
     """Raise ValueError if the schedule does not fit batch, stages or layers of the run."""
     microbatches, parallel = config.num_microbatches(world_size), config.parallel
     if schedule.pp != parallel.pp:
-        raise ValueError(f"{schedule.name} is for {schedule.pp} pipeline ranks, but parallel.pp is {parallel.pp}")
+        raise ValueError(
+            f"{schedule.name} is for {counted(schedule.pp, 'pipeline rank')}, but parallel.pp is {parallel.pp}"
+        )
     if schedule.num_microbatches != microbatches:
         batch = config.train.global_batch_size
         fitting = batch * schedule.num_microbatches // microbatches

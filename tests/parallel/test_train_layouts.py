@@ -183,6 +183,6 @@ def test_a_test_that_fails_after_training_says_what_is_kept(tmp_path):
         run(pretrain_with_a_bad_test, 2, small(tp=2, eval_steps=1, output_dir=str(tmp_path), write_events=True))
     text = str(error.value)
     assert "RuntimeError: bad sample" in text
-    assert "all 2 training steps were done" in text and str(tmp_path) in text
+    assert "done: 2 of 2 training steps" in text and str(tmp_path) in text
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert {event.rank for event in read_jsonl(tmp_path / "events.jsonl")} == {0, 1}

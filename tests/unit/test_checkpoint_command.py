@@ -329,8 +329,8 @@ def test_where_a_run_begins(own: str | None, load: str | None, expected: list[st
 REQUESTS = [
     ("", "no action named; give one of list, verify, export, import"),
     ("lst DIR", "there is no such action; give one of list, verify, export, import, as in labkit checkpoint"),
-    ("list", "list takes DIR, and 0 words are given"),
-    ("export DIR", "export takes DIR and OUT, and 1 words are given"),
+    ("list", "list takes DIR, got 0 words"),
+    ("export DIR", "export takes DIR and OUT, got 1 word:"),
     ("verify DIR --step 2", "--step: only export reads it; leave it out"),
     ("list DIR --overwrite --dtype fp32", "--dtype: only export reads it"),
     ("export DIR DIR/../x --dtype fp8", "--dtype 'fp8': must be one of fp32, bf16, fp16"),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,9 @@ from labkit.data.preparation import Recipe, prepare
 from labkit.data.text import BUNDLED, END_OF_TEXT, end_token
 
 ENTRIES = [entry for entry in bundled_text()[:120_000].split("\n\n") if entry.strip()]
+
+
+SAMPLE = str(resources.files("labkit.data") / "bundled" / "sample.jsonl")
 
 
 def jsonl(path: Path, texts, key="text") -> Path:
@@ -226,20 +230,38 @@ def test_the_command_prepares_shows_and_merges(tmp_path, capsys):
     [
         ([], "no action named; give one of prepare, clean, show, merge"),
         (["prepar", "a"], 'there is no such action; .* did you mean "prepare"'),
-        (["prepare", "a.txt"], r"prepare takes FILE... PREFIX, and 1 words are given"),
+        (["prepare", "a.txt"], r"prepare takes FILE... PREFIX, got 1 word$"),
         (["show", "a", "--key", "b"], "--key: show does not read it; leave it out"),
         (["show", "nowhere"], r"nowhere\.idx: there is no such file"),
         (["prepare", "nowhere.txt", "x", "--workers", "1"], r"nowhere\.txt: no such file"),
         (["prepare", ".", "x", "--workers", "1"], r"\.: is a folder; give a file; labkit reads \.txt"),
         (["join", "a", "b", "c"], 'did you mean "merge"'),
-        (["prepare", "a.txt", "x", "--tokenizer", "nowhere.json"], "'nowhere.json': no such file"),
+        (["prepare", SAMPLE, "x", "--tokenizer", "nowhere.json"], "'nowhere.json': no such file"),
         (["prepare", "a.txt", "x", "--workers", "0"], "must be at least 1"),
     ],
 )
 def test_the_command_refuses(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["data", *words]) == 2
-    assert re.search(said, capsys.readouterr().err) and list(tmp_path.iterdir()) == []
+    assert re.search(said, capsys.readouterr().err, re.M) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", [["a.txt", "there"], ["a.txt", "nowhere.txt", "x"], ["a.txt", "a.pdf", "x"], ["clean", "a.jsonl", "x"]]
+)
+def test_what_is_refused_draws_no_bar_and_reads_no_file(words, tmp_path, monkeypatch):
+    """The bar of a terminal; the first file of several is not tokenised for nothing."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.pdf", "there.bin", "there.idx"):
+        (tmp_path / name).write_text("The hound. " * 9)
+    monkeypatch.setattr("labkit.data.documents.Piece.texts", lambda *_: pytest.fail("a file was read"))
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", stream)
+        assert main(["data", *([] if words[0] == "clean" else ["prepare"]), *words]) == 2
+    said = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert said.startswith("labkit data: ") and "%" not in said, said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -61,7 +61,7 @@ def test_an_infinite_loss_that_is_not_scored_does_not_enter():
 def test_windows_that_score_nothing_are_refused():
     with pytest.raises(ValueError, match="stride = 17: must be from 1 to the model's sequence of 16 tokens"):
         window_starts(100, 16, 17)
-    with pytest.raises(ValueError, match="the text has 1 tokens"):
+    with pytest.raises(ValueError, match="the text has 1 token; "):
         window_starts(1, 16, 4)
 
 
@@ -474,6 +474,30 @@ def test_rows_of_all_checkpoints_and_a_text_on_the_terminal(run_folder, text, tm
     made = json.loads(capsys.readouterr().out)
     assert main(["generate", "the bug", "--checkpoint", str(run_folder), "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out == f"the bug{made['text']}\n"
+
+
+def test_numbers_of_a_line_have_commas_and_names():
+    words = {
+        "task": "wikitext",
+        "checkpoint": "step_1",
+        "low": 999.94,
+        "high": 485165195.4,
+        "adjusted_perplexity": 21843.2,
+    }
+    assert line_of(
+        {**words, "perplexity": 1234.5, "token_perplexity": 684.26, "original_words": 1, "tokens": 1200}
+    ) == (
+        "step_1: perplexity 1,234 (95%: 999.9 to 485,165,195) by 1 word; Megatron's adjusted perplexity 21,843; "
+        "perplexity per token 684.3, 1,200 tokens"
+    )
+    scores = {
+        "task": "lambada",
+        "checkpoint": "step_1",
+        "accuracy": 0.0,
+        "low": Accuracy(0, 5).interval[0],
+        "high": 0.4345,
+    }
+    assert line_of({**scores, "right": 0, "passages": 5}) == "step_1: 0.00% right (95%: 0.00 to 43.45), 0 of 5 passages"
 
 
 def test_a_damaged_checkpoint_is_named(run_folder, tmp_path, text, capsys):

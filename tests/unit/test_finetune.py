@@ -556,8 +556,8 @@ def test_what_the_ranks_see_is_refused_in_one_sentence(
     gpt = tmp_path / "gpt"
     pretrain(presets.tiny().override({"layers": 1, "steps": 1, "global_batch_size": 1, "checkpoint.dir": str(gpt)}))
     path = folder("qqp", train=8, dev=4)
-    assert main(["finetune", "qqp", "--path", str(path), "--checkpoint", str(gpt)]) == 1
-    assert "holds a gpt; the tasks of Table 6 need a BERT" in capsys.readouterr().err
+    assert main(["finetune", "qqp", "--path", str(path), "--checkpoint", str(gpt)]) == 2
+    assert "holds a gpt; fine-tuning needs a BERT\n" in capsys.readouterr().err
     (path / "dev.tsv").unlink()
     assert main(["finetune", "qqp", "--path", str(path), "--checkpoint", checkpoint]) == 2
     error = capsys.readouterr().err

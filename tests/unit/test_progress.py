@@ -152,7 +152,7 @@ def test_lines_come_every_second_and_later_every_minute(monkeypatch: pytest.Monk
         for step in range(1, steps + 1):
             now += 0.5
             bar.update({"step": step, "loss": 1.0})
-    shown = [int(number) for number in re.findall(r"^step (\d+) of", stream.getvalue(), re.M)]
+    shown = [int(number.replace(",", "")) for number in re.findall(r"^step ([\d,]+) of", stream.getvalue(), re.M)]
     assert shown[:4] == [1, 3, 5, 7] and shown[-1] == steps, "half a second a step: every second step"
     assert shown[-2] - shown[-3] == 120, "a line a minute after 10,000 s"
     assert 300 < len(shown) < 600

@@ -85,7 +85,7 @@ def test_several_stages_a_rank_and_split_backwards():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="index 3: 3 steps were recorded"):
+    with pytest.raises(ValueError, match="index 3: 3 steps recorded"):
         step_events(run_events(0), 3)
     with pytest.raises(ValueError, match="record_events"):
         pipeline_events([[], []])

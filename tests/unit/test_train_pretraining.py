@@ -105,7 +105,7 @@ def test_a_test_that_fails_leaves_the_losses_and_says_where(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 3, 3] and "validation_loss" in lines[-1]
     [note] = error.value.__notes__
-    assert "all 3 training steps were done" in note and str(tmp_path) in note and f"{lines[1]['loss']:.4f}" in note
+    assert "done: 3 of 3 training steps" in note and str(tmp_path) in note and f"{lines[1]['loss']:.4f}" in note
     assert {event.kind for event in read_jsonl(tmp_path / "events.jsonl")} >= {"forward", "backward"}
 
 

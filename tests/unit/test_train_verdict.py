@@ -93,7 +93,7 @@ def test_rounding_is_no_failure_and_is_told(monkeypatch):
     assert [row.first_difference for row in found.rows] == [None, "bias parameter"]
     assert [row.differing for row in found.rows] == [(), ("bias parameter",)]
     assert found.sentence.startswith(
-        "1 of 2 layouts agree with one process to 1e-05 over 1 optimizer steps in float32. "
+        "1 of 2 layouts agree with one process to 1e-05 over 1 optimizer step in float32. "
     )
     assert "by up to 2.6e-05, first in bias parameter: rounding" in found.sentence
     assert [line.split()[7:] for line in found.table().splitlines()[1:]] == [

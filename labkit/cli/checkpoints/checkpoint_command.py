@@ -10,7 +10,7 @@ from typing import NamedTuple
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import folded, loading, room, show, table
-from labkit.config.errors import nearest, shown
+from labkit.config.errors import counted, nearest, shown
 from labkit.output_files import unwritable
 from labkit.train.checkpoint.inventory import FACTS, checkpoints_at, chosen, row_of, size_words, strays
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
@@ -32,7 +32,7 @@ def execute(arguments: Arguments) -> int:
     action = ACTIONS[words[0]]
     problems = []
     if len(words) - 1 != len(names := action.words.split()):
-        rule = f"takes {' and '.join(names)}, and {len(words) - 1} words are given"
+        rule = f"takes {' and '.join(names)}, got {counted(len(words) - 1, 'word')}"
         problems.append(f"{words[0]} {rule}: labkit checkpoint {words[0]} {action.words}")
     for option in COMMAND.options:
         value = arguments.options[option.key]
@@ -69,7 +69,7 @@ def _verify(arguments: Arguments, folder: Path) -> int:
     for cut in remains_in(folder):
         show(f"{cut}: a checkpoint that was never finished; no run reads it, and the next run here removes it")
     if bad:
-        raise CommandFailedError("\n  ".join([f"{len(bad)} problem{'s' if len(bad) > 1 else ''}", *bad]))
+        raise CommandFailedError("\n  ".join([counted(len(bad), "problem"), *bad]))
     return 0
 
 
@@ -89,8 +89,8 @@ def _problems(path: Path) -> Iterator[str]:
     if not problems:
         size = size_words(sum(file.size for file in stored.files.values()))
         state = " with the optimizer's state" if any(name.startswith("exp_avg.") for name in stored.tensors) else ""
-        files = f"{len(stored.files)} file{'' if len(stored.files) == 1 else 's'}"
-        show(f"{path}: good, {files}, {len(stored.tensors)} tensors{state}, {size}")
+        files, tensors = counted(len(stored.files), "file"), counted(len(stored.tensors), "tensor")
+        show(f"{path}: good, {files}, {tensors}{state}, {size}")
 
 
 def _export(arguments: Arguments, folder: Path, out: Path) -> int:
@@ -119,7 +119,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
         raise CommandFailedError(f"export of {path} to {target}: {why}") from error
     beside = "" if as_file else ", with config.json"
     size = size_words(written.size)
-    show(f"{target}: {len(export.likes)} tensors of a {export.family}, {size}, from {path.name}{beside}")
+    show(f"{target}: {counted(len(export.likes), 'tensor')} of a {export.family}, {size}, from {path.name}{beside}")
     return 0
 
 
@@ -156,8 +156,9 @@ def _import(arguments: Arguments, folder: Path, source: Path) -> int:
     except OSError as error:
         raise CommandFailedError(f"import to {folder}: {error}") from error
     size = size_words(sum(file.size for file in manifest.files.values()))
+    tensors = counted(len(manifest.tensors), "tensor")
     start = [
-        f"{len(manifest.tensors)} tensors, {size}. Save this as f.yaml; a run of this model then starts from them by",
+        f"{tensors}, {size}. Save this as f.yaml; a run of this model then starts from them by",
         f"  labkit train --config f.yaml --checkpoint.load {quote(str(folder))}",
     ]
     pickled = sorted(source.glob("pytorch_model*.bin"))

@@ -19,7 +19,7 @@ from labkit.cli.checkpoints.model_options import (
 )
 from labkit.cli.output import show
 from labkit.cli.train_command import first_rank
-from labkit.config.errors import nearest, shown
+from labkit.config.errors import counted, nearest, shown
 from labkit.train.checkpoint.inventory import checkpoints_at
 from labkit.train.checkpoint.manifest import CheckpointError
 
@@ -99,15 +99,15 @@ def line_of(row: dict[str, Any]) -> str:
     """A result in words."""
     if row["task"] == "lambada":
         share = f"{100 * row['accuracy']:.2f}% right (95%: {100 * row['low']:.2f} to {100 * row['high']:.2f})"
-        return f"{row['checkpoint']}: {share}, {row['right']:,} of {row['passages']:,} passages"
+        return f"{row['checkpoint']}: {share}, {row['right']:,} of {counted(row['passages'], 'passage')}"
     names = ("perplexity", "low", "high", "adjusted_perplexity", "token_perplexity")
-    words, low, high, adjusted, token = (
+    by_word, low, high, adjusted, by_token = (
         f"{row[name]:,.0f}" if row[name] >= 999.95 else f"{row[name]:#.4g}" for name in names
     )
     interval = "" if row["low"] == row["high"] else f" (95%: {low} to {high})"  # one window has none
     return (
-        f"{row['checkpoint']}: perplexity {words}{interval} by {row['original_words']:,} words; Megatron's adjusted "
-        f"{adjusted}; {token} a token, {row['tokens']:,} tokens"
+        f"{row['checkpoint']}: perplexity {by_word}{interval} by {counted(row['original_words'], 'word')}; Megatron's "
+        f"adjusted perplexity {adjusted}; perplexity per token {by_token}, {counted(row['tokens'], 'token')}"
     )
 
 

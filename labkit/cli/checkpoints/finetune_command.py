@@ -19,8 +19,8 @@ from labkit.cli.checkpoints.model_options import (
 )
 from labkit.cli.output import show
 from labkit.cli.train_command import first_rank, started_by_torchrun
-from labkit.config.errors import nearest, shown
-from labkit.finetune.table6 import DROPOUT, LENGTH, SIZES, WARMUP
+from labkit.config.errors import counted, nearest, shown
+from labkit.finetune.table6 import DROPOUT, LENGTH, SIZES, WARMUP, Row
 from labkit.finetune.task_files import TASKS, VERSIONS
 from labkit.train.checkpoint.inventory import is_export
 
@@ -109,9 +109,9 @@ def finetune_on_rank(settings: dict[str, Any], many: dict[str, Any], out: str | 
 
 def line_of(row: dict[str, Any]) -> str:
     """A result in words."""
-    numbers = f"batch {row['batch']}, lr {row['lr']:g}, {row['epochs']:g} epochs"
+    numbers = Row(row["batch"], row["lr"], row["epochs"]).words
     if "scores" in row:
-        left_out = f"; {row['left_out']} rows left out" if row["left_out"] else ""
+        left_out = f"; {counted(row['left_out'], 'row')} left out" if row["left_out"] else ""
         return f"{row['task']}, seed {row['seed']}, {numbers}: {_percent(row['scores'])}{left_out}"
     lines = [f"{row['task']}, median of {len(row['seeds'])}, {numbers}: {_percent(row['median'])}"]
     if "ensemble" in row:

@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from labkit.config import RunConfig
+from labkit.config.errors import counted
 from labkit.data.documents import borders_of
 from labkit.data.gpt_data import SPLITS, check_vocabulary, samples_of_splits
 from labkit.data.index_cache import cached, checksum
@@ -143,7 +144,7 @@ class SentenceSamples:
                 cache, key, lambda: {"sentence_index": build_sentence_index(lengths, indices, documents, **numbers)}
             )
         except TooFewSentencesError as error:
-            words = f"data: the {name} split of {self.prefix} ({len(documents)} documents): {error}"
+            words = f"data: the {name} split of {self.prefix} ({counted(len(documents), 'document')}): {error}"
             advice = "prepare indexed datasets with --sentences true, or give another data.split"
             raise ValueError(f"{words}; {advice}") from None
         self.sentence_index = found["sentence_index"]

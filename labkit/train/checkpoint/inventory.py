@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.config.errors import counted
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder, steps_in
 
@@ -88,7 +89,7 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name} cannot be found ({error.strerror or error})"
             continue
         if size != file.size:
-            yield f"{name} has {size:,} bytes where {file.size:,} were written"
+            yield f"{name} has {counted(size, 'byte')} where {file.size:,} were written"
 
 
 def size_words(size: int) -> str:
@@ -96,7 +97,7 @@ def size_words(size: int) -> str:
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"
-    return f"{size} bytes"
+    return counted(size, "byte")
 
 
 def layout_words(manifest: Manifest) -> str:
@@ -104,7 +105,7 @@ def layout_words(manifest: Manifest) -> str:
     layout: dict[str, Any] = manifest.config.get("parallel", {})
     if not layout:
         return "imported"
-    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size:,} ranks"
+    ranks = counted(manifest.world_size, "rank")
     sizes = {axis: layout.get(axis) or 1 for axis in ("tp", "cp", "pp")}
     sizes["dp"] = manifest.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
     sizes |= {axis: layout.get(axis) or 1 for axis in ("vpp", "ep")}

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from labkit.config.errors import counted
 from labkit.train.checkpoint.boxes import Box
 from labkit.train.checkpoint.manifest import (
     CheckpointError,
@@ -84,7 +85,7 @@ class Reader:
         try:
             size = path.stat().st_size
             if size != expected.size:
-                return [f"{path} has {size:,} bytes where {expected.size:,} were written"]
+                return [f"{path} has {counted(size, 'byte')} where {expected.size:,} were written"]
             with path.open("rb") as opened:
                 if checksum(_header(opened)) != expected.header_checksum:
                     return [f"{path}: the header is not the one that was written (checksum)"]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from labkit.config import ConfigError, RunConfig
+from labkit.config.errors import counted
 from labkit.train.parity.assemble import FullRun, assemble
 from labkit.train.parity.comparison_plan import (
     PRECISIONS,
@@ -139,7 +140,7 @@ class ParityReport:
         equal = sum(row.verdict == "equal" for row in self.rows)
         return (
             f"{equal} of {len(self.rows)} layouts agree with {self.reference} to {self.tolerance:.0e} over "
-            f"{self.steps} optimizer steps in {self.dtype}. {named}"
+            f"{counted(self.steps, 'optimizer step')} in {self.dtype}. {named}"
         ).rstrip()
 
     def _about(self, row: ParityRow) -> str:

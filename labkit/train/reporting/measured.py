@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
+from labkit.config.errors import counted
 from labkit.events import Event, shift_to_zero
 from labkit.schedules.ir import ACTION, EVENT_KINDS, KINDS, Action, Schedule
 from labkit.schedules.simulator import Costs
@@ -26,7 +27,7 @@ def step_events(events: Iterable[Event], step: int) -> list[Event]:
     recorded = list(events)
     steps = [event for event in recorded if event.kind == "timer" and event.name == "step"]
     if not -len(steps) <= step < len(steps):
-        raise ValueError(f"index {step}: {len(steps)} steps were recorded; is train.record_events on?")
+        raise ValueError(f"index {step}: {counted(len(steps), 'step')} recorded; is train.record_events on?")
     whole = steps[step]
     return [e for e in recorded if e.kind != "timer" and whole.start <= e.start and e.end <= whole.end]
 

@@ -43,7 +43,7 @@ FIELDS: dict[str, Callable[[Any], str]] = {
     "test_lm_loss": lambda loss: f"words {loss:.4f}",
     "test_sop_loss": lambda loss: f"order {loss:.4f}",
     "test_perplexity": lambda perplexity: f"perplexity {digits(perplexity)}",
-    "skipped_steps": lambda count: f"skipped {count}" if count else "",
+    "skipped_steps": lambda count: f"skipped {count:,}" if count else "",
     "step_time": lambda seconds: f"{digits(seconds)} s/step",
     "eta": lambda seconds: f"ETA {duration(seconds)}",
     "tokens_per_second": lambda rate: f"{digits(rate)} tokens/s",
@@ -64,13 +64,13 @@ def step_words(values: Mapping[str, Any]) -> list[str]:
     A number that was not finite is None in metrics.jsonl; its field is left out. So is the rate of hardware FLOPs where
     nothing is computed again, since it is that of model FLOPs.
     """
-    total = f" of {values['steps']}" if "steps" in values else ""
+    total = f" of {values['steps']:,}" if "steps" in values else ""
     same = values.get("hardware_tflops_per_rank") == values.get("tflops_per_rank") and values.get("hfu") == values.get(
         "mfu"
     )
     said = {name: value for name, value in values.items() if not (same and name in ("hardware_tflops_per_rank", "hfu"))}
     shown = (say(said[name]) for name, say in FIELDS.items() if said.get(name) is not None)
-    return [f"step {values['step']}{total}:", *filter(None, shown)]
+    return [f"step {values['step']:,}{total}:", *filter(None, shown)]
 
 
 def one_line(values: Mapping[str, Any], width: int) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from labkit.config import RunConfig
+from labkit.config.errors import counted
 from labkit.events import Event, EventRecorder, not_recording, recording
 from labkit.launch import report_progress
 from labkit.models.counts import decoder_length, hardware_flops, step_flops
@@ -174,10 +175,10 @@ class Report:
             yield
         except Exception as error:
             done, steps = self._resumed_after + len(self.losses), self._config.train.steps
-            count = f"all {steps}" if done == steps else f"{done} of {steps}"
+            count = f"{done:,} of {counted(steps, 'training step')}"
             where = f"metrics are in {self._folder}" if self._folder is not None else "train.output_dir was not set"
             last = f", the last with a loss of {self.losses[-1]:.4f}" if self.losses else ""
-            error.add_note(f"{count} training steps were done{last}; {where}")
+            error.add_note(f"done: {count}{last}; {where}")
             raise
 
     def begin_step(self, step: int) -> None:
