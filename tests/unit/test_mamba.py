@@ -99,12 +99,18 @@ def test_long_decays_leave_no_nan() -> None:
 # ---- the model ----
 
 
-def test_first_rates_and_steps_are_spread_as_megatrons() -> None:
+def test_first_values_are_spread_as_megatrons() -> None:
     config = replace(small().model, mamba_num_heads=512, mamba_head_dim=1, layers=1, hybrid_override_pattern=None)
     mixer = MambaModel(config, GROUPS, layers=range(1), seed=1).layers["0"].mamba
     rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
     assert 1 <= rates.min() < 1.2 and 15.8 < rates.max() <= 16 and abs(rates.mean() - 8.5) < 0.6
     assert 0.99e-3 <= steps.min() < 1.05e-3 and 0.095 < steps.max() <= 0.101 and abs(steps.log10().mean() + 2) < 0.08
+    assert (mixer.D == 1).all()
+    channels = len(mixer.conv.weight)
+    theirs = torch.nn.Conv1d(channels, channels, config.mamba_conv_width, groups=channels)
+    assert mixer.conv.weight.std().item() == pytest.approx(theirs.weight.std().item(), rel=0.1)
+    assert mixer.in_proj.weight.std().item() == pytest.approx(config.init_std, rel=0.1)
+    assert mixer.out_proj.weight.std().item() == pytest.approx(config.init_std / 2**0.5, rel=0.1)
 
 
 def test_a_position_sees_no_later_one() -> None:
