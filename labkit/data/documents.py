@@ -10,7 +10,6 @@ that tokenises it. Each mistake in a file is named with the file and the line.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from labkit.config.errors import no_file
-from labkit.data.text import decode_utf8, whole_characters
+from labkit.data.text import decode_utf8, parse_json, whole_characters
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file in one piece; a longer line, row group or text stays whole."""
@@ -65,7 +64,7 @@ class Piece:
 
     def _text_of(self, item: str, line: int, key: str) -> str:
         try:
-            found = json.loads(item)
+            found = parse_json(item)
         except (ValueError, RecursionError) as error:
             rule = f"line {line} is not JSON ({error})"
             raise DocumentError(f"{self.path}: {rule}; each line must be one object") from None

@@ -54,8 +54,8 @@ _TRAINING_ONLY = (
 )
 """Fields of the model that an evaluation leaves at their defaults."""
 _OF_A_BATCH = ("input_jitter", "capacity_factor", "drop_policy", "pad_to_capacity")
-"""Fields of experts that it leaves there too: the tokens of a batch would compete for places, so that a score would
-depend on the batch."""
+"""Fields of experts that it leaves there too. With a capacity the tokens of a batch compete for places, and a score
+depends on the batch."""
 
 
 def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: str) -> RunConfig:

@@ -162,6 +162,7 @@ BAD = {
         b'{"text": "a"}\n{"text": \n',
         r"a\.jsonl: line 2 is not JSON \(.*\); each line must be one",
     ),
+    "one key twice": ("a.jsonl", b'{"text": "a", "text": "b"}', r"a\.jsonl: line 1 is not JSON \(has the field"),
     "deep JSON": ("a.jsonl", b"[" * 100_000, r"a\.jsonl: line 1 is not JSON"),
     "no key": ("a.jsonl", b'\n{"body": "a", "id": 1}\n', "line 2 has no text under 'text', it has 'body', 'id'; name"),
     "no object": ("a.jsonl", b"[1]\n", "line 1 has no text under 'text', it has a list"),
