@@ -62,29 +62,41 @@ def folded(text: str, head: str = "", width: int | None = None) -> list[str]:
     return lines
 
 
-def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None) -> list[str]:
+def table(
+    rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None, *, below: bool = False
+) -> list[str]:
     """Return aligned lines for `rows` of cells, the first of which has the heads; columns in `right` end together.
 
     If a line is longer than `width`, its widest cells are broken at blanks. If that is not enough, each cell gets a
-    line of its own, after its head.
+    line of its own, after its head. With `below`, the last column of a table that is too wide first goes below its
+    rows, without cells that are `none`.
     """
+    kept, notes = [list(row) for row in rows], [""] * len(rows)
     columns = list(zip(*rows))
     widths = [max(map(len, column)) for column in columns]
     least = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns]
-    excess = 0 if width is None else sum(widths) + len(_GAP) * (len(widths) - 1) - width
-    for _ in range(excess):
+
+    def too_wide() -> bool:
+        return width is not None and sum(widths) + len(_GAP) * (len(widths) - 1) > width
+
+    if below and too_wide():
+        head, *cells = (row.pop() for row in kept)
+        notes = ["", *("" if cell == "none" else f"{head}: {cell}" for cell in cells)]
+        del widths[-1]
+    while too_wide():
         able = [i for i, size in enumerate(widths) if size > least[i]]
         if not able:
             pairs = ["\n".join(": ".join(cells) for cells in zip(rows[0], row)) for row in rows[1:]]
             return folded("\n\n".join(pairs), "", width)
         widths[max(able, key=widths.__getitem__)] -= 1
-    parts = [[_wrapped(cell, size) for cell, size in zip(row, widths)] for row in rows]
+    parts = [[_wrapped(cell, size) for cell, size in zip(row, widths)] for row in kept]
     widths = [max(len(line) for cell in column for line in cell) for column in zip(*parts)]
     lines = []
-    for row in parts:
+    for row, note in zip(parts, notes):
         for cells in zip_longest(*row, fillvalue=""):
             sides = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths))]
             lines.append(_GAP.join(sides).rstrip())
+        lines += folded(note, _GAP * 2, width) if note else []
     return lines
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import room, show, table
@@ -11,6 +14,9 @@ from labkit.config import RunConfig
 from labkit.config.errors import counted, shown
 from labkit.config.field_spec import SIZE, BadValueError
 from labkit.config.fields import SPECS, Given, resolve
+
+if TYPE_CHECKING:
+    from labkit.train.parity import ParityRow
 
 STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
 """Compared where neither --layouts nor the configuration names a layout."""
@@ -43,10 +49,24 @@ def execute(arguments: Arguments) -> int:
     layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
+    how = f"{counted(options['steps'], 'step')} in {options['dtype']}"
+    show(f"comparing {counted(len(layouts), 'layout')} with one process, {how}", stream=sys.stderr)
     arguments.refuse(_input_problems(layouts, config, options["device"]))
     from labkit.train import compare
+    from labkit.train.reporting.progress_bar import ProgressBar
 
-    with refusing_arguments():
+    bar = ExitStack()  # of the run that is under way
+
+    def begin(name: str, ranks: int) -> Callable[[dict[str, Any]], None]:
+        bar.close()
+        show(f"running {name} ({counted(ranks, 'rank')})", stream=sys.stderr)
+        return bar.enter_context(ProgressBar(options["steps"])).update
+
+    def tell(row: ParityRow) -> None:
+        bar.close()
+        show(f"compared {row.name} ({counted(row.world_size, 'rank')}): {row.verdict}")
+
+    with refusing_arguments(), bar:
         report = compare(
             config,
             layouts,
@@ -55,9 +75,10 @@ def execute(arguments: Arguments) -> int:
             fault=fault,
             timeout=options["timeout"],
             device=options["device"],
-            on_row=lambda row: show(f"compared {row.name} ({counted(row.world_size, 'rank')}): {row.verdict}"),
+            on_row=tell,
+            on_run=begin,
         )
-    show("\n".join([*table(report.cells(), range(1, 5), room()), report.sentence]))
+    show("\n".join([*table(report.cells(), range(1, 5), room(), below=True), "", report.sentence]))
     return 0 if report.ok else 1
 
 

@@ -108,7 +108,14 @@ def test_a_run_that_hangs_is_code_1(capfd: pytest.CaptureFixture[str], monkeypat
 def test_parity_agrees_and_names_what_a_missing_all_reduce_changes(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["parity", *SMALL, "--steps", "1", "--layouts", "tp=2", "--warmup-steps", "10"]
     assert main(words) == 0
-    assert "1 of 1 layouts agree with one process to 1e-10" in capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "1 of 1 layouts agree with one process to 1e-10" in out
+    begun = [line for line in err.splitlines() if not line.startswith("step ")]
+    assert begun == [
+        "comparing 1 layout with one process, 1 step in float64",
+        "running one process (1 rank)",
+        "running tp2 pp1 dp1 (2 ranks)",
+    ]
     assert main([*words, "--drop", "operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"]) == 1
     assert "differs from one process, first in layers.1.mlp output" in capfd.readouterr().out
     assert main([*words, "--drop", "operation=all_to_all,group=tp"]) == 1

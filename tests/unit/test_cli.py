@@ -557,6 +557,14 @@ def test_a_wide_table_breaks_inside_its_cells() -> None:
         "first difference: layers.1.mlp.fc2.weight",
         "  gradient",
     ]
+    rows.append(("dp2", "2", "0.0e+00", "none"))
+    assert table(rows, (1, 2), 60, below=True) == [
+        "layout          ranks  worst gradient",
+        "tp2 pp2 dp1 sp   1024         1.0e-10",
+        "    first difference: layers.1.mlp.fc2.weight gradient",
+        "dp2                 2         0.0e+00",
+    ]
+    assert table(rows, (1, 2), 72, below=True) == table(rows, (1, 2)), "it fits as it is"
 
 
 def test_paritys_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,7 +575,9 @@ def test_paritys_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     report = ParityReport([row, row], 3, "float64", 1e-10, [5.0])
     monkeypatch.setattr("labkit.train.compare", lambda *_args, **_options: report)
     for columns in (80, 200):
-        lines = _on_terminal(monkeypatch, columns, ["parity", "--preset", "tiny", "--layouts", "tp=2"])
+        starts, *lines = _on_terminal(monkeypatch, columns, ["parity", "--preset", "tiny", "--layouts", "tp=2"])
+        assert starts == "comparing 1 layout with one process, 3 steps in float64"
+        assert "" in lines, "a blank line between table and sentence"
         assert max(map(len, lines)) <= columns
         shown, whole = (set(text.replace(":", "").split()) for text in (" ".join(lines), str(report)))
         assert shown == whole, "no word and no number is cut"

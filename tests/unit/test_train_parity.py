@@ -257,9 +257,10 @@ def test_backend_time_limit_and_device_reach_every_launch(monkeypatch, given, mi
 
     monkeypatch.setattr("labkit.launch.run", launch)
     config = presets.tiny().override({"distributed_backend": "gloo", "distributed_timeout_minutes": 3.0})
-    compare(config, [{"tp": 2}], steps=1, device="cpu", **given)
+    compare(config, [{"tp": 2}], steps=1, device="cpu", on_run=lambda *named: named, **given)
     wanted = {"backend": "gloo", "distributed_timeout_minutes": minutes, "device": "cpu"}
-    assert seen == [(1, wanted), (2, wanted)]
+    names = ("one process", 1), ("tp2 pp1 dp1", 2)
+    assert seen == [(ranks, wanted | {"progress": (name, ranks)}) for name, ranks in names]
 
 
 def test_few_steps_of_a_run_with_a_long_warm_up_keep_its_learning_rates(monkeypatch):

@@ -46,6 +46,9 @@ from labkit.train.preflight import memory_problem
 if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult
 
+Progress = Callable[[dict[str, Any]], None]
+"""Takes the reports of rank 0 of a run."""
+
 
 def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     """||a - b||_2 / max(||b||_2, floor), in float64; 0 if both are exactly 0, infinite if it is undefined."""
@@ -138,9 +141,12 @@ class ParityReport:
         if not self.ok:
             return named
         equal = sum(row.verdict == "equal" for row in self.rows)
+        said = (
+            f"agree with {self.reference} to {self.tolerance:.0e}" if equal else f"within rounding of {self.reference}"
+        )
         return (
-            f"{equal} of {len(self.rows)} layouts agree with {self.reference} to {self.tolerance:.0e} over "
-            f"{counted(self.steps, 'optimizer step')} in {self.dtype}. {named}"
+            f"{equal or len(self.rows)} of {len(self.rows)} layouts {said} over {counted(self.steps, 'optimizer step')} in "
+            f"{self.dtype}. {named}"
         ).rstrip()
 
     def _about(self, row: ParityRow) -> str:
@@ -189,6 +195,7 @@ def compare(
     timeout: float | None = None,
     device: str = "auto",
     on_row: Callable[[ParityRow], None] | None = None,
+    on_run: Callable[[str, int], Progress] | None = None,
 ) -> ParityReport:
     """Train `config` for `steps` steps in every layout and in one process (or `reference`), and compare.
 
@@ -205,6 +212,8 @@ def compare(
     timeout: seconds that a rank may wait in one collective; default: `parallel.distributed_timeout_minutes`.
     device: device of the tensors, as in `labkit.launch.run`; the config names the backend.
     on_row: called with each row as soon as it is known.
+    on_run: called with the name and ranks of each run before it starts; returns the function for the run's reports, as
+        `progress` of `labkit.launch.run`.
 
     AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3. Otherwise its division by the root of
     the second moment would amplify rounding. CUDA graphs are captured after the first step or later, but before the
@@ -231,23 +240,27 @@ def compare(
             raise ConfigError([problem], source=name)
     _, tolerance = PRECISIONS[dtype]
     replays = dtype == "float32" and base.moe.num_experts > 0
-    expected, _ = _observe(first, first_size, _Observation(records_routing=replays), device)
+    name = "one process" if reference is None else layout_name(first, first_size)
+    begun = on_run or (lambda *_: None)
+    recording = _Observation(records_routing=replays)
+    expected, _ = _observe(first, first_size, recording, device, begun(name, first_size))
     watched = _Observation(dict(fault) if fault is not None else None, pretrain, expected.routings if replays else None)
 
     @cache
     def spread() -> Spread:
         orders = (_Observation(replay=watched.replay, parts=parts) for parts in ORDERS)
-        runs = (_observe(first, first_size, reordered, device)[0] for reordered in orders)
+        words = f"{name}, sums in another order"
+        runs = (_observe(first, first_size, order, device, begun(words, first_size))[0] for order in orders)
         return widest(differences(run, expected, lr=first.optim.lr) for run in runs)
 
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
-        whole, calls = _observe(changed, world_size, watched, device)
+        progress = begun(layout_name(changed, world_size), world_size)
+        whole, calls = _observe(changed, world_size, watched, device, progress)
         row = _row(dict(layout), changed, world_size, whole, expected, tolerance, spread)
         rows.append(replace(row, dropped_calls=calls))
         if on_row is not None:
             on_row(rows[-1])
-    name = "one process" if reference is None else layout_name(first, first_size)
     return ParityReport(rows, steps, dtype, tolerance, expected.losses, watched.fault, name)
 
 
@@ -267,14 +280,16 @@ class _Observation:
     """Order of summation, see `labkit.train.parity.rounding.reordered_sums`; 0 is the usual order."""
 
 
-def _observe(config: RunConfig, world_size: int, watched: _Observation, device: str) -> tuple[FullRun, int]:
+def _observe(
+    config: RunConfig, world_size: int, watched: _Observation, device: str, progress: Progress | None
+) -> tuple[FullRun, int]:
     """Train in fresh processes. Return the assembled run, and the number of calls that the fault left out."""
     from labkit.launch import run
 
     seen = run(
         _snapshot, world_size, config, watched, device=device,
         backend=config.parallel.distributed_backend,
-        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes, progress=progress,
     )  # fmt: skip
     whole = assemble([snapshot for snapshot, _ in seen], sequence_parallel=config.parallel.sequence_parallel)
     return whole, sum(calls for _, calls in seen)
