@@ -49,9 +49,9 @@ def execute(arguments: Arguments) -> int:
     layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
+    arguments.refuse(_input_problems(layouts, config, options["device"]))
     how = f"{counted(options['steps'], 'step')} in {options['dtype']}"
     show(f"comparing {counted(len(layouts), 'layout')} with one process, {how}", stream=sys.stderr)
-    arguments.refuse(_input_problems(layouts, config, options["device"]))
     from labkit.train import compare
     from labkit.train.reporting.progress_bar import ProgressBar
 
