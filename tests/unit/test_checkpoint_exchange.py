@@ -162,7 +162,7 @@ def test_a_run_begins_with_imported_weights_and_refuses_another_model(
     assert same(load_file(tmp_path / "back.safetensors"), weights(config))
     plain = ["train", "--config", str(pasted), "--checkpoint.load", str(tmp_path / "ours"), "--train.steps", "1"]
     assert main([*plain, "--kv-heads", "2"]) == 2
-    assert "model.kv_heads = 2: the checkpoint of step 0 has 4" in capsys.readouterr().err
+    assert "--kv-heads 2: the checkpoint of step 0 has 4" in capsys.readouterr().err
     assert main([*plain, "--kv-heads", "null", "--train.eval-steps", "0"]) == 0  # None is `heads`: the same model
 
 

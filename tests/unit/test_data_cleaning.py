@@ -169,7 +169,8 @@ def test_the_command_cleans(tmp_path, capsys):
     assert re.search(r"0 of \d+ documents kept; .*\n8-grams of the test sets .* \(0\.0%\)", capsys.readouterr().out)
     assert main(words) == 2 and "exists; overwrite it" in capsys.readouterr().err
     assert main([*words, "--overwrite"]) == 0
-    said = re.search(r"(\d+) of (\d+) documents kept; (\d+) short, 0 of the .* (\d+) near", capsys.readouterr().out)
+    short = r"(\d+) short \(under 64 tokens, --min-tokens\)"
+    said = re.search(rf"(\d+) of (\d+) documents kept; {short}, 0 of the .* (\d+) near", capsys.readouterr().out)
     kept, read, short, duplicates = map(int, said.groups())
     assert read == 2 * len(entries) == kept + short + duplicates and 0 < kept <= duplicates
     assert len(target.read_text().splitlines()) == kept
