@@ -145,8 +145,8 @@ class ParityReport:
             f"agree with {self.reference} to {self.tolerance:.0e}" if equal else f"within rounding of {self.reference}"
         )
         return (
-            f"{equal or len(self.rows)} of {len(self.rows)} layouts {said} over {counted(self.steps, 'optimizer step')} in "
-            f"{self.dtype}. {named}"
+            f"{equal or len(self.rows)} of {len(self.rows)} layouts {said} over "
+            f"{counted(self.steps, 'optimizer step')} in {self.dtype}. {named}"
         ).rstrip()
 
     def _about(self, row: ParityRow) -> str:
