@@ -460,7 +460,9 @@ def test_bad_requests_are_refused_before_any_rank_starts(line, words, run_folder
 def test_a_text_of_one_window_has_no_interval_and_perplexities_have_as_many_digits():
     row = {"checkpoint": "a", "perplexity": 26300.4, "low": 26300.4, "high": 26300.4, "original_words": 9}
     row |= {"task": "wikitext", "adjusted_perplexity": 12.0, "token_perplexity": 1234.5, "tokens": 12}
-    said = "a: perplexity 26,300 by 9 words; Megatron's adjusted 12.00; 1,234 a token, 12 tokens"
+    said = (
+        "a: perplexity 26,300 by 9 words; Megatron's adjusted perplexity 12.00; perplexity per token 1,234, 12 tokens"
+    )
     assert line_of(row) == said
     assert line_of(row | {"low": 9.5, "high": 12.25}).startswith("a: perplexity 26,300 (95%: 9.500 to 12.25) by")
 

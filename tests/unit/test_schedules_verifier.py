@@ -198,7 +198,7 @@ def test_the_command_says_what_megatron_would_refuse(tmp_path, capsys):
     assert main(["order", "--verify", str(table)]) == 0
     told = capsys.readouterr().out
     assert told.startswith(
-        "posted: yes, it runs\nin Megatron: no, table is interleaved with M = 3 microbatches in groups"
+        f"posted: yes, it runs\nin Megatron: no, {table} is interleaved with M = 3 microbatches in groups"
     )
     assert "M = 3 microbatches are fewer than the ranks" in told
 
