@@ -359,7 +359,7 @@ def write_trace_of(results: Sequence[Trained], path: Path) -> None:
     events = [event for result in results for event in result.events]
     steps = sorted({event.step for event in events if event.step is not None})
     write_trace(events, path)
-    show(f"trace of steps {steps[0]} to {steps[-1]} for ui.perfetto.dev: {path}")
+    show(f"trace of steps {steps[0]:,} to {steps[-1]:,} for ui.perfetto.dev: {path}")
 
 
 def graph_words(held: Mapping[str, tuple[int, int]]) -> str:

@@ -186,7 +186,7 @@ def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: 
             assert main([*words, "1", *more]) == 2
             assert f"process {first.pid} on " in capfd.readouterr().err
         assert main(["watch", str(tmp_path)]) == 0
-        assert re.match(r"\S+  running     step \d+ of 100000: loss \d.*  ETA \d", capfd.readouterr().out)
+        assert re.match(r"\S+  running     step [\d,]+ of 100,000: loss \d.*  ETA \d", capfd.readouterr().out)
         assert first.poll() is None
     finally:
         first.send_signal(signal.SIGKILL)
@@ -197,7 +197,7 @@ def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: 
         time.sleep(0.05)  # its ranks are being killed
     assert "holds a run that did not finish" in said
     assert main(["watch", str(tmp_path)]) == 0
-    assert re.match(r"\S+  unfinished  step \d+ of 100000: loss ", capfd.readouterr().out)
+    assert re.match(r"\S+  unfinished  step [\d,]+ of 100,000: loss ", capfd.readouterr().out)
     assert main([*words, "1"]) == 2 and "did not finish" in capfd.readouterr().err
     assert main([*words, "1", "--overwrite"]) == 0
     assert len(metrics.read_text().splitlines()) == 1

@@ -102,9 +102,9 @@ def steps_in(folder: Path) -> list[int]:
 
 def check_stopped(out: str, folder: Path) -> None:
     """The command said once where it stopped, and wrote nothing after that step."""
-    (said,) = re.findall(r"^stopped by SIGTERM after step (\d+) of 100000; nothing was saved$", out, re.M)
+    (said,) = re.findall(r"^stopped by SIGTERM after step ([\d,]+) of 100,000; nothing was saved$", out, re.M)
     steps = steps_in(folder)
-    assert steps == list(range(1, int(said) + 1))
+    assert steps == list(range(1, int(said.replace(",", "")) + 1))
     assert json.loads((folder / "run.json").read_text())["state"] == "unfinished"
 
 

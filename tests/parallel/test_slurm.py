@@ -132,8 +132,8 @@ def test_the_warning_ends_all_ranks_after_a_step_and_queues_the_job_again(
     job.process.send_signal(number)
     out, err = job.process.communicate(timeout=120)
     assert job.process.returncode == 75, err
-    (last,) = re.findall(r"^stopped by SIGTERM after step (\d+) of 100000; nothing was saved$", out, re.M)
-    assert job.steps() == int(last), "every rank left after the same step"
+    (last,) = re.findall(r"^stopped by SIGTERM after step ([\d,]+) of 100,000; nothing was saved$", out, re.M)
+    assert job.steps() == int(last.replace(",", "")), "every rank left after the same step"
     assert json.loads((folder / "run" / "run.json").read_text())["state"] == "unfinished"
     assert job.requeued == requeued
 
