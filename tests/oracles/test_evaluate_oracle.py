@@ -314,7 +314,7 @@ def test_a_model_that_is_always_right_has_every_last_word(reciting, tmp_path, ca
     ("words", "content", "said"),
     [
         (["the old cat " * 40], None, "tokens in all; the model's sequence has 64"),
-        (["the \udcff"], None, "has half a surrogate pair, U+DCFF at character 4"),
+        (["the \udcff"], None, "a prompt is UTF-8 text, and this has the byte 0xff"),
         ([], b"", "has no line; write a prompt in each line"),
         ([], b"the old\ncaf\xe9", "--prompts: "),
         ([], "the old".encode("utf-16"), "is not UTF-8 (byte 0x00"),
