@@ -392,7 +392,8 @@ def _merged(parts: Sequence[_Written]) -> tuple[dict[str, StoredTensor], str]:
             tensors[name] = replace(there, boxes=(*there.boxes, StoredBox(box, shard_name(rank), digits)))
     found = (covering_problem(name, tensor) for name, tensor in tensors.items())
     problem = next(filter(None, found), "")
-    advice = "; give parameters of a model provider names of the whole model (labkit.parallel.tag_parameter)"
+    advice = "; give parameters of a model provider names of the whole model"
+    advice += " (labkit.parallel.parameters.weights.tag_parameter)"
     return tensors, f"{problem}{advice}" if problem else ""
 
 

@@ -2,7 +2,7 @@
 
     run.json       state of the run; locked by the process that writes the other files
     config.yaml    the resolved configuration: `labkit train --config FOLDER/config.yaml` trains the same again
-    metrics.jsonl, scalars.jsonl, events.jsonl    see `reporting.py`
+    metrics.jsonl, scalars.jsonl, events.jsonl    see `report.py`
 
 The lock ends with its process (`train/file_lock.py`), so a killed run leaves none. A killed run leaves the word
 `unfinished` in run.json. `earlier_run.py` says when a folder with a run is refused.
