@@ -6,10 +6,9 @@ their first use (PEP 562). Only the packages that compute import torch.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # an import here would meet a Ctrl-C at the start of a command
-if TYPE_CHECKING:
-    from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
     from labkit import check as check
     from labkit import cli as cli
     from labkit import config as config

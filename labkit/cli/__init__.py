@@ -4,23 +4,16 @@ for a script that trains."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # nothing is imported before `main` can answer Ctrl-C
+from labkit.lazy import public_names
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
-
     from labkit.cli.train_command import train_script as train_script
 
+_, __getattr__, __dir__ = public_names(__name__)
 __all__ = ["main", "train_script"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "train_script":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from labkit.cli.train_command import train_script
-
-    return train_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:

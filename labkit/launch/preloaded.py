@@ -14,7 +14,8 @@ import labkit.events
 import labkit.launch.worker
 from labkit.launch.guard import sweep_all
 
-os.setpgid(0, 0)  # Jupyter kills the whole process group of a kernel
+if "JPY_PARENT_PID" in os.environ:
+    os.setpgid(0, 0)  # Jupyter kills the whole process group of a kernel; in a terminal, Ctrl-Z stops ranks as well
 atexit.register(sweep_all)  # the server ends after its launcher and its ranks: one that was killed has left folders
 
 if not torch.backends.cuda.is_built():  # untried with drivers of GPUs, which must not be touched before a fork

@@ -684,13 +684,6 @@ def test_a_file_appears_whole_and_a_device_is_written_itself(there: bool, tmp_pa
         assert draft == Path("/dev/null")
 
 
-def test_nothing_is_imported_before_ctrl_c_is_answered() -> None:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); old = {{*sys.modules}}; import labkit.cli; "
-    code += "print(*sys.modules.keys() - old)"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
-    assert sorted(done.stdout.split()) == ["__future__", "labkit", "labkit.cli"]
-
-
 def test_a_name_that_is_not_utf_8_is_shown_by_its_byte() -> None:
     for line in (
         ["data", "prepare", b"nb\xffme.txt", "x"],
