@@ -73,7 +73,7 @@ def test_a_missing_package_is_told_before_any_process_starts(
     monkeypatch.setattr(pool.LaunchFolder, "__init__", started)
     assert main(["train", "--preset", "tiny", "--nproc", "2", "--tensorboard-dir", str(tmp_path / "board")]) == 2
     err = capsys.readouterr().err
-    assert f"train.tensorboard_dir = '{tmp_path / 'board'}': the package tensorboard is not installed; pip" in err
+    assert f"--tensorboard-dir '{tmp_path / 'board'}': the package tensorboard is not installed; pip" in err
     assert problems(presets.tiny(), 1, "cpu") == [], "nobody else needs it"
 
 
