@@ -30,6 +30,7 @@ import torch
 from harness import Comparison, interleave, report, until_quiet
 from torch import Tensor, nn
 
+from labkit.comm.groups import single_process_groups
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.launch import run
 from labkit.models import GPTModel
@@ -40,7 +41,6 @@ from labkit.models.synthetic_load import SleepingLayer
 from labkit.parallel import DistributedDataParallel, ParallelGroups, initialize_model_parallel
 from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter, formula
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
-from labkit.parallel.groups import single_process_groups
 from labkit.train.pretraining import build_optimizer
 
 MODEL = ModelConfig(layers=8, hidden=256, heads=8, vocab_size=1024, seq_length=64)

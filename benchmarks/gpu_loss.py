@@ -19,8 +19,8 @@ from gpu_plain import LAYER_TOLERANCE
 from harness import Comparison
 from torch import Tensor, nn
 
+from labkit.comm.groups import Group
 from labkit.parallel import single_process_groups
-from labkit.parallel.groups import Group
 from labkit.parallel.vocab.cross_entropy import CHUNKS, ChunkSizes, linear_cross_entropy
 from labkit.parallel.vocab.vocab_parallel import padded_vocab_size
 

@@ -18,12 +18,12 @@ from gpu_steps import batches, built, synchronize, timed
 from harness import Comparison
 from torch import Tensor
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.events import recording
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel
 from labkit.parallel import initialize_model_parallel, single_process_groups, token_ids_checked_late
-from labkit.parallel.groups import ParallelGroups
 from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 

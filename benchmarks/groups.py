@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import interleave, report
 
-from labkit.parallel.group_plan import GROUP_TOKENS, groups_of_rank
-from labkit.parallel.rank_generator import DEFAULT_ORDER, rank_generators
+from labkit.comm.group_plan import GROUP_TOKENS, groups_of_rank
+from labkit.comm.rank_generator import DEFAULT_ORDER, rank_generators
 
 WORLD = 102_400
 SIZES = {"tp": 8, "cp": 2, "pp": 16, "ep": 8, "etp": 1}

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.comm.p2p import second_communicator
 from labkit.models import SleepingStage
 from labkit.parallel import ParallelGroups
-from labkit.parallel.p2p import second_communicator
-from labkit.parallel.pipeline.deallocation import custom_backward
-from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
+from labkit.parallel.deallocation import custom_backward
+from labkit.parallel.weight_grad_store import WeightGradStore
 
 Passes = dict[str, list[float]]
 """Seconds of each forward, backward, input_grad and weight_grad."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit import check as check
     from labkit import cli as cli
+    from labkit import comm as comm
     from labkit import config as config
     from labkit import data as data
     from labkit import events as events

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "labkit"
 CORE = (
-    "parallel/rank_generator.py",
+    "comm/rank_generator.py",
     "parallel/mappings.py",
     "parallel/layers.py",
     "parallel/mlp.py",
@@ -100,7 +100,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def _file_of(module: str) -> str | None:
-    """`labkit.parallel.groups` -> `parallel/groups.py`; None for packages and for what is not labkit's."""
+    """`labkit.comm.groups` -> `comm/groups.py`; None for packages and for what is not labkit's."""
     head, *rest = module.split(".")
     file = PACKAGE.joinpath(*rest).with_suffix(".py") if rest else PACKAGE / "__init__.py"
     return relative(file) if head == "labkit" and rest and file.is_file() else None

@@ -29,9 +29,9 @@ from unittest.mock import patch
 
 import torch
 
+from labkit.comm import capturing
 from labkit.graphs.cuda import capture_streams, failed_capture
 from labkit.launch import info
-from labkit.parallel.communication import capturing
 
 INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.comm.capturing import graph_capturing
 from labkit.fp8 import Float8Recipe, Float8Scaling, kernels
 from labkit.fp8 import operands as fp8_operands
 from labkit.fp8.casting import E4M3, E5M2, cast, scale_of
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import WeightGradStore, single_process_groups
-from labkit.parallel.communication.capturing import graph_capturing
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 FORMATS = (E4M3, E5M2)

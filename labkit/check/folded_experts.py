@@ -14,8 +14,8 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, holds, plain, shown
-from labkit.parallel.mixed_radix import prefix_product
-from labkit.parallel.rank_generator import DEFAULT_ORDER, rank_generators
+from labkit.comm.mixed_radix import prefix_product
+from labkit.comm.rank_generator import DEFAULT_ORDER, rank_generators
 
 Sizes = dict[str, Any]
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from labkit.check.scoring import MAX_SHOWN, Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.comm.rank_generator import RankGenerator
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from labkit.parallel.rank_generator import RankGenerator
 
 # ---- Chapter 00: sizes that can train a model ----
 

@@ -40,7 +40,7 @@ def execute(arguments: Arguments) -> int:
         problems.append(f"--rank {rank}: this layout's ranks are {first} to {last}")
     arguments.refuse(problems)
     assert world_size is not None
-    from labkit.parallel.group_plan import all_groups, members_of_rank
+    from labkit.comm.group_plan import all_groups, members_of_rank
 
     plan: dict[str, Any] = (
         all_groups(parallel, world_size) if rank is None else members_of_rank(rank, parallel, world_size)
@@ -88,7 +88,7 @@ def _rank_lines(plan: dict[str, Sequence[int]], rank: int) -> list[str]:
 
 def _runs_words(members: Sequence[int]) -> str:
     """`; 2,048 ranks, stride 16`, or `; 32 ranks: 8 at stride 1, 4 times at stride 32`; empty for a short group."""
-    from labkit.parallel.mixed_radix import Members
+    from labkit.comm.mixed_radix import Members
 
     if len(members) <= SHOWN_MEMBERS or not isinstance(members, Members):
         return ""
@@ -102,7 +102,7 @@ def _runs_words(members: Sequence[int]) -> str:
 
 def _as_json(groups: np.ndarray | Sequence[int]) -> list[Any] | dict[str, Any]:
     """All groups of a kind or one group as a list; of a group that is too long its formula."""
-    from labkit.parallel.mixed_radix import Members
+    from labkit.comm.mixed_radix import Members
 
     if isinstance(groups, np.ndarray):
         return groups.tolist()
@@ -116,7 +116,7 @@ def _as_json(groups: np.ndarray | Sequence[int]) -> list[Any] | dict[str, Any]:
 
 def _world_lines(plan: dict[str, np.ndarray], parallel: ParallelConfig, world_size: int) -> list[str]:
     """The groups of all ranks by kind; the first few of each in a large world. All of a kind have the same strides."""
-    from labkit.parallel.group_plan import members_of_rank
+    from labkit.comm.group_plan import members_of_rank
 
     width, first = max(map(len, plan)), members_of_rank(parallel.rank_offset, parallel, world_size)
     lines = [f"  {'kind':<{width}}  groups x size   ranks", ""]

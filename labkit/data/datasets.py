@@ -21,8 +21,8 @@ from labkit.data import gpt_data
 if TYPE_CHECKING:
     import torch
 
+    from labkit.comm.groups import ParallelGroups
     from labkit.config import RunConfig
-    from labkit.parallel.groups import ParallelGroups
 
 
 def build_datasets(config: RunConfig) -> tuple[Any, Any, Any]:

@@ -30,8 +30,8 @@ from labkit.data.text import bundled_text, bundled_tokens, encode, load_tokenize
 if TYPE_CHECKING:
     import torch
 
+    from labkit.comm.groups import ParallelGroups
     from labkit.config import DataConfig, RunConfig
-    from labkit.parallel.groups import ParallelGroups
 
 SPLITS = ("train", "valid", "test")
 

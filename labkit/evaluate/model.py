@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from labkit.comm.collectives import all_gather, broadcast, gather_objects, irecv, isend
+from labkit.comm.groups import Group, ParallelGroups, initialize_model_parallel
 from labkit.config import ConfigError, ModelConfig, MoEConfig, RunConfig
 from labkit.config.errors import counted
 from labkit.evaluate.sampling import NO_TOKEN, NOT_FINITE
@@ -30,8 +32,6 @@ from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
 from labkit.models.chunks import DTYPES, build_model_chunk, build_model_chunks
 from labkit.models.gpt import GPTModel
-from labkit.parallel.collectives import all_gather, broadcast, gather_objects, irecv, isend
-from labkit.parallel.groups import Group, ParallelGroups, initialize_model_parallel
 from labkit.train.checkpoint.exchange import model_of
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.manifest import CheckpointError, Manifest, read_manifest

@@ -17,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from labkit.comm.collectives import gather_objects
+from labkit.comm.groups import initialize_model_parallel
 from labkit.config import ParallelConfig
 from labkit.data.text import read_lines
 from labkit.output_files import appearing, naming
-from labkit.parallel.collectives import gather_objects
-from labkit.parallel.groups import initialize_model_parallel
 
 Key = dict[str, Any]
 

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from labkit.comm.collectives import gather_objects
 from labkit.data.text import load_tokenizer, read_text, size_of
 from labkit.evaluate.lambada import Accuracy, read_passages, score_passages
 from labkit.evaluate.model import CheckpointModel
 from labkit.evaluate.records import Key, Records, digest_of
 from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, score_windows
 from labkit.launch import info
-from labkit.parallel.collectives import gather_objects
 from labkit.train.checkpoint.manifest import MANIFEST
 
 if TYPE_CHECKING:

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from labkit.comm.collectives import gather_objects
+from labkit.comm.groups import ParallelGroups
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import counted
 from labkit.data.datasets import data_iterator
@@ -30,8 +32,6 @@ from labkit.finetune.task_files import TaskFiles, read_task
 from labkit.finetune.task_model import task_forward_step, task_provider
 from labkit.finetune.task_samples import Packer, TaskSamples, Windows, samples_of, windows_of
 from labkit.launch import info
-from labkit.parallel.collectives import gather_objects
-from labkit.parallel.groups import ParallelGroups
 from labkit.train.evaluation import collect_non_loss_data
 from labkit.train.interruption import RunInterrupted, listening
 from labkit.train.pipeline import Pipeline

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from labkit.comm.collectives import gather_objects
+from labkit.comm.groups import ParallelGroups
 from labkit.config import ConfigError, ModelConfig
-from labkit.parallel.collectives import gather_objects
-from labkit.parallel.groups import ParallelGroups
 from labkit.train.checkpoint.boxes import Box, whole
 from labkit.train.checkpoint.exchange import Import, model_of
 from labkit.train.checkpoint.inventory import chosen, is_export

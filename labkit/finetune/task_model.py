@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import ModelConfig
 from labkit.models.bert.bert_heads import SentenceOrderHead, WholeLinear
 from labkit.models.bert.bert_model import BertModel
 from labkit.models.build import Build
 from labkit.models.chunks import ModelProvider, build_model_chunk
 from labkit.models.norm_and_dropout import Dropout
-from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mappings import gather_from_sequence_parallel_region
 
 

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from labkit.comm.capturing import is_graph_capturing
+from labkit.comm.groups import Group
 from labkit.fp8.casting import COLUMNS, E5M2, ROWS, SQUARE, through_blocks
 from labkit.fp8.operands import Operand
 from labkit.fp8.recipe import Float8Recipe
-from labkit.parallel.communication.capturing import is_graph_capturing
-from labkit.parallel.groups import Group
 from labkit.parallel.layers import Gemms, Packed
 from labkit.parallel.parameters.parameter_record import put_gradient
 

@@ -25,8 +25,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton import knobs  # pyright: ignore[reportMissingImports]
 
+from labkit.comm.capturing import is_graph_capturing
 from labkit.fp8.casting import LARGEST_SCALE
-from labkit.parallel.communication.capturing import is_graph_capturing
 
 TILE_R, TILE_C = 64, 64
 """A row of a tile is two sectors of 32 bytes or more of the input and of both results."""

@@ -27,8 +27,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from labkit.comm.capturing import active_capture
 from labkit.fp8.casting import cast, scale_of
-from labkit.parallel.communication.capturing import active_capture
 
 T = TypeVar("T")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)

@@ -21,15 +21,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from labkit.comm import collectives
+from labkit.comm.groups import Group, ParallelGroups
+from labkit.comm.ledger import comm_scope, current_scope
 from labkit.fp8 import operands
 from labkit.fp8.casting import scale_of
 from labkit.fp8.gemms import BlockwiseGemms, Float8Gemms
 from labkit.fp8.recipe import KINDS, Float8Recipe
 from labkit.models.build import LayerSpec
-from labkit.parallel import collectives
-from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import Precision
-from labkit.parallel.ledger import comm_scope, current_scope
 
 
 class Float8Scaling(Precision):

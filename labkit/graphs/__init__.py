@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from labkit.lazy import public_names
 
 if TYPE_CHECKING:
+    from labkit.comm.capturing import BrokenProcessError as BrokenProcessError
+    from labkit.comm.capturing import GraphCaptureError as GraphCaptureError
+    from labkit.comm.capturing import is_graph_capturing as is_graph_capturing
     from labkit.graphs.backend import make_weak_ref as make_weak_ref
     from labkit.graphs.buffers import BufferPlan as BufferPlan
     from labkit.graphs.buffers import PlanError as PlanError
@@ -42,8 +45,5 @@ if TYPE_CHECKING:
     from labkit.graphs.pool import play_back as play_back
     from labkit.graphs.pool import predict_pool as predict_pool
     from labkit.graphs.study.call_trace import calls_between as calls_between
-    from labkit.parallel.communication.capturing import BrokenProcessError as BrokenProcessError
-    from labkit.parallel.communication.capturing import GraphCaptureError as GraphCaptureError
-    from labkit.parallel.communication.capturing import is_graph_capturing as is_graph_capturing
 
 __all__, __getattr__, __dir__ = public_names(__name__)

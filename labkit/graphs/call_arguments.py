@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
 
+from labkit.comm.capturing import GraphCaptureError
 from labkit.graphs.checks.replay_guards import HOOKS, global_hooks
 from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index, sample_places
-from labkit.parallel.communication.capturing import GraphCaptureError
 
 
 class Place(NamedTuple):

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.capturing import GraphCaptureError, call_site, graph_warmup, is_graph_capturing, require_whole_process
 from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.call_arguments import (
@@ -56,15 +57,8 @@ from labkit.graphs.checks.replay_guards import ReplayGuards
 from labkit.graphs.checks.uncapturable import called, check_differentiated, outputs_read, refuse_records
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs, Times
 from labkit.graphs.samples import check_samples, check_samples_apart, owners, static_inputs
-from labkit.parallel.communication.capturing import (
-    GraphCaptureError,
-    call_site,
-    graph_warmup,
-    is_graph_capturing,
-    require_whole_process,
-)
-from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
 from labkit.parallel.random import RngTracker
+from labkit.parallel.weight_grad_store import WeightGradStore
 
 
 def make_graphed_callables(

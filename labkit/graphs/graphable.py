@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.capturing import is_graph_capturing, is_graph_warmup
+from labkit.comm.groups import Group
 from labkit.config import GraphConfig
 from labkit.graphs.checks.uncapturable import refuse_records
 from labkit.graphs.partial import CutMoELayer, MoECudaGraphPartialCaptureSignal
 from labkit.graphs.scope import LayerScope, layer_scope
 from labkit.models.blocks import LayerParts
 from labkit.moe.layer import MoELayer
-from labkit.parallel.communication.capturing import is_graph_capturing, is_graph_warmup
-from labkit.parallel.groups import Group
 
 Graphed = Callable[..., Any]
 """A graphed module of `make_graphed_callables`: called like the module, with tensors."""

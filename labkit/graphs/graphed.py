@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import TreeSpec, tree_leaves
 
+from labkit.comm.capturing import GraphCaptureError, call_site, is_graph_capturing
 from labkit.events import span
 from labkit.graphs.call_arguments import Arguments, Place
 from labkit.graphs.checks.in_flight_forwards import InFlightForward, InFlightForwards
 from labkit.graphs.checks.replay_guards import ReplayGuards
 from labkit.graphs.samples import copy_in, lie_together
-from labkit.parallel.communication.capturing import GraphCaptureError, call_site, is_graph_capturing
 from labkit.parallel.parameters.parameter_record import record_of
-from labkit.parallel.pipeline.weight_grad_store import deferred
+from labkit.parallel.weight_grad_store import deferred
 
 if TYPE_CHECKING:
     from labkit.graphs.backend import Graph, Pool

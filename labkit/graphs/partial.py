@@ -33,9 +33,9 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from labkit.comm.capturing import is_graph_capturing, is_graph_warmup
 from labkit.graphs.scope import LayerScope
 from labkit.moe.layer import MoELayer
-from labkit.parallel.communication.capturing import is_graph_capturing, is_graph_warmup
 
 MoEStep = Literal["shared_experts_compute", "route", "preprocess"]
 STEPS: tuple[MoEStep, ...] = ("shared_experts_compute", "route", "preprocess")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from labkit.comm.capturing import GraphCaptureError
 from labkit.graphs.buffers import BufferPlan, Use
 from labkit.graphs.call_arguments import Arguments, Place, Work
-from labkit.parallel.communication.capturing import GraphCaptureError
 
 
 def owners(places: Sequence[Place], plan: BufferPlan | None) -> list[int]:

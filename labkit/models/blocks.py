@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import Group
 from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
 from labkit.models.embedding import Rotary
 from labkit.moe.layer import MoELayer
-from labkit.parallel.groups import Group
 from labkit.parallel.layers import NATIVE
 from labkit.parallel.mlp import ParallelMLP
 

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from labkit.comm.groups import Group, ParallelGroups
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models.core_attention import CoreAttention
 from labkit.models.norm_and_dropout import Dropout, Norm, OwnDropout
 from labkit.models.recomputation import Recomputation
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.experts import StackedLinear
-from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import NATIVE, ColumnParallelLinear, Precision, RowParallelLinear
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import DeviceSeed, Seed

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.models.build import LOCAL, LayerSpec
 from labkit.models.counts import stage_contents
 from labkit.models.gpt import GPTModel, draws
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.schedules import Schedule, build_schedule
 

@@ -33,13 +33,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models.bert.hugging_face_bert import BIAS, DECODER, bert_names
 from labkit.models.full_shapes import full_shapes, shape_fields
 from labkit.models.hugging_face_config import family_of
 from labkit.models.mamba.hugging_face_mamba import mamba_names
 from labkit.models.t5.hugging_face_t5 import UNUSED, WORDS, t5_names
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import name_of, record_of
 from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter, tensor_part
 

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from labkit.comm.groups import Group
+from labkit.comm.ledger import comm_scope
 from labkit.config import ModelConfig
 from labkit.models.norm_and_dropout import drop
 from labkit.parallel.context.attention_block import has_kernel
 from labkit.parallel.context.ring_attention import all_gather_attention, ring_attention
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
 
 KERNELS = {

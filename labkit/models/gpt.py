@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups, cut_group
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
@@ -25,7 +26,6 @@ from labkit.models.embedding import Embedding, OutputLayer, RotaryTable
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer
 from labkit.parallel.context.zigzag import zigzag_positions
-from labkit.parallel.groups import ParallelGroups, cut_group
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab.cross_entropy import linear_cross_entropy

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.collectives import barrier
+from labkit.comm.groups import Group, ParallelGroups
 from labkit.events import Event, recording, span
-from labkit.parallel.collectives import barrier
 from labkit.parallel.context.plan import Layout, chunk_length, ring_plan
 from labkit.parallel.context.ring_attention import ring_steps
-from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.pipeline.weight_grad_store import deferred
+from labkit.parallel.weight_grad_store import deferred
 from labkit.schedules import Costs, PipelineRuntime, Schedule
 from labkit.schedules.runtime import Transport
 

@@ -26,11 +26,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.dispatch.host_copy import host_numbers
 from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
 from labkit.moe.weighted_activation import weighted, weighted_activation
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.mlp import ACTIVATIONS
 from labkit.parallel.parameters.weights import Seed, make_expert_parameter
 

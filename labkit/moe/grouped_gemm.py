@@ -33,7 +33,7 @@ from torch.autograd import Function
 from labkit.events import span
 from labkit.moe.dispatch.host_copy import host_numbers
 from labkit.parallel.parameters.parameter_record import put_gradient, record_of
-from labkit.parallel.pipeline.weight_grad_store import deferred
+from labkit.parallel.weight_grad_store import deferred
 
 ALIGNMENT = 16
 """`torch._grouped_mm` takes rows of a multiple of this many bytes."""

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import ConfigError, ModelConfig, MoEConfig
 from labkit.config.fields import SPECS
 from labkit.moe.balance import AuxLossScale
@@ -37,8 +39,6 @@ from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher
 from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
-from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.ledger import comm_scope
 from labkit.parallel.parameters.weights import Seed
 from labkit.parallel.random import RngTracker
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from labkit.parallel.ledger import current_scope
+from labkit.comm.ledger import current_scope
 from labkit.parallel.recompute import once
 
 CHOSEN, COUNTED = 1, 2

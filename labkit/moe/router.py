@@ -23,6 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from labkit.comm.collectives import all_reduce
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope, current_scope
 from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.balance import (
     AuxLossAutoScaler,
@@ -35,9 +38,6 @@ from labkit.moe.balance import (
 from labkit.moe.replay import RoutingReplay, encode, is_second_forward
 from labkit.moe.routing import apply_capacity, normalized_scores, sinkhorn_routing, top_k_map, topk_routing
 from labkit.moe.statistics import RouterStatistics
-from labkit.parallel.collectives import all_reduce
-from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.ledger import comm_scope, current_scope
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import Seed, make_parameter
 from labkit.parallel.random import RngTracker

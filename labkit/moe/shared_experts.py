@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import Group, ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import ModelConfig, MoEConfig
 from labkit.parallel import mappings
-from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import column_parallel_linear
-from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mlp import ParallelMLP
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import Seed, make_parameter

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labkit.parallel.collectives import all_reduce
-from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.ledger import comm_scope
+from labkit.comm.collectives import all_reduce
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 
 LOSSES = ("load_balancing_loss", "z_loss")
 

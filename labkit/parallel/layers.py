@@ -23,17 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from labkit.comm import collectives
+from labkit.comm.groups import Group
+from labkit.comm.ledger import comm_scope, current_scope
 from labkit.events import observers, span, start_observers
-from labkit.parallel import collectives
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import comm_scope, current_scope
 from labkit.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 from labkit.parallel.parameters.parameter_record import Replicated, record_of, weight_gradient
 from labkit.parallel.parameters.weights import Seed, make_parameter
-from labkit.parallel.pipeline.weight_grad_store import deferred, is_collecting
+from labkit.parallel.weight_grad_store import deferred, is_collecting
 
 # ---- products ----
 

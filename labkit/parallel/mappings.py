@@ -15,7 +15,7 @@ the forward of one is the backward of the other.
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
 The sequence-parallel operators are those of arXiv 2205.05198; there g is the gather and g-bar the reduce-scatter. Ranks
-may hold parts of unequal sizes. `communication/in_flight.py` starts an all-to-all early. A group of size 1 needs none.
+may hold parts of unequal sizes. `comm/in_flight.py` starts an all-to-all early. A group of size 1 needs none.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """
@@ -28,10 +28,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from labkit.parallel import collectives
-from labkit.parallel.communication.unequal import GatherUnequal, ReduceScatterUnequal
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import backward_scope, forward_scope, remember_scope
+from labkit.comm import collectives
+from labkit.comm.groups import Group
+from labkit.comm.ledger import backward_scope, forward_scope, remember_scope
+from labkit.comm.unequal import GatherUnequal, ReduceScatterUnequal
 
 
 def _split(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.parallel.groups import Group
+from labkit.comm.groups import Group
 from labkit.parallel.layers import NATIVE, ColumnParallelLinear, Precision, RowParallelLinear
 from labkit.parallel.parameters.weights import Seed
 

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from labkit.parallel.communication.capturing import recorded_call, require_whole_process
-from labkit.parallel.groups import ParallelGroups
+from labkit.comm.capturing import recorded_call, require_whole_process
+from labkit.comm.groups import ParallelGroups
 
 DATA_PARALLEL = "data-parallel-rng"
 MODEL_PARALLEL = "model-parallel-rng"

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from labkit.parallel import collectives
-from labkit.parallel.communication.capturing import RefusesDraws, active_capture, is_graph_capturing, refuse_host_sync
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import Scope, comm_scope, current_scope
+from labkit.comm import collectives
+from labkit.comm.capturing import RefusesDraws, active_capture, is_graph_capturing, refuse_host_sync
+from labkit.comm.groups import Group
+from labkit.comm.ledger import Scope, comm_scope, current_scope
 from labkit.parallel.random import RngTracker
 
 

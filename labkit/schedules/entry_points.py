@@ -11,7 +11,7 @@ from functools import lru_cache
 from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
-from labkit.parallel.groups import ParallelGroups
+from labkit.comm.groups import ParallelGroups
 from labkit.schedules.builders import interleaved, one_f_one_b
 from labkit.schedules.ir import Schedule
 from labkit.schedules.lowering import Transport

@@ -1,7 +1,7 @@
 """One step of a rank: a plain loop over its microbatches, or its program, instruction by instruction.
 
 F is a forward, B a whole backward, I the gradient of the input, W that of the weights. Other instructions move messages
-between ranks (`parallel/p2p.py`). `post` starts receives and `recv` waits for one, `send` starts a send and `sent`
+between ranks (`comm/p2p.py`). `post` starts receives and `recv` waits for one, `send` starts a send and `sent`
 waits for sends. `exchange` starts its transfers and waits for all. `gather` and `synchronise` start the communication
 of data parallelism (`gradient_sync.py`).
 
@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.comm.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
+from labkit.comm.stream_clock import StreamClock
 from labkit.events import active_recorder, observers, span, timed
-from labkit.parallel.communication.stream_clock import StreamClock
-from labkit.parallel.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
-from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
-from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
+from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
+from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.schedules.gradient_sync import GradientSync
 from labkit.schedules.ir import EVENT_KINDS, Action
 from labkit.schedules.lowering import Communication, Compute, Program, StageMessage, Sync, Transfer

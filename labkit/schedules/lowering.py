@@ -23,7 +23,7 @@ cross either: all messages from one rank to another have different moments, and 
 | `even_odd` | in their slot, one by one in Megatron's order (below) | the same | for the whole slot |
 | `blocking` | right before their action | right after theirs | for each on its own |
 
-Megatron's even/odd order (`parallel/pipeline/posting_order.py`) says which neighbour a rank serves first. NCCL asks for
+Megatron's even/odd order (`comm/posting_order.py`) says which neighbour a rank serves first. NCCL asks for
 more between two ranks: on one communicator, the k-th operations of the two ranks must belong together. Megatron's order
 gives this if both ranks exchange the same messages in the same slot, as in 1F1B. A V with one microbatch would hang.
 So a rank orders the messages of a slot to and from one peer by their moment. At equal moments activations come before
@@ -41,7 +41,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from labkit.parallel.pipeline.posting_order import Operation, channel, even_odd_place
+from labkit.comm.posting_order import Operation, channel, even_odd_place
 from labkit.schedules.dependencies import consumers, producers
 from labkit.schedules.gradient_sync import places_of_synchronisation
 from labkit.schedules.ir import Action, Schedule

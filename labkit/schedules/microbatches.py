@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from labkit.parallel.collectives import all_reduce, comm_scope
-from labkit.parallel.groups import Group
+from labkit.comm.collectives import all_reduce, comm_scope
+from labkit.comm.groups import Group
 
 # ---- data ----
 

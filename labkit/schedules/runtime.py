@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.handshake import handshake
+from labkit.comm.p2p import MessageSpec, P2PCommunicator, second_communicator
 from labkit.events import active_recorder
-from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.p2p import MessageSpec, P2PCommunicator, second_communicator
-from labkit.parallel.pipeline.handshake import handshake
 from labkit.schedules.builders import without_backward
 from labkit.schedules.execution import Execution, RankSetup
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from labkit.parallel.pipeline.posting_order import Operation
+from labkit.comm.posting_order import Operation
 from labkit.schedules.dependencies import producers, require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
 from labkit.schedules.lowering import (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import Group
 from labkit.config import ModelConfig
-from labkit.parallel.groups import Group
 from labkit.parallel.random import RngTracker
 from labkit.te.engine import engine
 

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from labkit.comm.groups import ParallelGroups
 from labkit.fp8.recipe import Float8Recipe
 from labkit.launch.machine import why_no_transformer_engine
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.layers import Precision
 from labkit.parallel.random import RngTracker
 

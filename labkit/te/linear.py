@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import Group
 from labkit.config import ModelConfig
 from labkit.moe.grouped_gemm import Segments
-from labkit.parallel.groups import Group
 from labkit.parallel.layers import NATIVE, Precision
 from labkit.parallel.parameters.parameter_record import Replicated, record_of
 from labkit.parallel.parameters.weights import Seed, make_expert_parameter, make_parameter

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.comm.groups import Group, ParallelGroups
 from labkit.config import ModelConfig
 from labkit.fp8.recipe import Float8Recipe
 from labkit.models.build import LayerSpec
-from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import NATIVE, Precision
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint as plain_checkpoint

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.comm.collectives import all_reduce, comm_scope
+from labkit.comm.groups import ParallelGroups
 from labkit.events import not_recording
 from labkit.graphs.graphable import Shapes, release_cudagraphs
 from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.memory import GraphMemory
-from labkit.parallel.collectives import all_reduce, comm_scope
-from labkit.parallel.groups import ParallelGroups
 
 Batches = Iterator[dict[str, Tensor]]
 Run = Callable[..., list[Any]]

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.collectives import comm_scope, gather_objects
+from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.groups import Group, ParallelGroups
 from labkit.parallel.data_parallel.gradients import is_expert
-from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameters.parameter_record import main_grad_of, name_of, record_of
 from labkit.parallel.vocab.token_ids import TokenIdChecks
 from labkit.train.pipeline import Pipeline

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.comm.collectives import all_reduce, broadcast, comm_scope
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.launch.info import announce
 from labkit.models.chunks import DTYPES
 from labkit.models.counts import decoder_length
 from labkit.moe.router import TopKRouter
-from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.data_parallel.gradients import finalize_model_grads
 from labkit.parallel.data_parallel.optimizer import named_parameters
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.layers import Precision
 from labkit.schedules.ir import Schedule
 from labkit.schedules.microbatches import TensorShape

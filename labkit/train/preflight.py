@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from labkit.comm.rank_generator import rank_generators
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import counted, shown
 from labkit.graphs.order_table import capture_order
@@ -27,7 +28,6 @@ from labkit.launch.machine import GIB, why_no_transformer_engine
 from labkit.models.counts import stage_contents
 from labkit.models.memory.memory_bytes import RankMemory, checkpoint_bytes, rank_memory
 from labkit.output_files import unwritable
-from labkit.parallel.rank_generator import rank_generators
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport
@@ -39,7 +39,7 @@ from labkit.train.reporting.tensorboard_writer import tensorboard_problem
 if TYPE_CHECKING:
     import torch
 
-    from labkit.parallel.groups import ParallelGroups
+    from labkit.comm.groups import ParallelGroups
 
 # ---- does the schedule fit the run? ----
 
@@ -454,7 +454,7 @@ def run_folder(config: RunConfig, groups: ParallelGroups, *, continues_after: in
 
 
 def _exchanged(own: Any, groups: ParallelGroups) -> list[Any]:
-    from labkit.parallel.collectives import comm_scope, gather_objects
+    from labkit.comm.collectives import comm_scope, gather_objects
 
     with comm_scope(layer="preflight", phase="start"):
         return gather_objects(own, groups.world)

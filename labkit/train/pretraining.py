@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from labkit.comm.groups import ParallelGroups, initialize_model_parallel, single_process_groups
 from labkit.config import ModelConfig, OptimConfig, RunConfig
 from labkit.data.datasets import build_datasets, data_iterator
 from labkit.events import Event, recording
@@ -44,7 +45,6 @@ from labkit.parallel.data_parallel.optimizer import (
     parameter_groups,
 )
 from labkit.parallel.data_parallel.param_gather import finish_param_sync
-from labkit.parallel.groups import ParallelGroups, initialize_model_parallel, single_process_groups
 from labkit.parallel.random import seed_default_generators
 from labkit.schedules.ir import Schedule
 from labkit.te.spec import EngineSpec

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs.checks.uncapturable import refuse_gloo
@@ -28,7 +29,6 @@ from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
 from labkit.parallel.data_parallel.param_gather import finish_param_sync
-from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.train.layer_graphs import LayerGraphs
 

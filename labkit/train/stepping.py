@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.moe.router import finish_router_step
 from labkit.parallel.data_parallel.gradients import GradientStatistics, clip_factor, gradient_statistics
 from labkit.parallel.data_parallel.optimizer import MegatronOptimizer
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.vocab.token_ids import TokenIdChecks, token_ids_checked_late
 from labkit.schedules.ir import Schedule
 from labkit.train.forward_step import Batch

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.parallel.ledger import CommRecord
+from labkit.comm.ledger import CommRecord
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
 

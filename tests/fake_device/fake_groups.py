@@ -2,7 +2,7 @@
 
 In the order of ProcessGroupNCCL: a transfer starts after what its caller's stream was given so far, on the group's own
 stream, and `wait` makes the caller's stream wait for its end; the host goes on. A message has a stream for each peer.
-What others would have sent is not computed. labkit's code for NCCL runs as it is (`collective_backends.py`).
+What others would have sent is not computed. labkit's code for NCCL runs as it is (`comm/backends.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 
 from fake_device.audit import Audit
 from fake_device.places import where
+from labkit.comm.groups import Group, ParallelGroups, initialize_model_parallel
 from labkit.config import ParallelConfig
-from labkit.parallel.groups import Group, ParallelGroups, initialize_model_parallel
 from labkit.schedules import runtime
 
 

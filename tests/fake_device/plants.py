@@ -14,10 +14,10 @@ from fake_device.audit import Audit
 from fake_device.cases import CASES
 from fake_device.fake_groups import fake_groups
 from fake_device.steps import train
+from labkit.comm import collectives
 from labkit.config import ParallelConfig
 from labkit.graphs.cuda.local_backend import LocalGraph
 from labkit.moe.dispatch.host_copy import HostCopy
-from labkit.parallel import collectives
 from labkit.parallel.context.ring_attention import _Ring
 from labkit.parallel.data_parallel.grad_buffers import GradBucket
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from labkit.comm import collectives as c
 from labkit.launch import run
 from labkit.parallel import Group
-from labkit.parallel import collectives as c
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.comm import backends
 from labkit.launch import run
 from labkit.parallel import Group
-from labkit.parallel.communication import collective_backends as backends
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from labkit.comm.stream_clock import StreamClock
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, ScheduleConfig, TrainConfig
 from labkit.events import Event, recording
 from labkit.launch import run
 from labkit.parallel import Group, ParallelMLP, WeightGradStore
-from labkit.parallel.communication.stream_clock import StreamClock
 from labkit.schedules import build_schedule
 
 pytestmark = pytest.mark.gpu

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from labkit.cli import main
+from labkit.comm.collectives import gather_objects
 from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Sampling, generate
 from labkit.evaluate.lambada import Passage, passage_of, score_passages
 from labkit.evaluate.sampling import Sampler, penalised, within_top_k, within_top_p
 from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
 from labkit.launch import run
-from labkit.parallel.collectives import gather_objects
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")

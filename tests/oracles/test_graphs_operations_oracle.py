@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from labkit.comm.capturing import GraphCaptureError
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
-from labkit.parallel.communication.capturing import GraphCaptureError
 
 BACKEND = EmulatedBackend()
 SAMPLES = 2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.rank_generator import AXES, RankGenerator, generate_masked_orthogonal_rank_groups
+from labkit.comm.rank_generator import AXES, RankGenerator, generate_masked_orthogonal_rank_groups
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

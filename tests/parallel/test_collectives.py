@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from labkit.comm import collectives as c
 from labkit.events import recording
 from labkit.launch import RankError, Ranks, run
 from labkit.parallel import CommLedger, Group, comm_scope, delayed, dropped
-from labkit.parallel import collectives as c
 
 
 def whole_world() -> Group:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from labkit.comm.collectives import gather_objects
 from labkit.config import RunConfig
-from labkit.parallel.collectives import gather_objects
 from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.train import TrainResult, compare
 from labkit.train.forward_step import gpt_forward_step

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from labkit.comm.groups import cut_group
 from labkit.config import OptimConfig, ParallelConfig, presets
 from labkit.launch import run
 from labkit.parallel import (
@@ -23,7 +24,6 @@ from labkit.parallel import (
     single_process_groups,
     wrap_model_chunks,
 )
-from labkit.parallel.groups import cut_group
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.recompute import checkpoint
 from labkit.train import pretrain

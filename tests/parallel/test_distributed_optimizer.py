@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups, single_process_groups
 from labkit.config import OptimConfig, ParallelConfig, presets
 from labkit.models.gpt import GPTModel
 from labkit.parallel import CommLedger, initialize_model_parallel
@@ -17,7 +18,6 @@ from labkit.parallel.data_parallel.distributed_data_parallel import DistributedD
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.data_parallel.gradients import gradient_statistics
 from labkit.parallel.data_parallel.optimizer import Optimizer, parameter_groups
-from labkit.parallel.groups import ParallelGroups, single_process_groups
 from labkit.train import pretrain
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, eps=1e-5)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig, presets
 from labkit.evaluate import Records
 from labkit.finetune import Settings, finetune
 from labkit.finetune.finetuning import Trained, configuration, predict, prepare, train_and_predict
 from labkit.finetune.task_model import task_forward_step, task_provider
 from labkit.launch import info
-from labkit.parallel.groups import ParallelGroups
 from labkit.train import pretrain
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.rank_state import RankWeights

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from labkit.comm import collectives
+from labkit.comm.capturing import GraphCaptureError
+from labkit.comm.in_flight import all_to_all_start
+from labkit.comm.unequal import all_gather_unequal, reduce_scatter_unequal
 from labkit.events import recording
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
-from labkit.parallel import CommLedger, Group, collectives, comm_scope, dropped
+from labkit.parallel import CommLedger, Group, comm_scope, dropped
 from labkit.parallel import mappings as m
-from labkit.parallel.communication.capturing import GraphCaptureError
-from labkit.parallel.communication.in_flight import all_to_all_start
-from labkit.parallel.communication.unequal import all_gather_unequal, reduce_scatter_unequal
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 BACKEND = EmulatedBackend()
@@ -206,7 +207,7 @@ def refused() -> list[str]:
 
 def test_what_a_graph_cannot_hold_is_refused_with_the_line(on_ranks) -> None:
     for messages in on_ranks(refused, 2):
-        words = ("not waited for", "before the capture", "barrier", "gather_objects", "labkit.parallel.collectives")
+        words = ("not waited for", "before the capture", "barrier", "gather_objects", "labkit.comm.collectives")
         assert len(messages) == len(words)
         for message, word in zip(messages, words, strict=True):
             assert word in message and "test_graphs_collectives.py:" in message, message

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from labkit.comm.group_plan import GROUP_KINDS, groups_of_rank
+from labkit.comm.group_registry import sweep
 from labkit.config import ParallelConfig, presets
 from labkit.launch import RankError, Ranks
-from labkit.parallel.communication.group_registry import sweep
-from labkit.parallel.group_plan import GROUP_KINDS, groups_of_rank
 
 WORLD = 8
 
@@ -68,8 +68,8 @@ def meet(groups: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from labkit.parallel.groups import cut_group
-    from labkit.parallel.p2p import second_communicator
+    from labkit.comm.groups import cut_group
+    from labkit.comm.p2p import second_communicator
 
     used = [getattr(groups, kind) for kind in GROUP_KINDS]
     used.append(second_communicator(groups))
@@ -178,8 +178,9 @@ def test_after_an_exception_on_one_rank_layouts_meet_again(ranks: Ranks, empty: 
 def closed_twice(config: ParallelConfig) -> list[str]:
     import torch
 
-    from labkit.parallel import collectives, initialize_model_parallel
-    from labkit.parallel.groups import cut_group
+    from labkit.comm import collectives
+    from labkit.comm.groups import cut_group
+    from labkit.parallel import initialize_model_parallel
 
     with initialize_model_parallel(config) as groups:
         meet(groups)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from labkit.comm.group_plan import GROUP_KINDS, groups_of_rank
 from labkit.config import ParallelConfig
 from labkit.launch import Ranks, run
-from labkit.parallel.group_plan import GROUP_KINDS, groups_of_rank
 
 LAYOUTS = [
     ParallelConfig(tp=2, pp=4, split_rank=1),
@@ -131,8 +131,8 @@ def held_by_a_mesh(config: ParallelConfig) -> list[float]:
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from labkit.comm.group_registry import sweep
     from labkit.parallel import initialize_model_parallel
-    from labkit.parallel.communication.group_registry import sweep
 
     mesh = initialize_model_parallel(config).device_mesh("dp", "tp")["tp"]
     sweep()
@@ -191,8 +191,8 @@ def test_refusals_on_every_rank(ranks: Ranks, layout: dict, names: tuple[str, ..
 def timeouts(config: ParallelConfig) -> list[float]:
     import torch
 
+    from labkit.comm.p2p import p2p_communicator
     from labkit.parallel import initialize_model_parallel
-    from labkit.parallel.p2p import p2p_communicator
 
     groups = initialize_model_parallel(config)
     second = p2p_communicator(groups).second
@@ -216,8 +216,8 @@ def bound_to_a_gpu(config: ParallelConfig) -> tuple[bool, ...]:
     import torch
     import torch.distributed as dist
 
+    from labkit.comm.p2p import second_communicator
     from labkit.parallel import initialize_model_parallel
-    from labkit.parallel.p2p import second_communicator
 
     here = torch.device("cuda", 0)  # only the record of it: gloo never uses it
     dist.group.WORLD.bound_device_id = here

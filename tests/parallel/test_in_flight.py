@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from labkit.comm.in_flight import all_to_all_start
+from labkit.comm.unequal import all_gather_unequal, reduce_scatter_unequal
 from labkit.events import recording
 from labkit.parallel import CommLedger, Group, all_reduce, comm_scope, dropped
 from labkit.parallel import mappings as m
-from labkit.parallel.communication.in_flight import all_to_all_start
-from labkit.parallel.communication.unequal import all_gather_unequal, reduce_scatter_unequal
 
 
 def whole_world(name: str = "ep") -> Group:

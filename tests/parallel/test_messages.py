@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from labkit.comm import collectives
+from labkit.comm.p2p import MessageSpec, P2POp, start
 from labkit.config import ParallelConfig
 from labkit.events import recording
 from labkit.launch import status
-from labkit.parallel import CommLedger, collectives, initialize_model_parallel, p2p_communicator
-from labkit.parallel.p2p import MessageSpec, P2POp, start
+from labkit.parallel import CommLedger, initialize_model_parallel, p2p_communicator
 from labkit.schedules import PipelineRuntime, interleaved, one_f_one_b, zbv
 
 SHAPE = (2, 3, 4)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from labkit.comm.collectives import all_gather
 from labkit.config import ModelConfig, ParallelConfig
 from labkit.launch import RankError, run
 from labkit.models import GPTModel, counts
 from labkit.parallel import CommLedger, finalize_model_grads, initialize_model_parallel, single_process_groups
-from labkit.parallel.collectives import all_gather
 from labkit.parallel.parameters.weights import gather_parameter
 
 GPT2 = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=333, make_vocab_size_divisible_by=8, seq_length=12)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from labkit.comm import backends, collectives
 from labkit.events import Event, recording
-from labkit.parallel import Group, collectives, delayed, layers
-from labkit.parallel.communication import collective_backends as backends
+from labkit.parallel import Group, delayed, layers
 from labkit.parallel.layers import ColumnParallelLinear
 
 COLLECTIVE, GEMM = 0.020, 0.030

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from labkit.comm import p2p as p
+from labkit.comm import posting_order
 from labkit.config import ParallelConfig
 from labkit.launch import run
 from labkit.parallel import CommLedger, initialize_model_parallel
-from labkit.parallel import p2p as p
-from labkit.parallel.pipeline import posting_order
-from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
+from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.train import Timers
 
 MODES = [(batched, variable) for batched in (True, False) for variable in (True, False)]

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from labkit.comm import collectives
+from labkit.comm.groups import Group
 from labkit.config import ParallelConfig
 from labkit.models.synthetic_load import sleeping_ring
-from labkit.parallel import CommLedger, collectives, initialize_model_parallel
+from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.parallel.context import ring_attention as module
 from labkit.parallel.context.plan import LAYOUTS, ring_plan
 from labkit.parallel.context.ring_attention import _Ring, all_gather_attention, ring_attention
 from labkit.parallel.context.zigzag import join_sequence, split_sequence
-from labkit.parallel.groups import Group
 from labkit.parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_tensor_model_parallel_region
 
 FORMS = {"ring": ring_attention, "all-gather": all_gather_attention}

@@ -14,7 +14,7 @@ import pytest
 
 from labkit.config import RunConfig
 from labkit.models import ChunkSpec, build_model_chunk, stage_contents
-from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
+from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.preflight import schedule_of

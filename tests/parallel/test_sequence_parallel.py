@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from labkit.comm.collectives import all_gather
 from labkit.config import ModelConfig, ParallelConfig, presets
 from labkit.events import recording
 from labkit.launch import RankError
@@ -30,7 +31,6 @@ from labkit.parallel import (
     record_of,
     single_process_groups,
 )
-from labkit.parallel.collectives import all_gather
 from labkit.parallel.parameters.weights import gather_parameter
 from labkit.parallel.vocab.cross_entropy import _chunks, _rows_of_parts
 from labkit.schedules import PipelineRuntime, build_schedule

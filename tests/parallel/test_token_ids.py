@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.comm.capturing import GraphCaptureError
 from labkit.config import RunConfig, presets
 from labkit.graphs.emulated.host_syncs import refuse_uncapturable
 from labkit.parallel import TokenIdError, VocabParallelEmbedding, check_token_ids, single_process_groups
 from labkit.parallel import token_ids_checked_late as checked_late
-from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.parallel.vocab import token_ids
 from labkit.train.evaluation import collect_non_loss_data, evaluate
 from labkit.train.forward_step import gpt_forward_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.parallel.ledger import CommRecord
+from labkit.comm.ledger import CommRecord
 from labkit.viz import cut_matrices, split_sequence, tensor_parallel_block
 
 

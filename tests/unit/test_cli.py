@@ -32,6 +32,8 @@ from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.run_command import Chapter
 from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.cli.train_command import output_problems
+from labkit.comm.group_plan import GROUP_KINDS
+from labkit.comm.rank_generator import rank_generators
 from labkit.config import RunConfig, field, presets, yaml_text
 from labkit.config.errors import shown
 from labkit.config.fields import ALIASES, SPECS
@@ -41,8 +43,6 @@ from labkit.events import Event, write_jsonl
 from labkit.launch import forkserver
 from labkit.launch import rank_pool as pool
 from labkit.output_files import appearing
-from labkit.parallel.group_plan import GROUP_KINDS
-from labkit.parallel.rank_generator import rank_generators
 from labkit.schedules import interleaved
 from labkit.train.reporting.metrics import JsonLines
 

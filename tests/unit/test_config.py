@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labkit.comm.rank_generator import rank_generators
 from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, field, presets, rules
 from labkit.config.fields import ALIASES, SPECS, resolve
 from labkit.config.sections import REASONS, SECTIONS
-from labkit.parallel.rank_generator import rank_generators
 
 
 def test_every_field_has_its_string_and_every_section_a_docstring() -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.comm.groups import Group
 from labkit.parallel.context.plan import LAYOUTS
 from labkit.parallel.context.zigzag import (
     get_batch_on_this_cp_rank,
@@ -14,7 +15,6 @@ from labkit.parallel.context.zigzag import (
     zigzag_positions,
     zigzag_split,
 )
-from labkit.parallel.groups import Group
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.sampled_from(LAYOUTS), st.integers(0, 2))

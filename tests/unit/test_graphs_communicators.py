@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from labkit.cli.train_command import Trained, final_lines
+from labkit.comm.groups import Group, initialize_model_parallel
 from labkit.config import ConfigError, GraphConfig, ParallelConfig, presets
 from labkit.graphs import CudaGraphHelper, wrap_layers
 from labkit.graphs.checks import uncapturable
 from labkit.graphs.checks.uncapturable import refuse_gloo
 from labkit.models.blocks import LayerParts
 from labkit.models.chunks import build_model_chunks
-from labkit.parallel.groups import Group, initialize_model_parallel
 from labkit.schedules import build_schedule
 from labkit.train.pretraining import layer_spec
 from labkit.train.step_graphs import build_step_graphs

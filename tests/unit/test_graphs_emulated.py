@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from labkit.graphs.emulated import recording
-from labkit.graphs.emulated.arena import Arena, block_of
-from labkit.graphs.emulated.emulated_backend import EmulatedBackend, EmulatedGraph
-from labkit.parallel.communication.capturing import (
+from labkit.comm.capturing import (
     GraphCaptureError,
     active_capture,
     graph_warmup,
@@ -26,6 +23,9 @@ from labkit.parallel.communication.capturing import (
     is_graph_warmup,
     recorded_call,
 )
+from labkit.graphs.emulated import recording
+from labkit.graphs.emulated.arena import Arena, block_of
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend, EmulatedGraph
 
 BACKEND = EmulatedBackend()
 

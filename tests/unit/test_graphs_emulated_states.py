@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from labkit.comm.capturing import GraphCaptureError
 from labkit.graphs import make_graphed_callables
 from labkit.graphs.emulated.arena import Arena
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import CheckpointWithoutOutput, RngTracker, checkpoint
-from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.parallel.parameters.parameter_record import record_of
 
 BACKEND = EmulatedBackend()

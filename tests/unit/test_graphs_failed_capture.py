@@ -15,10 +15,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_captures import Generator, Graph, Machine, fake_captures
 
+from labkit.comm.capturing import GraphCaptureError
 from labkit.graphs import BrokenProcessError, FullIterationGraph, make_graphed_callables
 from labkit.graphs.cuda import failed_capture, local_backend
 from labkit.graphs.cuda.local_backend import LocalBackend, LocalPool
-from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.parallel.random import RngTracker
 
 LEAVE = "restart the kernel of a notebook, or end this rank"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from labkit.comm.capturing import GraphCaptureError, graph_capturing, refuse_host_sync
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
-from labkit.parallel.communication.capturing import GraphCaptureError, graph_capturing, refuse_host_sync
 
 BACKEND = EmulatedBackend()
 COUNTS, PLACES = torch.tensor([1, 2, 1]), torch.tensor([2, 0])

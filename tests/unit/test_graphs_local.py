@@ -16,11 +16,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_captures import Machine, fake_captures
 
+from labkit.comm.capturing import GraphCaptureError, is_graph_capturing, is_graph_warmup
 from labkit.graphs import FullIterationGraph, full_iteration, make_graphed_callables
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.cuda.local_backend import LocalBackend, LocalPool, explained, stale_streams_followed
 from labkit.launch import info, torchrun
-from labkit.parallel.communication.capturing import GraphCaptureError, is_graph_capturing, is_graph_warmup
 
 
 @pytest.fixture

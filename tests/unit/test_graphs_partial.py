@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from labkit.comm.capturing import GraphCaptureError, graph_capturing, graph_warmup
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
 from labkit.graphs import FullIterationGraph, make_graphed_callables
 from labkit.graphs.helper import CudaGraphHelper
@@ -26,7 +27,6 @@ from labkit.graphs.scope import layer_scope
 from labkit.models import GPTModel
 from labkit.moe import MoELayer, RoutingReplay
 from labkit.parallel import single_process_groups
-from labkit.parallel.communication.capturing import GraphCaptureError, graph_capturing, graph_warmup
 from labkit.schedules import one_f_one_b, zero_bubble_h1
 
 GROUPS = single_process_groups()

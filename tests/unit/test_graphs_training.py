@@ -10,10 +10,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import DROPOUT, FULL, GRAPHS, LAYERS, MICROBATCHES, STEPS, Training, small
 
+from labkit.comm.capturing import is_graph_warmup
 from labkit.config import ConfigError, RunConfig, presets
 from labkit.graphs import PlanError, check_plan, graph_counts, is_graph_capturing
 from labkit.models.blocks import TransformerLayer
-from labkit.parallel.communication.capturing import is_graph_warmup
 from labkit.schedules import Schedule
 from labkit.train import pretrain
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.comm.group_plan import GROUP_KINDS, all_groups, embedding_columns, groups_of_rank
 from labkit.config import ParallelConfig
-from labkit.parallel.group_plan import GROUP_KINDS, all_groups, embedding_columns, groups_of_rank
 
 LAYOUTS = st.sampled_from(
     [

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from labkit.comm.group_plan import GROUP_KINDS
+from labkit.comm.groups import ParallelGroups, initialize_model_parallel, single_process_groups
 from labkit.config import ParallelConfig, presets
-from labkit.parallel.group_plan import GROUP_KINDS
-from labkit.parallel.groups import ParallelGroups, initialize_model_parallel, single_process_groups
 from labkit.train.pretraining import initialize
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from labkit.parallel.group_plan import groups_of_rank
+from labkit.comm.group_plan import groups_of_rank
 from labkit.train.parity.assemble import assemble
 from labkit.train.parity.snapshots import Shard, Snapshot
 

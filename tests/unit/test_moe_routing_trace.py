@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups, initialize_model_parallel
 from labkit.config import RunConfig, presets
 from labkit.data.gpt_data import microbatch_positions
 from labkit.parallel.context.zigzag import zigzag_positions
-from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.train.parity.routing_trace import own_records, record_routings, replay_routings
 
 STEPS, S, B = 3, 16, 2

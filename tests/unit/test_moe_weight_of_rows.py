@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.comm.groups import single_process_groups
 from labkit.config import presets
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts
-from labkit.parallel.groups import single_process_groups
 
 N, H, F = 6, 64, 24
 

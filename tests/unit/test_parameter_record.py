@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.comm.groups import single_process_groups
 from labkit.parallel.data_parallel.naive import NaiveDataParallel
-from labkit.parallel.groups import single_process_groups
 from labkit.parallel.parameters import parameter_record
 from labkit.parallel.parameters.parameter_record import (
     ParameterRecord,

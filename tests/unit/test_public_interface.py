@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES: dict[str, str] = {
     "check": "check check_parameters",
     "cli": "main train_script",
+    "comm": "CommLedger dropped initialize_model_parallel RankGenerator",
     "config": """
         ConfigError DataConfig field GraphConfig ModelConfig MoEConfig OptimConfig ParallelConfig presets RunConfig
         ScheduleConfig TrainConfig

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.mixed_radix import MAX_LISTED_RANKS, decompose, prefix_product
-from labkit.parallel.rank_generator import (
+from labkit.comm.mixed_radix import MAX_LISTED_RANKS, decompose, prefix_product
+from labkit.comm.rank_generator import (
     AXES,
     RankGenerator,
     generate_masked_orthogonal_groups,

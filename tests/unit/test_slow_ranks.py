@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from labkit.parallel.groups import single_process_groups
+from labkit.comm.groups import single_process_groups
 from labkit.train.reporting.slow_ranks import OFTEN, PAUSE, RATIO, STEPS, Pace, PaceWatch, SlowRank, slow_ranks
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from labkit.comm.stream_clock import StreamClock
 from labkit.events import recording, span
-from labkit.parallel.communication.stream_clock import StreamClock
 
 LAUNCH = 1e-5
 DEVICE = torch.device("cuda", 0)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from labkit.comm.groups import initialize_model_parallel
 from labkit.config import ConfigError, presets
-from labkit.parallel.groups import initialize_model_parallel
 from labkit.parallel.parameters.weights import tensor_part
 from labkit.schedules import build_schedule
 from labkit.train.lr_schedule import build_lr_schedule

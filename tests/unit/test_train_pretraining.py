@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
+from labkit.comm.groups import single_process_groups
 from labkit.config import RunConfig, presets
 from labkit.data import build_gpt_datasets
 from labkit.data.gpt_data import GPTDataset
 from labkit.events import active_recorder, read_jsonl
 from labkit.launch import torchrun
 from labkit.models.chunks import build_model_chunk, build_model_chunks
-from labkit.parallel.groups import single_process_groups
 from labkit.train import pretrain
 from labkit.train.forward_step import forward_step_of, gpt_forward_step, masked_loss
 

@@ -17,6 +17,7 @@ from matplotlib.path import Path
 from matplotlib.transforms import Bbox
 
 from labkit import viz
+from labkit.comm.ledger import CommRecord
 from labkit.config import presets
 from labkit.events import Event
 from labkit.graphs import plan_buffers, play_back
@@ -25,7 +26,6 @@ from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
 from labkit.parallel import BackwardPiece, Link, ParameterSpec, plan_buckets, predict_step, sweep_bucket_sizes
-from labkit.parallel.ledger import CommRecord
 from labkit.schedules import Costs, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz.experts.router_lab import replay_policies, standard_policies
 

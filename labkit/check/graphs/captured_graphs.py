@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, holds
+from labkit.comm.capturing import GraphCaptureError
 from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.refusal import Refusal
-from labkit.parallel.communication.capturing import GraphCaptureError
 
 # ---- the time that launches cost ----
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
 from labkit.fp8.scaling import Float8Scaling
-from labkit.parallel.communication.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
 from labkit.parallel.parameters.parameter_record import ParameterRecord, record_of
 from labkit.parallel.random import RngTracker, forks_noted
 

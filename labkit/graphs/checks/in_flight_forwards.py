@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from labkit.parallel.communication.capturing import GraphCaptureError
+from labkit.comm.capturing import GraphCaptureError
 
 
 class InFlightForward:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from labkit.parallel.communication.capturing import GraphCaptureError
+from labkit.comm.capturing import GraphCaptureError
 
 HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from labkit.comm.capturing import GraphCaptureError
+from labkit.comm.groups import Group
 from labkit.config import ConfigError
 from labkit.graphs.call_arguments import Arguments, Place
 from labkit.moe.router import routers_of
-from labkit.parallel.communication.capturing import GraphCaptureError
-from labkit.parallel.groups import Group
 
 _NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<frozen")
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from labkit.parallel.communication.capturing import process_is_broken
+from labkit.comm.capturing import process_is_broken
 
 _kept: list[Any] = []
 """Graphs that torch's allocators still ask. They are never freed."""

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
+from labkit.comm.capturing import GraphCaptureError, graph_warmup
 from labkit.graphs.call_arguments import Arguments, CaptureRequest, Place, parameters_of
 from labkit.graphs.checks.capture_isolation import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
 from labkit.graphs.cuda.local_backend import explained, reset_before_leaving, stale_streams_followed
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
 from labkit.launch.machine import why_no_transformer_engine
-from labkit.parallel.communication.capturing import GraphCaptureError, graph_warmup
 from labkit.parallel.random import RngTracker
 
 OLDER_NAMES = {

@@ -20,16 +20,10 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from labkit.comm.capturing import GraphCaptureError, active_capture, graph_capturing, graph_warmup, is_graph_capturing
 from labkit.graphs.emulated.arena import Arena, unmanaged
 from labkit.graphs.emulated.host_syncs import watched_methods
 from labkit.graphs.emulated.recording import AddressRecorder, RecordedCall
-from labkit.parallel.communication.capturing import (
-    GraphCaptureError,
-    active_capture,
-    graph_capturing,
-    graph_warmup,
-    is_graph_capturing,
-)
 
 __all__ = ["EmulatedBackend", "EmulatedGraph"]
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.parallel.communication.capturing import GraphCaptureError, active_capture, call_site
+from labkit.comm.capturing import GraphCaptureError, active_capture, call_site
 
 __all__ = ["refuse_uncapturable", "watched_methods"]
 
@@ -64,7 +64,7 @@ _REASONS = {
     **dict.fromkeys(("prod", "cumprod"), _ZEROS),
 }
 """Reasons for operations without a tag."""
-_DISTRIBUTED = "is not recorded: communicate through labkit.parallel.collectives, which replays inside a graph"
+_DISTRIBUTED = "is not recorded: communicate through labkit.comm.collectives, which replays inside a graph"
 
 
 def _refuse(what: str, why: str) -> None:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.comm.capturing import GraphCaptureError, call_site, unrecorded
+from labkit.comm.collectives import Pending
+from labkit.comm.ledger import Scope, comm_scope, current_scope
 from labkit.graphs.emulated.arena import Arena, unmanaged
 from labkit.graphs.emulated.host_syncs import refuse_uncapturable
-from labkit.parallel.collectives import Pending
-from labkit.parallel.communication.capturing import GraphCaptureError, call_site, unrecorded
-from labkit.parallel.ledger import Scope, comm_scope, current_scope
 
 T = TypeVar("T")
 RecordedCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding as lookup
 
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import ModelConfig
 from labkit.models.bert.bert_heads import MaskedLMHead, SentenceOrderHead
 from labkit.models.blocks import TransformerLayer
@@ -29,9 +31,7 @@ from labkit.models.core_attention import scores_of_padding
 from labkit.models.counts import NUM_TOKENTYPES
 from labkit.models.embedding import Embedding, Rotary
 from labkit.models.gpt import GPTModel
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.layers import LinearPlan, column_parallel_linear
-from labkit.parallel.ledger import comm_scope
 from labkit.parallel.parameters.weights import make_parameter
 from labkit.parallel.vocab.token_ids import check_token_ids
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding as lookup
 
+from labkit.comm.groups import Group
 from labkit.config import ModelConfig
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, LayerSpec
 from labkit.models.core_attention import CoreAttention
-from labkit.parallel.groups import Group
 from labkit.parallel.layers import ColumnParallelLinear
 from labkit.parallel.parameters.weights import make_parameter
 from labkit.parallel.random import RngTracker

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups, half_of_pipeline
+from labkit.comm.ledger import comm_scope
 from labkit.config import ModelConfig
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
@@ -31,9 +33,7 @@ from labkit.models.core_attention import scores_of_padding
 from labkit.models.counts import padded_vocab
 from labkit.models.gpt import GPTModel
 from labkit.models.t5.t5_layers import DecoderLayer, HalfSpec, RelativeBias
-from labkit.parallel.groups import ParallelGroups, half_of_pipeline
 from labkit.parallel.layers import LinearPlan, column_parallel_linear
-from labkit.parallel.ledger import comm_scope
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import make_parameter
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.comm import collectives
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope, current_scope
 from labkit.config import MoEConfig
 from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.dispatch.permutation import permute, unpermute
-from labkit.parallel import collectives, mappings
-from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.ledger import comm_scope, current_scope
+from labkit.parallel import mappings
 
 __all__ = ["MoEAllGatherTokenDispatcher"]
 

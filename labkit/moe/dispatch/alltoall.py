@@ -23,14 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from labkit.comm import collectives
+from labkit.comm.groups import ParallelGroups
+from labkit.comm.in_flight import all_to_all_start
+from labkit.comm.ledger import comm_scope, current_scope
 from labkit.config import MoEConfig
 from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.dispatch.permutation import permute, sort_chunks_by_idxs, unpermute
-from labkit.parallel import collectives, mappings
-from labkit.parallel.communication.in_flight import all_to_all_start
-from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.ledger import comm_scope, current_scope
+from labkit.parallel import mappings
 
 __all__ = ["MoEAlltoAllTokenDispatcher", "Splits"]
 

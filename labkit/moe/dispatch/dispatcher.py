@@ -36,10 +36,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import MoEConfig
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.routing import get_capacity
-from labkit.parallel.groups import ParallelGroups
 
 CUDA_DTOH_POINTS = ("before_permutation_1", "before_ep_alltoall")
 """Points of a forward at which counts may be copied to the host."""

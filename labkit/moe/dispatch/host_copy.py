@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from labkit.parallel.communication.capturing import refuse_host_sync, unrecorded
+from labkit.comm.capturing import refuse_host_sync, unrecorded
 
 __all__ = ["HostCopy", "host_numbers"]
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import MoEConfig
 from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.dispatch.permutation import permute, unpermute
-from labkit.parallel.groups import ParallelGroups
 
 __all__ = ["MoELocalTokenDispatcher"]
 

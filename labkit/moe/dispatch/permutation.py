@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from labkit.parallel.communication.capturing import host_would_wait
+from labkit.comm.capturing import host_would_wait
 
 __all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
 

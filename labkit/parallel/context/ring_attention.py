@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from labkit.parallel import collectives
-from labkit.parallel.collectives import Message, Pending
+from labkit.comm import collectives
+from labkit.comm.collectives import Message, Pending
+from labkit.comm.groups import Group
 from labkit.parallel.context.attention_block import accumulator_dtype, attend, attend_backward, merge_
 from labkit.parallel.context.plan import BOTH, Block, Layout, gathered_plan, ring_plan
 from labkit.parallel.context.zigzag import join_sequence, split_sequence
-from labkit.parallel.groups import Group
 from labkit.parallel.mappings import backward_scope, forward_scope
 
 

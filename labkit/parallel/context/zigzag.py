@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.comm.groups import Group
 from labkit.parallel.context.plan import Layout, chunk_length, chunks_of_rank
-from labkit.parallel.groups import Group
 
 
 def split_sequence(x: Tensor, cp: int, rank: int, dim: int, layout: Layout) -> Tensor:

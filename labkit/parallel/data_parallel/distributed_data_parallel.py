@@ -26,13 +26,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import OptimConfig
 from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
 from labkit.parallel.data_parallel.grad_buffers import GradBucket, GradBuffer, build_buffers, in_backward_order
 from labkit.parallel.data_parallel.naive import NaiveDataParallel
 from labkit.parallel.data_parallel.param_gather import ParamGather
 from labkit.parallel.data_parallel.wrapper import ChunkWrapper
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import add_gradient, call_on_gradient, name_of
 
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import Group, ParallelGroups
 from labkit.config import OptimConfig
 from labkit.parallel.data_parallel.bucket_layout import Piece, pieces_of_rank
 from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
@@ -35,7 +36,6 @@ from labkit.parallel.data_parallel.grad_buffers import GradBuffer, own_part
 from labkit.parallel.data_parallel.gradients import counted_elements, split_gradient
 from labkit.parallel.data_parallel.optimizer import ParameterGroup, UpdatedPart, adamw, give_gradients
 from labkit.parallel.data_parallel.param_gather import finish_param_sync, param_gathers
-from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameters.parameter_record import main_grad_of
 
 

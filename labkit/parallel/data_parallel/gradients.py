@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel import collectives
-from labkit.parallel.groups import Group, ParallelGroups, cut_group, half_of_pipeline
-from labkit.parallel.ledger import comm_scope
+from labkit.comm import collectives
+from labkit.comm.groups import Group, ParallelGroups, cut_group, half_of_pipeline
+from labkit.comm.ledger import comm_scope
 from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 
 _foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from labkit.parallel.collectives import all_reduce, comm_scope
+from labkit.comm.collectives import all_reduce, comm_scope
+from labkit.comm.groups import Group
 from labkit.parallel.data_parallel.grad_buffers import scale_and_check_finite
 from labkit.parallel.data_parallel.wrapper import ChunkWrapper
-from labkit.parallel.groups import Group
 from labkit.parallel.parameters.parameter_record import add_gradient, adopt_marks, record_of
 
 

@@ -24,9 +24,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import Group, ParallelGroups, single_process_groups
 from labkit.config import OptimConfig
 from labkit.parallel.data_parallel.gradients import counted_elements, is_first_replica, split_gradient
-from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
 from labkit.parallel.parameters.parameter_record import main_grad_of, name_of, record_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)

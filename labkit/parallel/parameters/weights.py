@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel import collectives
-from labkit.parallel.groups import Group
+from labkit.comm import collectives
+from labkit.comm.groups import Group
 from labkit.parallel.parameters.parameter_record import Replicated, record_of
 
 

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from labkit.comm import collectives
+from labkit.comm.collectives import Pending
+from labkit.comm.groups import Group
+from labkit.comm.ledger import forward_scope
 from labkit.events import span
-from labkit.parallel import collectives
-from labkit.parallel.collectives import Pending
-from labkit.parallel.groups import Group
 from labkit.parallel.layers import LinearPlan
-from labkit.parallel.ledger import forward_scope
 from labkit.parallel.parameters.parameter_record import record_of, weight_gradient
-from labkit.parallel.pipeline.weight_grad_store import deferred
 from labkit.parallel.vocab.token_ids import check_token_ids
+from labkit.parallel.weight_grad_store import deferred
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from labkit.comm.capturing import is_graph_capturing
+from labkit.comm.collectives import gather_objects
+from labkit.comm.groups import Group
 from labkit.events import start_observers
-from labkit.parallel.collectives import gather_objects
-from labkit.parallel.communication.capturing import is_graph_capturing
-from labkit.parallel.groups import Group
 
 LATE_DEVICES = {"cuda"}
 """Types of devices for which `token_ids_checked_late` postpones the look; elsewhere looking costs no wait."""

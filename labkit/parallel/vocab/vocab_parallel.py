@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from labkit.comm.groups import Group
+from labkit.comm.ledger import comm_scope
 from labkit.events import span
-from labkit.parallel.groups import Group
 from labkit.parallel.layers import LinearPlan, column_parallel_linear
-from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from labkit.parallel.parameters.weights import Seed, make_parameter
-from labkit.parallel.pipeline.weight_grad_store import deferred
 from labkit.parallel.vocab.token_ids import check_token_ids
+from labkit.parallel.weight_grad_store import deferred
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:

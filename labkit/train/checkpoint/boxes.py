@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from labkit.parallel.groups import ParallelGroups
+    from labkit.comm.groups import ParallelGroups
     from labkit.parallel.parameters.parameter_record import ParameterRecord
 
 

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
-from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.data_parallel.optimizer import MegatronOptimizer
-from labkit.parallel.groups import ParallelGroups
 from labkit.train.checkpoint import step_folders as disk
 from labkit.train.checkpoint.manifest import (
     MANIFEST,

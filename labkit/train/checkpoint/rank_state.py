@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.fp8.scaling import Float8Scaling
 from labkit.parallel.data_parallel.optimizer import MegatronOptimizer, named_parameters
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import parameter_seed
 from labkit.parallel.random import RngTracker, model_parallel_seed

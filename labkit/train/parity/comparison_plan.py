@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.comm.group_plan import GROUP_KINDS
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS
 from labkit.graphs.scope import captures_layers, layer_scope
-from labkit.parallel.group_plan import GROUP_KINDS
 from labkit.train.preflight import schedule_problem
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
@@ -245,7 +245,7 @@ KNOWN: dict[str, tuple[str, ...] | None] = {
 
 
 def fault_problems(fault: Mapping[str, str]) -> list[str]:
-    """A sentence for each unknown name in `fault` (arguments of `labkit.parallel.collectives.dropped`)."""
+    """A sentence for each unknown name in `fault` (arguments of `labkit.comm.collectives.dropped`)."""
     if not fault:
         return ["a fault must name an operation, group, phase or layer"]
     problems = []

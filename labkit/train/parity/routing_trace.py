@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
-from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 
 Routings = dict[str, list[Tensor]]

@@ -20,12 +20,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.parallel.data_parallel.bucket_layout import pieces_of_rank
 from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.data_parallel.param_gather import ParamGather
-from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import Replicated, main_grad_of, record_of
 from labkit.schedules.ir import Schedule
 from labkit.train.parity.routing_trace import Routings, record_routings, replay_routings

@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import torch
 
+from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.groups import ParallelGroups
 from labkit.config import OptimConfig
 from labkit.events import not_recording
-from labkit.parallel.collectives import comm_scope, gather_objects
-from labkit.parallel.groups import ParallelGroups
 
 
 class Peak(NamedTuple):

@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
+from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.config.errors import counted
 from labkit.events import Event, EventRecorder, not_recording, recording
 from labkit.launch import report_progress
 from labkit.models.counts import decoder_length, hardware_flops, step_flops
-from labkit.parallel.collectives import comm_scope, gather_objects
-from labkit.parallel.groups import ParallelGroups
 from labkit.schedules import Schedule
 from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import nn
 
+from labkit.comm.groups import ParallelGroups
 from labkit.moe.router import TopKRouter, routers_of
 from labkit.moe.statistics import RouterSummary, summarize
-from labkit.parallel.groups import ParallelGroups
 
 LayerMetrics = dict[str, dict[str, Any]]
 """Layer, such as `layers.3` -> its metrics by name."""

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from labkit.comm.groups import ParallelGroups
 from labkit.launch import status
-from labkit.parallel.groups import ParallelGroups
 
 STEPS = 20
 """Steps over which ranks are compared."""

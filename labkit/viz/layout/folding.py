@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from labkit.parallel.mixed_radix import as_size
-from labkit.parallel.rank_generator import DEFAULT_ORDER, RankGenerator, rank_generators
+from labkit.comm.mixed_radix import as_size
+from labkit.comm.rank_generator import DEFAULT_ORDER, RankGenerator, rank_generators
 from labkit.viz.figure import Figure
 from labkit.viz.layout.rank_grids import Grid, nodes_in_words
 from labkit.viz.live import LiveFigure, is_live

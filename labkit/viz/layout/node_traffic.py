@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from labkit.comm.rank_generator import AXES as LAYOUT_AXES
+from labkit.comm.rank_generator import RankGenerator, rank_generators
 from labkit.config import ParallelConfig
-from labkit.parallel.rank_generator import AXES as LAYOUT_AXES
-from labkit.parallel.rank_generator import RankGenerator, rank_generators
 from labkit.viz.figure import Figure
 from labkit.viz.style import color, label, new_figure, styled
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
+from labkit.comm.group_plan import GROUP_KINDS, all_groups, groups_of_rank
+from labkit.comm.rank_generator import DEFAULT_ORDER
 from labkit.config import ParallelConfig
-from labkit.parallel.group_plan import GROUP_KINDS, all_groups, groups_of_rank
-from labkit.parallel.rank_generator import DEFAULT_ORDER
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled, text_color

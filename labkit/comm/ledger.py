@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from labkit.comm.groups import Group
 from labkit.events import observers, observing, start_observers
-from labkit.parallel.groups import Group
 
 
 class Scope(NamedTuple):
@@ -131,7 +131,7 @@ _ledgers: list[CommLedger] = []
 
 
 class CommLedger:
-    """`with CommLedger() as ledger:` writes down every call to `labkit.parallel.collectives` that this process makes.
+    """`with CommLedger() as ledger:` writes down every call to `labkit.comm.collectives` that this process makes.
 
     Groups of size 1 communicate nothing and are not recorded. Ledgers nest; each sees everything inside its block.
     """

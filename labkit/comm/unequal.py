@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from labkit.parallel.collectives import recordable
-from labkit.parallel.communication import collective_backends as backends
-from labkit.parallel.communication.pending import Pending, start
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import backward_scope, forward_scope, is_dropped
+from labkit.comm import backends
+from labkit.comm.collectives import recordable
+from labkit.comm.groups import Group
+from labkit.comm.ledger import backward_scope, forward_scope, is_dropped
+from labkit.comm.pending import Pending, start
 
 __all__ = ["all_gather_unequal", "reduce_scatter_unequal"]
 

@@ -15,7 +15,7 @@ up to four ops: an activation (`F`) and a gradient (`B`), to send and to receive
     send_forward_backward_...          x         x             x             x
 
 Notable:
-- **Batched** starts the messages as one batch, **even/odd** one by one: see `pipeline/posting_order.py`.
+- **Batched** starts the messages as one batch, **even/odd** one by one: see `posting_order.py`.
 - **Variable lengths**: three integers (the shape) go ahead of every tensor. Then all sends start before any receive,
   and nothing is one batch. A receive needs its sizes to make a buffer, and the rank that sends them may itself wait for
   a tensor that this rank has not sent yet (Megatron-LM issue 5100).
@@ -36,10 +36,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from labkit.comm.collectives import Message, Pending, batch, comm_scope, irecv, isend
+from labkit.comm.groups import Group, ParallelGroups, further_communicator
+from labkit.comm.posting_order import Operation, channel, in_posting_order
 from labkit.events import start_observers, timed
-from labkit.parallel.collectives import Message, Pending, batch, comm_scope, irecv, isend
-from labkit.parallel.groups import Group, ParallelGroups, further_communicator
-from labkit.parallel.pipeline.posting_order import Operation, channel, in_posting_order
 
 Shape = Sequence[int]
 Payload = tuple[Tensor, ...]

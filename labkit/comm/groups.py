@@ -4,7 +4,7 @@ Each rank creates only its own groups, so a rank of a world of 100,000 pays for 
 create their groups in one order of kinds, and a rank is in at most one group of a kind. So a rank that creates a group
 waits only for ranks that are busy with an earlier kind, and no deadlock can arise. A group of size 1 gets no process
 group: its collectives return their input. Layouts share process groups and free them when the layouts are closed or
-collected (`communication/group_registry.py`).
+collected (`group_registry.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from labkit.comm.group_mesh import check_mesh_dims, mesh_dims, mesh_of
+from labkit.comm.group_plan import GROUP_KINDS, IN_LINE, groups_of_rank, purpose
+from labkit.comm.group_registry import LayoutLeases, Lease, closed_layout
+from labkit.comm.mixed_radix import as_size, check_listable
 from labkit.config import ParallelConfig
 from labkit.launch import rank_info
 from labkit.launch.info import torch_timeout
-from labkit.parallel.communication.group_mesh import check_mesh_dims, mesh_dims, mesh_of
-from labkit.parallel.communication.group_registry import LayoutLeases, Lease, closed_layout
-from labkit.parallel.group_plan import GROUP_KINDS, IN_LINE, groups_of_rank, purpose
-from labkit.parallel.mixed_radix import as_size, check_listable
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from math import prod
 
 import numpy as np
 
-from labkit.parallel.mixed_radix import Members, as_size, check_listable, decompose, prefix_product
+from labkit.comm.mixed_radix import Members, as_size, check_listable, decompose, prefix_product
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Every axis an order string may name: tensor, context, expert, data and pipeline parallelism."""

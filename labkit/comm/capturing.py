@@ -167,7 +167,7 @@ def refuse_host_sync(what: str) -> None:
         )
 
 
-_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "graphs"), __file__, "<frozen")
+_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "graphs"), __file__, "<frozen")
 
 
 def call_site(*also_skipped: str) -> str:

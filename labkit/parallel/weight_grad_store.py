@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labkit.parallel.ledger import Scope, comm_scope, current_scope
+from labkit.comm.ledger import Scope, comm_scope, current_scope
 from labkit.parallel.parameters.parameter_record import record_of
 
 Compute = Callable[[], Sequence[Tensor | None]]

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from labkit.parallel import collectives
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import backward_scope, current_scope, forward_scope
+from labkit.comm import collectives
+from labkit.comm.groups import Group
+from labkit.comm.ledger import backward_scope, current_scope, forward_scope
 
 __all__ = ["AllToAllInFlight", "all_to_all_start"]
 

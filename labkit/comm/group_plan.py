@@ -10,9 +10,9 @@ from dataclasses import fields
 
 import numpy as np
 
+from labkit.comm.mixed_radix import Members, as_size
+from labkit.comm.rank_generator import RankGenerator, rank_generators
 from labkit.config import ParallelConfig
-from labkit.parallel.mixed_radix import Members, as_size
-from labkit.parallel.rank_generator import RankGenerator, rank_generators
 
 GROUP_TOKENS: dict[str, tuple[str, str]] = {
     "tp": ("dense", "tp"),

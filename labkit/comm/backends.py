@@ -15,7 +15,7 @@ Sums of bfloat16 and float16 are taken in float32 and rounded once, for any numb
 after every addition. NCCL rounds as NCCL does. CUDA tensors on gloo pass through pinned host memory.
 
 Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` the plain torch collectives run instead. torch checks these, and only these, for
-calls that do not fit each other. `pipeline/handshake.py` checks messages.
+calls that do not fit each other. `handshake.py` checks messages.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from labkit.parallel.communication.capturing import refuse_host_sync
-from labkit.parallel.groups import Group
-from labkit.parallel.pipeline.handshake import check_message
+from labkit.comm.capturing import refuse_host_sync
+from labkit.comm.groups import Group
+from labkit.comm.handshake import check_message
 
 Finish = Callable[[], Tensor]
 

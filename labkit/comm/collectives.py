@@ -9,10 +9,10 @@ Each call
 - becomes Events while recording: kind `collective` from issue to completion (`send`, `recv` for messages), and kind
   `wait` for the blocking part of the asynchronous forms,
 - is recorded by an emulated graph capture as a start and a wait, and made again at each replay
-  (`communication/capturing.py`).
+  (`capturing.py`).
 
-`communication/pending.py` holds a transfer under way. `communication/collective_backends.py`, here called `backends`,
-moves the bytes: it replaces slow algorithms of gloo, and passes CUDA tensors on gloo through the host.
+`pending.py` holds a transfer under way. `backends.py` moves the bytes: it replaces slow algorithms of gloo, and passes
+CUDA tensors on gloo through the host.
 
 Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
 """
@@ -28,13 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.events import start_observers
-from labkit.launch import waiting
-from labkit.parallel.communication import collective_backends as backends
-from labkit.parallel.communication.capturing import active_capture, refuse_host_sync
-from labkit.parallel.communication.pending import Done, Pending, start
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import (
+from labkit.comm import backends
+from labkit.comm.capturing import active_capture, refuse_host_sync
+from labkit.comm.groups import Group
+from labkit.comm.ledger import (
     CommLedger,
     CommRecord,
     Scope,
@@ -45,6 +42,9 @@ from labkit.parallel.ledger import (
     dropped,
     is_dropped,
 )
+from labkit.comm.pending import Done, Pending, start
+from labkit.events import start_observers
+from labkit.launch import waiting
 
 __all__ = [
     "CommLedger",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from labkit.parallel.group_plan import GROUP_TOKENS
+from labkit.comm.group_plan import GROUP_TOKENS
 
 
 def mesh_dims(order: str) -> tuple[str, ...]:

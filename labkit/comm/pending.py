@@ -15,12 +15,12 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from labkit.comm import backends
+from labkit.comm.capturing import GraphCaptureError, active_capture, call_site
+from labkit.comm.groups import Group
+from labkit.comm.ledger import book, delay_of, is_watched
 from labkit.events import active_recorder, observers, ranged, start_observers
 from labkit.launch import status, waiting
-from labkit.parallel.communication import collective_backends as backends
-from labkit.parallel.communication.capturing import GraphCaptureError, active_capture, call_site
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import book, delay_of, is_watched
 
 Finish = Callable[[], Tensor]
 """Waits for a transfer and returns its result."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.comm.groups import ParallelGroups
 from labkit.launch import waiting
-from labkit.parallel.groups import ParallelGroups
 
 _handshakes: Counter[str] = Counter()
 """Process group -> handshakes over it so far in this process; equal numbers belong together."""

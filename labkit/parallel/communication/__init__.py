@@ -1,1 +1,0 @@
-"""Below the collectives: communicators that layouts share, algorithms on gloo and NCCL, transfers under way."""
