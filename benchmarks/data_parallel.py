@@ -35,12 +35,12 @@ from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, T
 from labkit.launch import run
 from labkit.models import GPTModel
 from labkit.models.chunks import build_model_chunks
-from labkit.models.memory.activation_bytes import Share, layers_activation_bytes
-from labkit.models.memory.saved_tensors import SavedTensors
+from labkit.models.saved_tensors import SavedTensors
 from labkit.models.synthetic_load import SleepingLayer
 from labkit.parallel import DistributedDataParallel, ParallelGroups, initialize_model_parallel
-from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter, formula
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
+from labkit.plan.activations import Share, layers_activation_bytes
+from labkit.plan.zero_stages import bytes_per_parameter, formula
 from labkit.train.pretraining import build_optimizer
 
 MODEL = ModelConfig(layers=8, hidden=256, heads=8, vocab_size=1024, seq_length=64)
@@ -63,7 +63,7 @@ NOTES = (
     "Ours in buckets of 0.8 million elements (3 MB, a layer); torch DDP with its defaults, gradients as bucket views.",
     "Exposed: what communication adds to a step, over what it adds when sent after the backward; aim: at most 0.5.",
     "Sleeping: 8 layers, 4 ms forward and 12 ms backward each; 27 MB of gradients are sent for real.",
-    "Saved activations: bytes over s b h, fp32, per layer and rank, beside `labkit/models/memory/activation_bytes.py`.",
+    "Saved activations: bytes over s b h, fp32, per layer and rank, beside `labkit/plan/activations.py`.",
 )
 Step = Callable[[], float]
 

@@ -26,8 +26,8 @@ from labkit.graphs import make_graphed_callables, plan_buffers
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
-from labkit.models.memory.activation_bytes import Share, layers_activation_bytes
 from labkit.parallel import single_process_groups, token_ids_checked_late
+from labkit.plan.activations import Share, layers_activation_bytes
 from labkit.schedules import one_f_one_b
 from labkit.train.pipeline import Pipeline
 

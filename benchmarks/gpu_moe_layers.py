@@ -26,9 +26,9 @@ from harness import Comparison
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from labkit import plan
 from labkit.config import ModelConfig, MoEConfig
 from labkit.launch.machine import why_no_transformer_engine
-from labkit.models import counts
 from labkit.moe.experts import GroupedExperts
 from labkit.moe.grouped_gemm import Segments
 from labkit.moe.layer import MoELayer
@@ -163,7 +163,7 @@ def moe_layers(
             sides["plain, loop over experts, compiled"] = (model, moe, plain(False, fullgraph=False))
         builds = {key: partial(moe_side, *one, batch, made) for key, one in sides.items()}
         rows = batch * model.seq_length * moe.top_k
-        flops = 3 * counts.forward_flops(model, samples=batch, moe=moe).experts
+        flops = 3 * plan.forward_flops(model, samples=batch, moe=moe).experts
         case = f"G5: MoE layer, {name}: h{model.hidden} s{model.seq_length} b{batch}, {rows} rows, forward and backward"
         told: Made = {"tolerance": TOLERANCE, "repetitions": repetitions, "flops": flops, "share": "share_of_peak"}
         yield from beside(case, builds, device=device, **told)
@@ -287,7 +287,7 @@ def grouped_product(
     groups = single_process_groups(device=device)
     linears = {"labkit, grouped product": None, f"loop on {STREAMS} streams": OnStreams, "loop over experts": Loop}
     for name, (model, moe) in layers.items():
-        flops = 2 * rows * counts.expert_parameters(model, moe)
+        flops = 2 * rows * plan.expert_parameters(model, moe)
         experts = GroupedExperts("experts", model, moe, groups, seed=ON_DEVICE, **made)
         for load in ("nearly even", "skewed"):
             given = (experts, LOADS[load](moe.num_experts, rows), made)

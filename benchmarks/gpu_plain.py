@@ -20,13 +20,13 @@ from harness import Comparison
 from plain_gpt import Block, PlainGPT
 from torch import Tensor, nn
 
+from labkit import plan
 from labkit.config import ModelConfig, TrainConfig, presets
-from labkit.models import counts
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.models.chunks import DTYPES
 from labkit.parallel import single_process_groups
-from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter
+from labkit.plan.zero_stages import bytes_per_parameter
 from labkit.train.stepping import train_step
 
 LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048, **PLAIN)
@@ -285,7 +285,7 @@ def whole_step(
     facts["attention_backend"] = attention_backend(model, micro_batch, device, DTYPES[precision])
     yield from beside(
         f"G2: {case}, {sizes}, whole step", builds, device=device, tolerance=LOSS_TOLERANCE, repetitions=repetitions,
-        flops=counts.step_flops(model, samples=micro_batch).total, facts=facts,
+        flops=plan.step_flops(model, samples=micro_batch).total, facts=facts,
     )  # fmt: skip
 
 
@@ -312,7 +312,7 @@ def stack(
     repetitions: int = 15,
 ) -> Iterator[Comparison | Row]:
     """G2: the paper's 1.2B model (40 layers, hidden 1536), the whole step at its batch of 8."""
-    parameters = counts.stage_parameters(model, layers=model.layers)
+    parameters = plan.stage_parameters(model, layers=model.layers)
     state = parameters * float(bytes_per_parameter(param_dtype=precision, stage=0).total)
     facts: Row = {"parameters": parameters, "state_gib": round(state / 2**30, 2)}
     made: dict[str, Any] = {"device": device, "precision": precision, "repetitions": repetitions}

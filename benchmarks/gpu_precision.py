@@ -14,13 +14,13 @@ from gpu_profile import work_facts
 from gpu_steps import GPT2, PLAIN, attention_backend, layer_flops, our_step, rates, timed
 from harness import Comparison
 
+from labkit import plan
 from labkit.config import ModelConfig, OptimConfig
 from labkit.fp8 import Float8Recipe
 from labkit.launch.machine import why_no_transformer_engine
-from labkit.models import counts
-from labkit.models.memory.activation_bytes import Share, layers_activation_bytes
 from labkit.models.recomputation import Recomputation
 from labkit.parallel import single_process_groups
+from labkit.plan.activations import Share, layers_activation_bytes
 from labkit.train.pretraining import layer_spec_with
 
 SIZES = ((4096, 8), (1024, 8))
@@ -110,7 +110,7 @@ def precisions(
         fp16 = results["labkit, fp16"][-len(found.seconds[found.ours]) :]
         facts |= {"fp16_loss_scale": fp16[-1].loss_scale, "fp16_skipped": sum(one.skipped for one in fp16)}
     optims = {name: OptimConfig(**TYPES[name]) for name in types}
-    flops = counts.step_flops(model, samples=micro_batch).total
+    flops = plan.step_flops(model, samples=micro_batch).total
     yield rates(replace(found, facts=facts), flops, device, optims=optims)
 
 

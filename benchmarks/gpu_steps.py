@@ -16,8 +16,8 @@ from harness import LEAST, Comparison, interleave
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from labkit import plan
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig, presets
-from labkit.models import counts
 from labkit.parallel import ParallelGroups, single_process_groups
 from labkit.parallel.parameters.weights import DeviceSeed
 from labkit.schedules import one_f_one_b
@@ -103,7 +103,7 @@ def rates(
     """The comparison with everyone's TFLOP/s, share of the data sheet's peak, and share of the rate of a GEMM; as it is
     where it was rejected. A share of what is unknown is left out.
 
-    flops: of a step, the same for all. MFU needs the operations of a model by `labkit.models.counts`: all S^2 pairs of
+    flops: of a step, the same for all. MFU needs the operations of a model by `labkit.plan`: all S^2 pairs of
         attention, nothing recomputed (model FLOPs). Training reports the same, as Megatron-LM does now, and PaLM
         (arXiv 2204.02311), so the numbers compare.
     share: name of the share of the peak; `mfu`, or `share_of_peak` where the operations are those of kernels.
@@ -124,7 +124,7 @@ def rates(
 
 def layer_flops(config: ModelConfig, batch: int) -> float:
     """Operations of forward and backward of `config.layers` layers."""
-    return 3 * counts.forward_flops(config, samples=batch, logits=False).total
+    return 3 * plan.forward_flops(config, samples=batch, logits=False).total
 
 
 # ---- attention ----

@@ -10,7 +10,7 @@ layer    Forward and backward of one MoE layer (router, all-to-all dispatcher, S
 experts  The experts alone on one rank: one product for all, beside one product for each; rows spread evenly, and so
          that each expert has half as many as the one before.
 bytes    Counted, not timed: what leaves the ranks in the all-to-alls of a forward, over what this routing needs at
-         least (`labkit/moe/dispatch/traffic.py`), and what weights and counts add to it.
+         least (`labkit/plan/traffic.py`), and what weights and counts add to it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import run
-from labkit.moe.dispatch.traffic import all_to_all_bytes
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts
 from labkit.moe.layer import MoELayer
 from labkit.parallel import CommLedger, gather_objects, initialize_model_parallel, single_process_groups
+from labkit.plan.traffic import all_to_all_bytes
 
 TOKENS = 1024
 """Of all ranks together."""

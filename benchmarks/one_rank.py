@@ -17,8 +17,9 @@ import torch
 from harness import Comparison, interleave, report
 from plain_gpt import PlainGPT
 
+from labkit import plan
 from labkit.config import ModelConfig
-from labkit.models import GPTModel, counts
+from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
 
 MODEL = ModelConfig(layers=6, hidden=256, heads=8, vocab_size=1024, seq_length=256)
@@ -86,8 +87,8 @@ def measure(repetitions: int) -> Comparison:
     }
     found = interleave("forward and backward", alternatives, repetitions=repetitions)
     rate = gemm_flops / found.median("GEMMs alone")
-    share = counts.step_flops(MODEL, samples=BATCH).total / found.median("labkit") / rate
-    causal = counts.step_flops(MODEL, samples=BATCH, causal=True).total / found.median("labkit") / rate
+    share = plan.step_flops(MODEL, samples=BATCH).total / found.median("labkit") / rate
+    causal = plan.step_flops(MODEL, samples=BATCH, causal=True).total / found.median("labkit") / rate
     facts = {"gemm_gflops": round(rate / 1e9, 1), "share_of_gemm_rate": round(share, 3)}
     facts["share_of_gemm_rate_causal"] = round(causal, 3)
     return found if found.rejected else replace(found, facts=facts)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
-from labkit.models.counts import ffn_width, padded_vocab
+from labkit.plan.sizes import ffn_width, padded_vocab
 
 
 class Block(nn.Module):

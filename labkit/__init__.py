@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from labkit import models as models
     from labkit import moe as moe
     from labkit import parallel as parallel
+    from labkit import plan as plan
     from labkit import schedules as schedules
     from labkit import te as te
     from labkit import train as train

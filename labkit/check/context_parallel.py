@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from labkit.check.rank_threads import RankThreads, Stalled
 from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, raised
-from labkit.parallel.context.plan import Layout, chunks_of_rank, ring_load
+from labkit.parallel.context.ring_plan import Layout, chunks_of_rank, ring_load
 
 Array = NDArray[Any]
 

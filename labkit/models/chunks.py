@@ -14,9 +14,9 @@ from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.models.build import LOCAL, LayerSpec
-from labkit.models.counts import stage_contents
 from labkit.models.gpt import GPTModel, draws
 from labkit.parallel.random import RngTracker, model_parallel_seed
+from labkit.plan.stages import stage_contents
 from labkit.schedules import Schedule, build_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

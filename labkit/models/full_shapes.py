@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models.bert.hugging_face_bert import bert_end_shapes
-from labkit.models.counts import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
 from labkit.models.hugging_face_config import SAME_FIELDS, config_to_hugging_face
 from labkit.models.mamba.hugging_face_mamba import mamba_layer_shapes
 from labkit.models.t5.hugging_face_t5 import t5_shapes
+from labkit.plan.sizes import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
 
 SHAPED_BY = {
     "word.": ("vocab_size", "hidden_size"),

@@ -21,7 +21,6 @@ from labkit.config import ModelConfig, MoEConfig
 from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import LOCAL, Build, LayerSpec
-from labkit.models.counts import padded_vocab
 from labkit.models.embedding import Embedding, OutputLayer, RotaryTable
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer
@@ -31,6 +30,7 @@ from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab.cross_entropy import linear_cross_entropy
 from labkit.parallel.vocab.token_ids import check_token_ids
 from labkit.parallel.vocab.vocab_parallel import parallel_lm_logits
+from labkit.plan.sizes import padded_vocab
 
 
 class GPTModel(nn.Module):

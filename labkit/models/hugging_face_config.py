@@ -17,9 +17,9 @@ from labkit.config import ModelConfig, MoEConfig
 from labkit.config.errors import shown
 from labkit.config.field_spec import FieldSpec
 from labkit.models.bert.hugging_face_bert import bert_config, bert_fields, bert_kind
-from labkit.models.counts import expert_width
 from labkit.models.mamba.hugging_face_mamba import check_mamba2, mamba_config, mamba_fields
 from labkit.models.t5.hugging_face_t5 import t5_config, t5_fields, t5_kind
+from labkit.plan.sizes import expert_width
 
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """Hugging Face's `activation_function` -> ours."""

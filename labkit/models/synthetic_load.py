@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from labkit.comm.collectives import barrier
 from labkit.comm.groups import Group, ParallelGroups
 from labkit.events import Event, recording, span
-from labkit.parallel.context.plan import Layout, chunk_length, ring_plan
 from labkit.parallel.context.ring_attention import ring_steps
+from labkit.parallel.context.ring_plan import Layout, chunk_length, ring_plan
 from labkit.parallel.weight_grad_store import deferred
 from labkit.schedules import Costs, PipelineRuntime, Schedule
 from labkit.schedules.runtime import Transport

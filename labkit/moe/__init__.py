@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from labkit.moe.dispatch.permutation import permute as permute
     from labkit.moe.dispatch.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
     from labkit.moe.dispatch.permutation import unpermute as unpermute
-    from labkit.moe.dispatch.traffic import AllToAllBytes as AllToAllBytes
-    from labkit.moe.dispatch.traffic import all_to_all_bytes as all_to_all_bytes
-    from labkit.moe.dispatch.traffic import dedup_factor as dedup_factor
-    from labkit.moe.dispatch.traffic import expected_destinations as expected_destinations
-    from labkit.moe.dispatch.traffic import extra_bytes as extra_bytes
-    from labkit.moe.dispatch.traffic import send_matrix as send_matrix
-    from labkit.moe.dispatch.traffic import send_matrix_without_copies as send_matrix_without_copies
     from labkit.moe.experts import Experts as Experts
     from labkit.moe.experts import GroupedExperts as GroupedExperts
     from labkit.moe.experts import SequentialExperts as SequentialExperts
@@ -42,5 +35,12 @@ if TYPE_CHECKING:
     from labkit.moe.statistics import RouterStatistics as RouterStatistics
     from labkit.moe.statistics import RouterSummary as RouterSummary
     from labkit.moe.statistics import summarize as summarize
+    from labkit.plan.traffic import AllToAllBytes as AllToAllBytes
+    from labkit.plan.traffic import all_to_all_bytes as all_to_all_bytes
+    from labkit.plan.traffic import dedup_factor as dedup_factor
+    from labkit.plan.traffic import expected_destinations as expected_destinations
+    from labkit.plan.traffic import extra_bytes as extra_bytes
+    from labkit.plan.traffic import send_matrix as send_matrix
+    from labkit.plan.traffic import send_matrix_without_copies as send_matrix_without_copies
 
 __all__, __getattr__, __dir__ = public_names(__name__)

@@ -74,16 +74,14 @@ if TYPE_CHECKING:
     from labkit.comm.rank_generator import rank_generators as rank_generators
     from labkit.comm.unequal import all_gather_unequal as all_gather_unequal
     from labkit.comm.unequal import reduce_scatter_unequal as reduce_scatter_unequal
-    from labkit.parallel.context.plan import gathered_plan as gathered_plan
+    from labkit.parallel.context.ring_plan import gathered_plan as gathered_plan
     from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
     from labkit.parallel.context.zigzag import zigzag_positions as zigzag_positions
     from labkit.parallel.context.zigzag import zigzag_split as zigzag_split
     from labkit.parallel.data_parallel.bucket_layout import Bucket as Bucket
     from labkit.parallel.data_parallel.bucket_layout import BucketLayout as BucketLayout
-    from labkit.parallel.data_parallel.bucket_layout import BytesPerParameter as BytesPerParameter
     from labkit.parallel.data_parallel.bucket_layout import ParameterSpec as ParameterSpec
     from labkit.parallel.data_parallel.bucket_layout import Piece as Piece
-    from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter as bytes_per_parameter
     from labkit.parallel.data_parallel.bucket_layout import default_bucket_size as default_bucket_size
     from labkit.parallel.data_parallel.bucket_layout import owned_bytes as owned_bytes
     from labkit.parallel.data_parallel.bucket_layout import pieces_of_rank as pieces_of_rank
@@ -102,11 +100,6 @@ if TYPE_CHECKING:
     from labkit.parallel.data_parallel.gradients import finalize_model_grads as finalize_model_grads
     from labkit.parallel.data_parallel.gradients import global_grad_norm as global_grad_norm
     from labkit.parallel.data_parallel.naive import NaiveDataParallel as NaiveDataParallel
-    from labkit.parallel.data_parallel.overlap_prediction import BackwardPiece as BackwardPiece
-    from labkit.parallel.data_parallel.overlap_prediction import Link as Link
-    from labkit.parallel.data_parallel.overlap_prediction import exposed_seconds as exposed_seconds
-    from labkit.parallel.data_parallel.overlap_prediction import predict_step as predict_step
-    from labkit.parallel.data_parallel.overlap_prediction import sweep_bucket_sizes as sweep_bucket_sizes
     from labkit.parallel.deallocation import custom_backward as custom_backward
     from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor
     from labkit.parallel.layers import ColumnParallelLinear as ColumnParallelLinear

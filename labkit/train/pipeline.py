@@ -15,12 +15,12 @@ from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.launch.info import announce
 from labkit.models.chunks import DTYPES
-from labkit.models.counts import decoder_length
 from labkit.moe.router import TopKRouter
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.data_parallel.gradients import finalize_model_grads
 from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.layers import Precision
+from labkit.plan.sizes import decoder_length
 from labkit.schedules.ir import Schedule
 from labkit.schedules.microbatches import TensorShape
 from labkit.schedules.runtime import PipelineRuntime

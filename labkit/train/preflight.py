@@ -4,7 +4,7 @@
 at once, a sentence for each, and needs torch only on a machine with a GPU. The ranks check again together (`look`),
 because torchrun or a function of the user may have started them.
 
-The memory of a run is computed: `labkit.models.memory.memory_bytes` for each rank, plus the memory of its process. The
+The memory of a run is computed: `labkit.plan.memory` for each rank, plus the memory of its process. The
 sum is compared with the memory that `labkit.launch.machine` finds.
 """
 
@@ -25,9 +25,9 @@ from labkit.graphs.scope import captures_layers
 from labkit.launch import info, machine
 from labkit.launch.launcher import MOST_RANKS
 from labkit.launch.machine import GIB, why_no_transformer_engine
-from labkit.models.counts import stage_contents
-from labkit.models.memory.memory_bytes import RankMemory, checkpoint_bytes, rank_memory
 from labkit.output_files import unwritable
+from labkit.plan.memory import RankMemory, checkpoint_bytes, rank_memory
+from labkit.plan.stages import stage_contents
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport

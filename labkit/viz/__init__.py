@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from labkit.lazy import public_names
 
 if TYPE_CHECKING:
+    from labkit.plan.node_traffic import TransformerTraffic as TransformerTraffic
+    from labkit.plan.node_traffic import bytes_between_nodes as bytes_between_nodes
+    from labkit.plan.node_traffic import order_traffic as order_traffic
     from labkit.viz.activations import Kept as Kept
     from labkit.viz.activations import memory_and_work as memory_and_work
     from labkit.viz.activations import saved_waterfall as saved_waterfall
@@ -53,10 +56,7 @@ if TYPE_CHECKING:
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid
     from labkit.viz.layout.folding import folded_digits as folded_digits
-    from labkit.viz.layout.node_traffic import TransformerTraffic as TransformerTraffic
-    from labkit.viz.layout.node_traffic import bytes_between_nodes as bytes_between_nodes
     from labkit.viz.layout.node_traffic import compare_orders as compare_orders
-    from labkit.viz.layout.node_traffic import order_traffic as order_traffic
     from labkit.viz.layout.rank_grids import explore_layout as explore_layout
     from labkit.viz.layout.rank_grids import rank_grid as rank_grid
     from labkit.viz.layout.rank_grids import rank_neighbours as rank_neighbours

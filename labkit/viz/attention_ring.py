@@ -1,6 +1,6 @@
 """Context parallelism in pictures: the part of the mask that each rank computes, and the time that the ring waits.
 
-Everything is counted in (query, key) pairs, from the plans that the ranks run (labkit/parallel/context/plan.py).
+Everything is counted in (query, key) pairs, from the plans that the ranks run (labkit/parallel/context/ring_plan.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from labkit.events import Event
-from labkit.parallel.context.plan import (
-    LAYOUTS,
-    Layout,
-    chunk_length,
-    chunks_of_rank,
-    ring_load,
-    ring_time,
-)
+from labkit.parallel.context.ring_plan import LAYOUTS, Layout, chunk_length, chunks_of_rank, ring_load, ring_time
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, color, hatch, new_figure, styled, text_color
 

@@ -21,7 +21,7 @@ import pytest
 
 TOKEN = "explorer"
 CELL = "from labkit.viz import explore_schedule\n\nexplore_schedule(builder='1f1b', pp=4, microbatches=8)"
-BUCKETS = """from labkit.parallel import BackwardPiece
+BUCKETS = """from labkit.plan import BackwardPiece
 from labkit.viz import explore_buckets
 
 layers = {f"layer {i}": 1_000_000 for i in range(40)}

@@ -17,8 +17,8 @@ from labkit.launch import rank_info, run
 from labkit.models import GPTModel
 from labkit.parallel import all_reduce, initialize_model_parallel, record_of, single_process_groups
 from labkit.parallel.parameters.weights import gather_parameter
+from labkit.plan.peaks import known_peak
 from labkit.train import TrainResult
-from labkit.train.reporting.device_peaks import known_peak
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from labkit.config import ModelConfig
 from labkit.models import GPTModel, SavedTensors, Share
-from labkit.models.memory.activation_bytes import layers_activation_bytes, recomputed_at_once_bytes
 from labkit.parallel import single_process_groups
+from labkit.plan.activations import layers_activation_bytes, recomputed_at_once_bytes
 
 pytestmark = pytest.mark.gpu
 

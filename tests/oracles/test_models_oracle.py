@@ -14,11 +14,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from labkit import plan
 from labkit.config import MoEConfig, ParallelConfig, presets
 from labkit.launch import run
 from labkit.models import (
     GPTModel,
-    counts,
     full_state_from_hugging_face,
     full_state_to_hugging_face,
     gather_full_state,
@@ -270,7 +270,7 @@ def test_mixtral_8x7b_has_as_many_parameters_as_hugging_faces() -> None:
     with torch.device("meta"):
         theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig())
     config = presets.mixtral_8x7b()
-    assert counts.model_parameters(config.model, config.moe) == theirs.num_parameters() == 46_702_792_704
+    assert plan.model_parameters(config.model, config.moe) == theirs.num_parameters() == 46_702_792_704
     read = theirs.config.to_dict()
     assert replace(model_config_from_hugging_face(read), seq_length=4096) == config.model
     assert moe_config_from_hugging_face(read) == replace(config.moe, aux_loss_coeff=0.0)

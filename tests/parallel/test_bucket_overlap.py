@@ -12,7 +12,8 @@ from labkit.config import ParallelConfig
 from labkit.events import Event, recording
 from labkit.launch import RankError
 from labkit.models.synthetic_load import SleepingLayer
-from labkit.parallel import DistributedDataParallel, Link, barrier, delayed, initialize_model_parallel
+from labkit.parallel import DistributedDataParallel, barrier, delayed, initialize_model_parallel
+from labkit.plan import Link
 
 LAYERS, ELEMENTS = 4, 1000
 LINK = Link(latency=0.01, bandwidth=1e6)  # 4 kB in 4 ms

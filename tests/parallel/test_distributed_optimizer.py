@@ -13,11 +13,11 @@ from labkit.comm.groups import ParallelGroups, single_process_groups
 from labkit.config import OptimConfig, ParallelConfig, presets
 from labkit.models.gpt import GPTModel
 from labkit.parallel import CommLedger, initialize_model_parallel
-from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter
 from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.data_parallel.gradients import gradient_statistics
 from labkit.parallel.data_parallel.optimizer import Optimizer, parameter_groups
+from labkit.plan.zero_stages import bytes_per_parameter
 from labkit.train import pretrain
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, eps=1e-5)

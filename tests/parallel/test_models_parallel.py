@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from labkit import plan
 from labkit.comm.collectives import all_gather
 from labkit.config import ModelConfig, ParallelConfig
 from labkit.launch import RankError, run
-from labkit.models import GPTModel, counts
+from labkit.models import GPTModel
 from labkit.parallel import CommLedger, finalize_model_grads, initialize_model_parallel, single_process_groups
 from labkit.parallel.parameters.weights import gather_parameter
 
@@ -129,7 +130,7 @@ def test_two_all_reduces_forward_and_two_backward_per_layer(config: ModelConfig)
     token_bytes = config.seq_length * BATCH * 4
     for found in run(ledger_of, 2, config):
         assert {count for count, _, _ in found["per layer"]} == {1}
-        assert found["bytes"] == 4 * hidden_bytes == counts.layer_communication_bytes(config, samples=BATCH, tp=2)
+        assert found["bytes"] == 4 * hidden_bytes == plan.layer_communication_bytes(config, samples=BATCH, tp=2)
         # The embedding's sum; of the loss MAX, two SUMs per token and the input gradient: no logits.
         assert found["ends"] == {"embedding": hidden_bytes, "loss": 3 * token_bytes + hidden_bytes}
         assert found["calls"] == 4 * config.layers + 1 + 3

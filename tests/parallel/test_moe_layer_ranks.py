@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from labkit import plan
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import RankError
-from labkit.models import GPTModel, SavedTensors, Share, counts, gather_full_state, load_full_state
-from labkit.models.memory.activation_bytes import moe_saved
+from labkit.models import GPTModel, SavedTensors, Share, gather_full_state, load_full_state
 from labkit.moe import MoELayer
 from labkit.parallel import (
     CommLedger,
@@ -31,6 +31,7 @@ from labkit.parallel import (
 )
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter
+from labkit.plan.activations import moe_saved
 
 S, B = 8, 4
 MODEL = ModelConfig(
@@ -286,9 +287,7 @@ def all_to_all_bytes(layout: ParallelConfig) -> tuple[int, int]:
     with CommLedger() as ledger:
         loss_of(model, groups, samples=3).backward()
     tokens = 3 * MODEL.seq_length // groups.cp.size // groups.tp.size
-    formula = counts.layer_all_to_all_bytes(
-        MODEL, MOE, tokens=tokens, ep=groups.ep.size, element_bytes=8, weight_bytes=8
-    )
+    formula = plan.layer_all_to_all_bytes(MODEL, MOE, tokens=tokens, ep=groups.ep.size, element_bytes=8, weight_bytes=8)
     assert not ledger.select(operation="all_to_all", layer="layers.0")
     return sum(record.bytes for record in ledger.select(operation="all_to_all", layer="layers.1.mlp")), formula
 

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, presets
 from labkit.models import GPTModel
-from labkit.models.memory.activation_bytes import (
+from labkit.models.saved_tensors import SavedTensors
+from labkit.parallel import CommLedger, checkpoint, initialize_model_parallel
+from labkit.plan.activations import (
     Share,
     end_activation_bytes,
     layer_activation_bytes,
     layer_input_bytes,
     layers_activation_bytes,
 )
-from labkit.models.memory.saved_tensors import SavedTensors
-from labkit.parallel import CommLedger, checkpoint, initialize_model_parallel
 from labkit.schedules import PipelineRuntime, build_schedule
 from labkit.schedules.simulator import kept_whole
 from labkit.train import pretrain

@@ -20,8 +20,8 @@ from labkit.config import ParallelConfig
 from labkit.models.synthetic_load import sleeping_ring
 from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.parallel.context import ring_attention as module
-from labkit.parallel.context.plan import LAYOUTS, ring_plan
 from labkit.parallel.context.ring_attention import _Ring, all_gather_attention, ring_attention
+from labkit.parallel.context.ring_plan import LAYOUTS, ring_plan
 from labkit.parallel.context.zigzag import join_sequence, split_sequence
 from labkit.parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_tensor_model_parallel_region
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from labkit.config import ModelConfig
 from labkit.models import BertModel, GPTModel
 from labkit.models.chunks import model_type
-from labkit.models.mamba.mamba_costs import CHUNK
-from labkit.models.memory.activation_bytes import (
+from labkit.models.saved_tensors import SavedTensors
+from labkit.parallel import single_process_groups
+from labkit.plan.activations import (
     Share,
     end_activation_bytes,
     layer_activation_bytes,
@@ -26,8 +27,7 @@ from labkit.models.memory.activation_bytes import (
     paper_layer_bytes,
     recomputed_at_once_bytes,
 )
-from labkit.models.memory.saved_tensors import SavedTensors
-from labkit.parallel import single_process_groups
+from labkit.plan.mamba import CHUNK
 
 GROUPS = single_process_groups()
 BATCH = 3
@@ -254,5 +254,5 @@ def test_a_storage_counts_once_and_parameters_do_not() -> None:
 
 
 def test_counting_needs_no_torch() -> None:
-    code = "import sys, labkit.models.memory.activation_bytes; sys.exit('torch' in sys.modules)"
+    code = "import sys, labkit.plan.activations; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

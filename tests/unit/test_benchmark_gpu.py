@@ -29,7 +29,7 @@ import table
 from fake_device.parent import verdicts_of
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
-from labkit.models.memory.saved_tensors import SavedTensors
+from labkit.models.saved_tensors import SavedTensors
 from labkit.train.reporting.device_peaks import peak_of
 from labkit.train.reporting.report import Throughput
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.comm.groups import Group
-from labkit.parallel.context.plan import LAYOUTS
+from labkit.parallel.context.ring_plan import LAYOUTS
 from labkit.parallel.context.zigzag import (
     get_batch_on_this_cp_rank,
     join_sequence,

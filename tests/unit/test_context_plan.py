@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.context.plan import (
+from labkit.parallel.context.ring_plan import (
     BOTH,
     LAYOUTS,
     Block,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from labkit.config import OptimConfig, presets
-from labkit.models.counts import forward_flops, step_flops
 from labkit.parallel import single_process_groups
-from labkit.train.reporting.device_peaks import PEAKS, Gpu, known_peak, mean_peak, peak_of, peak_of_a_rank
+from labkit.plan.flops import forward_flops, step_flops
+from labkit.plan.peaks import PEAKS, known_peak
+from labkit.train.reporting.device_peaks import Gpu, mean_peak, peak_of, peak_of_a_rank
 from labkit.train.reporting.progress_line import step_words
 from labkit.train.reporting.report import Throughput
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from labkit.config import RunConfig, presets
-from labkit.models.memory.activation_bytes import paper_layer_bytes
-from labkit.models.memory.memory_bytes import RankMemory, rank_memory, share_of
+from labkit.plan.activations import paper_layer_bytes
+from labkit.plan.memory import RankMemory, rank_memory, share_of
 from labkit.train.preflight import schedule_of
 
 

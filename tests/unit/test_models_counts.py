@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from labkit import plan
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
-from labkit.models import build_model_chunks, counts
+from labkit.models import build_model_chunks
 from labkit.models.chunks import model_type
-from labkit.models.mamba.mamba_costs import CHUNK
 from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.plan.mamba import CHUNK
 from labkit.schedules import Schedule
 from labkit.train import pretrain
 
@@ -48,7 +49,7 @@ def test_parameters_of_every_rank(config: ModelConfig, tp: int, pp: int) -> None
     for rank in range(tp * pp):
         groups = initialize_model_parallel(run.parallel, rank=rank, world_size=tp * pp)
         held = sum(p.numel() for chunk in build_model_chunks(run, groups) for p in chunk.parameters())
-        assert held == counts.rank_parameters(run, pp_rank=groups.pp.rank)
+        assert held == plan.rank_parameters(run, pp_rank=groups.pp.rank)
 
 
 @pytest.mark.parametrize("config", [GPT2, RMS], ids=["tied", "untied"])
@@ -58,7 +59,7 @@ def test_parameters_where_first_and_last_stage_are_on_one_rank(config: ModelConf
     for rank in range(4):
         groups = initialize_model_parallel(run.parallel, rank=rank, world_size=4)
         held = sum(p.numel() for chunk in build_model_chunks(run, groups, v) for p in chunk.parameters())
-        assert held == counts.rank_parameters(run, pp_rank=groups.pp.rank, schedule=v)
+        assert held == plan.rank_parameters(run, pp_rank=groups.pp.rank, schedule=v)
 
 
 @given(
@@ -81,10 +82,10 @@ def test_parameters_of_all_ranks_are_the_model_and_its_copies(layers, heads, voc
     )
     run = RunConfig(model=model, parallel=ParallelConfig(pp=2, vpp=vpp))
     tables = 2 if untied else 1
-    padding = (counts.padded_vocab(model) - vocab) * 64 * tables
-    copy = 0 if untied else counts.padded_vocab(model) * 64
-    total = sum(counts.rank_parameters(run, pp_rank=rank) for rank in range(2))
-    assert total == counts.model_parameters(model) + padding + copy
+    padding = (plan.padded_vocab(model) - vocab) * 64 * tables
+    copy = 0 if untied else plan.padded_vocab(model) * 64
+    total = sum(plan.rank_parameters(run, pp_rank=rank) for rank in range(2))
+    assert total == plan.model_parameters(model) + padding + copy
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_parameters_of_all_ranks_are_the_model_and_its_copies(layers, heads, voc
     ],
 )
 def test_the_papers_models_have_their_size(name: str, billions: float, places: int) -> None:
-    assert round(counts.model_parameters(presets.get(name).model) / 1e9, places) == billions
+    assert round(plan.model_parameters(presets.get(name).model) / 1e9, places) == billions
 
 
 def test_one_shape_makes_the_752_million_of_figure_7() -> None:
@@ -112,7 +113,7 @@ def test_one_shape_makes_the_752_million_of_figure_7() -> None:
     bert = replace(presets.get("figure7_752m").model, vocab_size=30592)
     shapes = [(layers, 64 * heads) for layers in (12, 24, 36, 48) for heads in range(8, 41)]
     millions = {
-        (layers, hidden): counts.model_parameters(replace(bert, layers=layers, hidden=hidden, heads=hidden // 64)) / 1e6
+        (layers, hidden): plan.model_parameters(replace(bert, layers=layers, hidden=hidden, heads=hidden // 64)) / 1e6
         for layers, hidden in shapes
     }
     assert [shape for shape, count in millions.items() if round(count) == 752] == [(bert.layers, bert.hidden)]
@@ -126,11 +127,11 @@ def test_parameters_of_every_preset(name: str) -> None:
     if model.hidden > 1600:  # too large to draw in a test: the same shape at an eighth of the width
         model = replace(model, hidden=model.hidden // 8, vocab_size=1000)
     small = replace(model, layers=1)
-    indices = range(counts.all_layers(small))  # of a T5 one of each half
+    indices = range(plan.all_layers(small))  # of a T5 one of each half
     one = model_type(model.family)(small, GROUPS, layers=indices, seed=1)
     by_part = {part: sum(p.numel() for n, p in one.named_parameters() if part in n) for part in ("layers.", "")}
-    assert by_part["layers."] == sum(counts.layer_parameters(small, index=index) for index in indices)
-    assert by_part[""] == counts.stage_parameters(small, layers=indices)
+    assert by_part["layers."] == sum(plan.layer_parameters(small, index=index) for index in indices)
+    assert by_part[""] == plan.stage_parameters(small, layers=indices)
 
 
 # ---- operations ----
@@ -155,8 +156,8 @@ def counted(config: ModelConfig, *, backward: bool) -> int:
     ids=["gpt2", "gated", "grouped", "bert", "post", "mamba", "hybrid of three chunks"],
 )
 def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
-    assert counted(config, backward=False) == counts.forward_flops(config, samples=3).total
-    assert counted(config, backward=True) == counts.step_flops(config, samples=3).total
+    assert counted(config, backward=False) == plan.forward_flops(config, samples=3).total
+    assert counted(config, backward=True) == plan.step_flops(config, samples=3).total
 
 
 RECOMPUTED = [
@@ -179,14 +180,14 @@ def batch_of(model: ModelConfig, samples: int, **parallel) -> RunConfig:
 @pytest.mark.parametrize("config", [GPT2, GATED, GROUPED, BERT, POST], ids=["gpt2", "gated", "grouped", "bert", "post"])
 def test_hardware_operations_equal_torchs_counter(config: ModelConfig, changes: dict[str, Any]) -> None:
     again = replace(config, **changes)
-    assert counted(again, backward=True) == counts.hardware_flops(batch_of(again, 3))
-    assert counts.hardware_flops(batch_of(config, 3)) == counts.step_flops(config, samples=3).total
+    assert counted(again, backward=True) == plan.hardware_flops(batch_of(again, 3))
+    assert plan.hardware_flops(batch_of(config, 3)) == plan.step_flops(config, samples=3).total
 
 
 @pytest.mark.parametrize("changes", RECOMPUTED[:3], ids=["full", "groups", "block"])
 def test_hardware_operations_of_mamba_layers_equal_torchs_counter(changes: dict[str, Any]) -> None:
     again = replace(HYBRID, **changes)
-    assert counted(again, backward=True) == counts.hardware_flops(batch_of(again, 3))
+    assert counted(again, backward=True) == plan.hardware_flops(batch_of(again, 3))
 
 
 def test_operations_of_a_run_with_recomputation_equal_torchs_counter() -> None:
@@ -197,25 +198,25 @@ def test_operations_of_a_run_with_recomputation_equal_torchs_counter() -> None:
     also = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=also) as counter:
         [line] = pretrain(config).metrics
-    assert counter.get_total_flops() == counts.hardware_flops(config)
+    assert counter.get_total_flops() == plan.hardware_flops(config)
     hardware = line["hardware_tflops_per_rank"] * line["step_time"] * 1e12
     assert hardware == pytest.approx(counter.get_total_flops())
     model = line["tflops_per_rank"] * line["step_time"] * 1e12
-    assert model == pytest.approx(counts.step_flops(config.model, samples=4).total)
+    assert model == pytest.approx(plan.step_flops(config.model, samples=4).total)
 
 
 def test_what_the_stages_of_a_pipeline_recompute() -> None:
     """Each chunk recomputes its first layer. Of four microbatches the first rank, with two in flight, keeps the first
     of every two; the second rank, with one, keeps all (Megatron's rule)."""
     model = replace(GPT2, layers=8, recompute_granularity="full")
-    plain, layer = counts.step_flops(model, samples=4).total, counts.forward_flops(model, layers=1, logits=False).total
+    plain, layer = plan.step_flops(model, samples=4).total, plan.forward_flops(model, layers=1, logits=False).total
     block = replace(model, recompute_method="block")
-    assert counts.hardware_flops(batch_of(block, 4, pp=2)) == plain + 4 * 2 * layer
-    assert counts.hardware_flops(batch_of(block, 4, pp=2, vpp=2)) == plain + 4 * 4 * layer
+    assert plan.hardware_flops(batch_of(block, 4, pp=2)) == plain + 4 * 2 * layer
+    assert plan.hardware_flops(batch_of(block, 4, pp=2, vpp=2)) == plain + 4 * 4 * layer
     uneven = batch_of(replace(block, recompute_num_layers=3), 4, pp=2, pipeline_layout="Et|t*7 L")
-    assert counts.hardware_flops(uneven) == plain + 4 * (1 + 3) * layer
+    assert plan.hardware_flops(uneven) == plain + 4 * (1 + 3) * layer
     partial = replace(model, num_microbatches_with_partial_activation_checkpoints=1)
-    assert counts.hardware_flops(batch_of(partial, 4, pp=2)) == plain + 2 * 4 * layer
+    assert plan.hardware_flops(batch_of(partial, 4, pp=2)) == plain + 2 * 4 * layer
 
 
 @given(
@@ -227,21 +228,21 @@ def test_what_the_stages_of_a_pipeline_recompute() -> None:
 )
 def test_the_papers_formula_is_the_same_count(s: int, h: int, v: int, layers: int, recompute: bool) -> None:
     model = ModelConfig(layers=layers, hidden=h, heads=8, vocab_size=v, seq_length=s)
-    exact = counts.hardware_flops(batch_of(replace(model, recompute_granularity="full" if recompute else "none"), 4))
-    assert counts.paper_step_flops(model, samples=4, recompute=recompute) == pytest.approx(exact, rel=1e-12)
+    exact = plan.hardware_flops(batch_of(replace(model, recompute_granularity="full" if recompute else "none"), 4))
+    assert plan.paper_step_flops(model, samples=4, recompute=recompute) == pytest.approx(exact, rel=1e-12)
 
 
 def test_causal_pairs_by_counting_them() -> None:
     pairs = sum(1 for q in range(32) for k in range(32) if k <= q)
-    causal = counts.forward_flops(GPT2, causal=True)
+    causal = plan.forward_flops(GPT2, causal=True)
     assert causal.attention == 2 * 2 * pairs * 64 * GPT2.layers  # two GEMMs, 2 operations, H over all heads
-    assert causal.linear == counts.forward_flops(GPT2).linear
+    assert causal.linear == plan.forward_flops(GPT2).linear
 
 
 def test_causal_pairs_of_a_scan_look_back_inside_their_chunk() -> None:
     pairs = sum(1 for q in range(288) for k in range(288) if k <= q and k // CHUNK == q // CHUNK)
     alone = replace(HYBRID, layers=2, hybrid_override_pattern=None)
-    every, causal = (counts.forward_flops(alone, causal=c).attention for c in (False, True))
+    every, causal = (plan.forward_flops(alone, causal=c).attention for c in (False, True))
     per_pair = 4 * 8 + 16 * 8  # c b of 4 groups with 8 states, and the product with x of 16 heads with 8 features
     assert every - causal == 2 * 2 * per_pair * (2 * 128**2 + 32**2 - pairs)
 
@@ -250,5 +251,5 @@ def test_causal_pairs_of_a_scan_look_back_inside_their_chunk() -> None:
 
 
 def test_counting_needs_no_torch() -> None:
-    code = "import sys, labkit.models.counts; sys.exit('torch' in sys.modules)"
+    code = "import sys, labkit.plan as p; [getattr(p, name) for name in p.__all__]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

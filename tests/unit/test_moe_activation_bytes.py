@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models import GPTModel
-from labkit.models.memory.activation_bytes import (
+from labkit.models.saved_tensors import SavedTensors
+from labkit.parallel import single_process_groups
+from labkit.plan.activations import (
     MOE_PARTS,
     Share,
     layer_activation_bytes,
@@ -22,8 +24,6 @@ from labkit.models.memory.activation_bytes import (
     layers_activation_bytes,
     recomputed_at_once_bytes,
 )
-from labkit.models.memory.saved_tensors import SavedTensors
-from labkit.parallel import single_process_groups
 
 GROUPS = single_process_groups()
 BATCH = 3

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from labkit import plan
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig, presets
-from labkit.models import GPTModel, build_model_chunks, counts
+from labkit.models import GPTModel, build_model_chunks
 from labkit.moe.experts import expert_width
 from labkit.parallel import initialize_model_parallel, single_process_groups
 
@@ -53,7 +54,7 @@ def test_parameters_of_every_rank(model: ModelConfig, moe: MoEConfig, layout: st
     for rank in range(world):
         groups = initialize_model_parallel(run.parallel, rank=rank, world_size=world)
         held = sum(p.numel() for chunk in build_model_chunks(run, groups) for p in chunk.parameters())
-        assert held == counts.rank_parameters(run, pp_rank=groups.pp.rank), rank
+        assert held == plan.rank_parameters(run, pp_rank=groups.pp.rank), rank
 
 
 @pytest.mark.parametrize(
@@ -62,15 +63,15 @@ def test_parameters_of_every_rank(model: ModelConfig, moe: MoEConfig, layout: st
 )
 def test_released_models_have_their_size(name: str, total: str, active: str) -> None:
     config = presets.get(name)
-    assert f"{counts.model_parameters(config.model, config.moe) / 1e9:.1f}" == total
-    assert f"{counts.active_parameters(config.model, config.moe) / 1e9:.1f}" == active
+    assert f"{plan.model_parameters(config.model, config.moe) / 1e9:.1f}" == total
+    assert f"{plan.active_parameters(config.model, config.moe) / 1e9:.1f}" == active
 
 
 @pytest.mark.parametrize("name", ["tiny_moe", "mixtral_tiny", "deepseek_tiny"])
 def test_parameters_of_the_small_presets(name: str) -> None:
     config = presets.get(name)
     (whole,) = build_model_chunks(config, GROUPS)
-    assert sum(p.numel() for p in whole.parameters()) == counts.model_parameters(config.model, config.moe)
+    assert sum(p.numel() for p in whole.parameters()) == plan.model_parameters(config.model, config.moe)
 
 
 def test_active_parameters_are_those_with_a_gradient_for_one_token() -> None:
@@ -85,8 +86,8 @@ def test_active_parameters_are_those_with_a_gradient_for_one_token() -> None:
             used += sum(p.numel() for p, g in zip(parameter, parameter.grad, strict=True) if g.any())
         else:
             used += parameter.numel()
-    padding = 2 * (counts.padded_vocab(GATED) - GATED.vocab_size) * GATED.hidden
-    assert used == counts.active_parameters(GATED, SHARED) + padding
+    padding = 2 * (plan.padded_vocab(GATED) - GATED.vocab_size) * GATED.hidden
+    assert used == plan.active_parameters(GATED, SHARED) + padding
 
 
 @given(
@@ -99,10 +100,10 @@ def test_all_experts_for_every_token_leave_nothing_idle(experts, width, freq, sh
     moe = MoEConfig(
         num_experts=experts, ffn_hidden=width, layer_freq=freq, top_k=experts, shared_expert_ffn_hidden=shared
     )
-    assert counts.active_parameters(GPT2, moe) == counts.model_parameters(GPT2, moe)
-    assert counts.expert_width(GPT2, moe) == expert_width(GPT2, moe)
-    idle = counts.model_parameters(GPT2, moe) - counts.active_parameters(GPT2, replace(moe, top_k=1))
-    assert idle == (experts - 1) * counts.expert_parameters(GPT2, moe) * counts.moe_layers(GPT2, moe)
+    assert plan.active_parameters(GPT2, moe) == plan.model_parameters(GPT2, moe)
+    assert plan.expert_width(GPT2, moe) == expert_width(GPT2, moe)
+    idle = plan.model_parameters(GPT2, moe) - plan.active_parameters(GPT2, replace(moe, top_k=1))
+    assert idle == (experts - 1) * plan.expert_parameters(GPT2, moe) * plan.moe_layers(GPT2, moe)
 
 
 def counted(model: ModelConfig, moe: MoEConfig, *, backward: bool) -> int:
@@ -120,8 +121,8 @@ def counted(model: ModelConfig, moe: MoEConfig, *, backward: bool) -> int:
 
 @MODELS
 def test_operations_equal_torchs_counter(model: ModelConfig, moe: MoEConfig) -> None:
-    assert counted(model, moe, backward=False) == counts.forward_flops(model, samples=3, moe=moe).total
-    assert counted(model, moe, backward=True) == counts.step_flops(model, samples=3, moe=moe).total
+    assert counted(model, moe, backward=False) == plan.forward_flops(model, samples=3, moe=moe).total
+    assert counted(model, moe, backward=True) == plan.step_flops(model, samples=3, moe=moe).total
     again = [replace(model, recompute_granularity="full")]
     if moe is not SHARED:  # torch's counter cannot follow a module whose input is a view made without gradients
         modules = ("core_attn", "mlp", "moe")
@@ -133,7 +134,7 @@ def test_operations_equal_torchs_counter(model: ModelConfig, moe: MoEConfig) -> 
 def hardware(model: ModelConfig, moe: MoEConfig) -> int:
     """Of three samples."""
     train = TrainConfig(micro_batch_size=3, global_batch_size=3)
-    return counts.hardware_flops(RunConfig(model=model, moe=moe, train=train))
+    return plan.hardware_flops(RunConfig(model=model, moe=moe, train=train))
 
 
 def test_recomputed_experts_repeat_their_matrices_by_hand() -> None:
@@ -146,11 +147,11 @@ def test_recomputed_experts_repeat_their_matrices_by_hand() -> None:
 
 
 def test_operations_of_a_part_of_the_layers_add_up() -> None:
-    whole = counts.forward_flops(GATED, moe=SHARED, logits=False)
-    parts = [counts.forward_flops(GATED, moe=SHARED, logits=False, layers=range(i, i + 2)) for i in (0, 2)]
+    whole = plan.forward_flops(GATED, moe=SHARED, logits=False)
+    parts = [plan.forward_flops(GATED, moe=SHARED, logits=False, layers=range(i, i + 2)) for i in (0, 2)]
     assert whole.total == sum(part.total for part in parts)
     assert parts[0].experts * 2 == parts[1].experts  # one of layers 0 and 1 has experts, both of 2 and 3
 
 
 def test_without_ep_nothing_is_sent() -> None:
-    assert counts.layer_all_to_all_bytes(GPT2, PLAIN, tokens=10, ep=1) == 0
+    assert plan.layer_all_to_all_bytes(GPT2, PLAIN, tokens=10, ep=1) == 0

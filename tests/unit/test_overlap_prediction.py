@@ -10,13 +10,7 @@ from PIL import Image
 
 from labkit.events import Event
 from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
-from labkit.parallel.data_parallel.overlap_prediction import (
-    BackwardPiece,
-    Link,
-    exposed_seconds,
-    predict_step,
-    sweep_bucket_sizes,
-)
+from labkit.plan.overlap import BackwardPiece, Link, exposed_seconds, predict_step, sweep_bucket_sizes
 from labkit.viz import bucket_size_curve, explore_buckets, overlap_gantt
 from labkit.viz.data_parallel.bucket_overlap import QUEUED
 from labkit.viz.figure import Figure

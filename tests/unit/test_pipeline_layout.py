@@ -9,8 +9,9 @@ import pytest
 from labkit.config import presets
 from labkit.config.pipeline_layout import MOST_SIGNS, LayoutError, parse_layout
 from labkit.models import stage_contents
-from labkit.models.counts import StageContents, rank_parameters
-from labkit.models.memory.activation_bytes import Share, layers_activation_bytes, recomputed_at_once_bytes
+from labkit.plan.activations import Share, layers_activation_bytes, recomputed_at_once_bytes
+from labkit.plan.parameters import rank_parameters
+from labkit.plan.stages import StageContents
 
 
 @pytest.mark.parametrize(

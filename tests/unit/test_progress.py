@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from labkit.config import presets
-from labkit.models.counts import step_flops
+from labkit.plan.flops import step_flops
 from labkit.train import pretrain
 from labkit.train.reporting import progress_bar
 from labkit.train.reporting.progress_bar import ProgressBar

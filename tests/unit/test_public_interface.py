@@ -45,13 +45,17 @@ NAMES: dict[str, str] = {
         unpermute updated_expert_bias
     """,
     "parallel": """
-        all_gather all_reduce all_reduce_async all_to_all BackwardPiece barrier batch checkpoint ColumnParallelLinear
-        comm_scope CommLedger decompose delayed DistributedDataParallel dropped exposed_seconds
+        all_gather all_reduce all_reduce_async all_to_all barrier batch checkpoint ColumnParallelLinear
+        comm_scope CommLedger decompose delayed DistributedDataParallel dropped
         gather_parameter generate_masked_orthogonal_rank_groups groups_of_rank initialize_model_parallel irecv isend
-        linear_cross_entropy Link Message model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets predict_step
+        linear_cross_entropy Message model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets
         prefix_product rank_generators RankGenerator record_of reduce_scatter RngTracker
-        RowParallelLinear single_process_groups sweep_bucket_sizes vocab_parallel_cross_entropy VocabParallelEmbedding
+        RowParallelLinear single_process_groups vocab_parallel_cross_entropy VocabParallelEmbedding
         zigzag_split
+    """,
+    "plan": """
+        BackwardPiece exposed_seconds Link model_parameters predict_step rank_parameters stage_contents stage_layers
+        step_flops sweep_bucket_sizes
     """,
     "schedules": """
         Action convert_schedule_table_to_order Costs dualpipe_v explain_gap

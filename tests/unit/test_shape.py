@@ -56,10 +56,6 @@ def test_small_files_are_few_and_no_files_import_each_other() -> None:
     assert shape.circles() == []
 
 
-def test_a_base_name_belongs_to_one_module() -> None:
-    assert shape.base_names() == {}
-
-
 def test_a_circle_of_imports_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {
         "a": "import labkit.b",

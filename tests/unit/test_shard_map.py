@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from labkit.parallel.data_parallel.bucket_layout import (
     ParameterSpec,
     Piece,
-    bytes_per_parameter,
-    formula,
     owned_bytes,
     pieces_of_rank,
     plan_buckets,
     shard_map,
     shard_range,
 )
+from labkit.plan.zero_stages import bytes_per_parameter, formula
 
 
 def planned(sizes: list[int], dp: int, bucket_size: int | None = None, first_shared: bool = False):

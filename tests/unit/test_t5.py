@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from labkit import plan
 from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
 from labkit.data.datasets import build_datasets, data_iterator
-from labkit.models import Share, T5Model, counts
-from labkit.models.counts import StageContents
+from labkit.models import Share, T5Model
 from labkit.models.full_shapes import full_shapes
-from labkit.models.memory.saved_tensors import SavedTensors
-from labkit.models.memory.t5_bytes import t5_stage_bytes
+from labkit.models.saved_tensors import SavedTensors
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.parallel.parameters.parameter_record import name_of, record_of
+from labkit.plan.stages import StageContents
+from labkit.plan.t5_activations import t5_stage_bytes
 from labkit.train import pretrain
 
 GROUPS = single_process_groups()
@@ -40,7 +41,7 @@ FORMS = pytest.mark.parametrize("config", [MEGATRON, PAPER, UNTIED], ids=["learn
 
 def built(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> T5Model:
     """With weights large enough that every term matters; norms and biases are no ones and zeros."""
-    options = {"layers": range(counts.all_layers(config)), "seed": 1, "dtype": dtype} | options
+    options = {"layers": range(plan.all_layers(config)), "seed": 1, "dtype": dtype} | options
     model, generator = T5Model(config, GROUPS, **options), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,11 +94,11 @@ def test_names_shapes_and_parameters_are_those_of_the_closed_forms() -> None:
         model = built(config)
         made = {name_of(p): record_of(p).full_shape for p in model.parameters()}
         assert made == full_shapes(config) and set(dict(model.named_parameters())) == set(made)
-        assert sum(np.prod(shape) for shape in made.values()) == counts.model_parameters(config)
+        assert sum(np.prod(shape) for shape in made.values()) == plan.model_parameters(config)
         for tp in (1, 2):
             groups = initialize_model_parallel(ParallelConfig(tp=tp), rank=tp - 1, world_size=tp)
             held = sum(p.numel() for p in T5Model(config, groups, layers=range(5), seed=1).parameters())
-            assert held == counts.stage_parameters(config, layers=range(5), tp=tp)
+            assert held == plan.stage_parameters(config, layers=range(5), tp=tp)
 
 
 # ---- costs ----
@@ -121,11 +122,11 @@ def test_operations_equal_torchs_counter(config: ModelConfig, recomputed: dict[s
         loss = model(text_enc, text_dec, mask, text_dec).mean()
         forward = counter.get_total_flops()
         loss.backward()
-    assert forward == counts.forward_flops(config, samples=2).total
+    assert forward == plan.forward_flops(config, samples=2).total
     train = TrainConfig(micro_batch_size=2, global_batch_size=2)
-    assert counter.get_total_flops() == counts.hardware_flops(RunConfig(model=config, train=train))
-    halves = [counts.forward_flops(config, layers=range(*ends), logits=False).total for ends in ((0, 2), (2, 5))]
-    assert sum(halves) + counts.forward_flops(config, layers=range(0)).total == counts.forward_flops(config).total
+    assert counter.get_total_flops() == plan.hardware_flops(RunConfig(model=config, train=train))
+    halves = [plan.forward_flops(config, layers=range(*ends), logits=False).total for ends in ((0, 2), (2, 5))]
+    assert sum(halves) + plan.forward_flops(config, layers=range(0)).total == plan.forward_flops(config).total
 
 
 @FORMS
@@ -148,11 +149,11 @@ def test_bytes_that_a_forward_keeps(config: ModelConfig, recomputed: dict[str, A
 def test_stages_share_the_layers_of_each_half() -> None:
     model = replace(MEGATRON, decoder_layers=4)
     config = RunConfig(model=model, parallel=ParallelConfig(pp=3, split_rank=1))
-    held = counts.stage_contents(config, 3)
+    held = plan.stage_contents(config, 3)
     assert [stage.layers for stage in held] == [range(2), range(2, 4), range(4, 6)]
     assert [(stage.embedding, stage.loss) for stage in held] == [(True, False), (True, False), (False, True)]
     each = [
-        counts.stage_parameters(model, layers=stage.layers, pre_process=stage.embedding, post_process=stage.loss)
+        plan.stage_parameters(model, layers=stage.layers, pre_process=stage.embedding, post_process=stage.loss)
         for stage in held
     ]
     made = []
@@ -172,7 +173,7 @@ def test_stages_one_after_the_other_give_the_logits_of_the_whole(config: ModelCo
     run, given = RunConfig(model=config, parallel=ParallelConfig(pp=pp, split_rank=split)), batch()
     whole, sent = built(config), None
     weights, records = {name_of(parameter): parameter for parameter in whole.parameters()}, defaultdict(list)
-    for rank, stage in enumerate(counts.stage_contents(run, pp)):
+    for rank, stage in enumerate(plan.stage_contents(run, pp)):
         groups = initialize_model_parallel(run.parallel, rank=rank, world_size=pp)
         ends = {"pre_process": stage.embedding, "post_process": stage.loss}
         chunk = T5Model(config, groups, layers=stage.layers, seed=1, dtype=torch.float64, **ends)

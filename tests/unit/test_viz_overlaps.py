@@ -25,7 +25,8 @@ from labkit.graphs.study.call_trace import Call
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
-from labkit.parallel import BackwardPiece, Link, ParameterSpec, plan_buckets, predict_step, sweep_bucket_sizes
+from labkit.parallel import ParameterSpec, plan_buckets
+from labkit.plan import BackwardPiece, Link, predict_step, sweep_bucket_sizes
 from labkit.schedules import Costs, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz.experts.router_lab import replay_policies, standard_policies
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
-from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, bytes_per_parameter, pieces_of_rank, plan_buckets
+from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, pieces_of_rank, plan_buckets
+from labkit.plan.zero_stages import bytes_per_parameter
 
 
 def _close(value: Any, other: Any) -> bool:

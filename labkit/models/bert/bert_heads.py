@@ -13,10 +13,10 @@ from torch.nn.functional import linear
 
 from labkit.comm.ledger import comm_scope
 from labkit.models.build import Build
-from labkit.models.counts import padded_vocab
 from labkit.parallel.mappings import gather_from_sequence_parallel_region
 from labkit.parallel.mlp import ACTIVATIONS
 from labkit.parallel.parameters.weights import make_parameter
+from labkit.plan.sizes import padded_vocab
 
 
 class WholeLinear(nn.Module):

@@ -28,12 +28,12 @@ from labkit.models.bert.bert_heads import MaskedLMHead, SentenceOrderHead
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.models.core_attention import scores_of_padding
-from labkit.models.counts import NUM_TOKENTYPES
 from labkit.models.embedding import Embedding, Rotary
 from labkit.models.gpt import GPTModel
 from labkit.parallel.layers import LinearPlan, column_parallel_linear
 from labkit.parallel.parameters.weights import make_parameter
 from labkit.parallel.vocab.token_ids import check_token_ids
+from labkit.plan.sizes import NUM_TOKENTYPES
 
 
 class TokenTypeEmbedding(nn.Module):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from labkit.config import ModelConfig
-from labkit.models.counts import NUM_TOKENTYPES, ffn_width
+from labkit.plan.sizes import NUM_TOKENTYPES, ffn_width
 
 KINDS = {"post": "bert", "pre": "megatron-bert"}
 """`model.norm_placement` -> `model_type`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from labkit.config import ModelConfig
-from labkit.models.mamba.mamba_costs import CHUNK, MambaSizes, mamba_sizes
+from labkit.plan.mamba import CHUNK, MambaSizes, mamba_sizes
 
 SEQ_LENGTH = 2048
 """`model.seq_length` of a model whose `config.json` names no longest sequence: it has no positions."""

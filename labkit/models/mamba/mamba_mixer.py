@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.models.build import Build
-from labkit.models.mamba.mamba_costs import mamba_sizes
 from labkit.models.mamba.selective_scan import selective_scan
 from labkit.parallel.parameters.weights import make_parameter
+from labkit.plan.mamba import mamba_sizes
 
 RATES = (1.0, 16.0)
 """First values of -a, uniform between these: Megatron's `A_init_range`."""

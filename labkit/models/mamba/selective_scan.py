@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from labkit.models.mamba.mamba_costs import CHUNK
+from labkit.plan.mamba import CHUNK
 
 
 def recurrence(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:

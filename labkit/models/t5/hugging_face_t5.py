@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from labkit.config import ModelConfig
-from labkit.models.counts import decoder_layers, fc1_width, ffn_width, gate_and_up
+from labkit.plan.sizes import decoder_layers, fc1_width, ffn_width, gate_and_up
 
 ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gated-silu": "swiglu"}
 """`feed_forward_proj` -> `model.activation`."""

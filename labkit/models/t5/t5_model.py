@@ -30,12 +30,12 @@ from labkit.config import ModelConfig
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.models.core_attention import scores_of_padding
-from labkit.models.counts import padded_vocab
 from labkit.models.gpt import GPTModel
 from labkit.models.t5.t5_layers import DecoderLayer, HalfSpec, RelativeBias
 from labkit.parallel.layers import LinearPlan, column_parallel_linear
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import make_parameter
+from labkit.plan.sizes import padded_vocab
 
 
 class T5Half(nn.Module):

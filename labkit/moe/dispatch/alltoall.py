@@ -4,9 +4,9 @@
     result <- permutation 1 <- all-to-all (ep) <- reduce-scatter (etp) <- permutation 2 <-
 
 A rank counts its tokens for each expert. An all-gather over tp_ep gives all ranks the table of counts, and all split
-sizes of the forward follow from this table. The all-to-all sends a row for each (token, expert), as `traffic.py` counts
-them. With tensor-parallel experts (etp) each rank of an expert computes a slice of its width for all rows. So these
-ranks then gather their rows, and a reduce-scatter adds the partial sums.
+sizes of the forward follow from this table. The all-to-all sends a row for each (token, expert), as
+`plan/traffic.py` counts them. With tensor-parallel experts (etp) each rank of an expert computes a slice of its width
+for all rows. So these ranks then gather their rows, and a reduce-scatter adds the partial sums.
 
 With `pad_to_capacity` every expert gets the same number of rows from every rank. The table is known beforehand, and no
 number comes from the GPU.

@@ -7,7 +7,7 @@
 | `all_gather_attention`   | all-gather of KV | all-gather of KV,                       | all           |
 |   (arXiv 2407.21783)     |                  | reduce-scatter of dK and dV             |               |
 
-Both compute the rectangles of `plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
+Both compute the rectangles of `ring_plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
 transfers. Step i of the ring computes while the keys of step i + 1 arrive. The all-gather runs behind the rank's own
 block. Two transfers have no work to hide behind. One is the ring's last hop, which brings the sums of dK and dV home.
 The other is the reduce-scatter of the all-gather form.
@@ -37,7 +37,7 @@ from labkit.comm import collectives
 from labkit.comm.collectives import Message, Pending
 from labkit.comm.groups import Group
 from labkit.parallel.context.attention_block import accumulator_dtype, attend, attend_backward, merge_
-from labkit.parallel.context.plan import BOTH, Block, Layout, gathered_plan, ring_plan
+from labkit.parallel.context.ring_plan import BOTH, Block, Layout, gathered_plan, ring_plan
 from labkit.parallel.context.zigzag import join_sequence, split_sequence
 from labkit.parallel.mappings import backward_scope, forward_scope
 
@@ -60,7 +60,7 @@ def ring_attention(
         v: its values, shaped like k.
         group: context-parallel ranks; every one of them calls this.
         causal: hide later positions from each position.
-        layout: positions of the rows (`plan.py`).
+        layout: positions of the rows (`ring_plan.py`).
         fused: run torch's kernels, else one operation after the other.
 
     Returns:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm.groups import Group
-from labkit.parallel.context.plan import Layout, chunk_length, chunks_of_rank
+from labkit.parallel.context.ring_plan import Layout, chunk_length, chunks_of_rank
 
 
 def split_sequence(x: Tensor, cp: int, rank: int, dim: int, layout: Layout) -> Tensor:

@@ -32,7 +32,8 @@ from labkit.config import RunConfig
 from labkit.config.errors import counted
 from labkit.events import Event, EventRecorder, not_recording, recording
 from labkit.launch import report_progress
-from labkit.models.counts import decoder_length, hardware_flops, step_flops
+from labkit.plan.flops import hardware_flops, step_flops
+from labkit.plan.sizes import decoder_length
 from labkit.schedules import Schedule
 from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank
@@ -68,7 +69,7 @@ class Throughput:
         """Return the rates of steps that took `seconds` each.
 
         `tokens_per_second` counts the tokens of all ranks. `tflops_per_rank` is Megatron's TFLOP/s/GPU, of model FLOPs
-        (`labkit.models.counts.step_flops`): all S^2 pairs of attention, nothing that is recomputed.
+        (`labkit.plan.flops.step_flops`): all S^2 pairs of attention, nothing that is recomputed.
         `hardware_tflops_per_rank` is of hardware FLOPs (`hardware_flops`), which count recomputation; the TFLOP/s of
         arXiv 1909.08053 and 2104.04473 are such. Operations are those of the configured model, also if a model provider
         builds another. `mfu` and `hfu` are the shares of the peak; they are left out where `reporting.device_peaks`

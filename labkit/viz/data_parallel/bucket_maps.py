@@ -18,16 +18,13 @@ from matplotlib.patches import Patch, Rectangle
 from labkit.config.errors import counted
 from labkit.parallel.data_parallel.bucket_layout import (
     PARAMETER_ALIGNMENT,
-    STAGES,
     Bucket,
     BucketLayout,
-    BytesPerParameter,
     Piece,
-    bytes_per_parameter,
-    formula,
     shard_map,
     shard_range,
 )
+from labkit.plan.zero_stages import STAGES, BytesPerParameter, bytes_per_parameter, formula
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
 

@@ -13,14 +13,7 @@ from matplotlib.patches import Patch
 
 from labkit.events import Event, shift_to_zero
 from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
-from labkit.parallel.data_parallel.overlap_prediction import (
-    COMPUTES,
-    BackwardPiece,
-    BucketSize,
-    Link,
-    exposed_seconds,
-    predict_step,
-)
+from labkit.plan.overlap import COMPUTES, BackwardPiece, BucketSize, Link, exposed_seconds, predict_step
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled
@@ -301,7 +294,7 @@ def explore_buckets(
 ) -> Any:
     """A predicted step with these buckets; in a live notebook with a slider for their size and for the link.
 
-    elements: parameter -> its size, in the order of registration. backward: its pieces (`overlap_prediction`).
+    elements: parameter -> its size, in the order of registration. backward: its pieces (`labkit.plan.overlap`).
 
     time_limit: seconds at which the axis ends and stays, so that pictures can be compared by eye.
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from labkit.comm.groups import single_process_groups
 from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.config.errors import nearest
-from labkit.moe.dispatch.traffic import all_to_all_bytes, send_matrix_without_copies
 from labkit.moe.replay import decode
 from labkit.moe.router import TopKRouter, finish_router_step
 from labkit.moe.routing import get_capacity, sinkhorn_routing, top_k_map, topk_routing
+from labkit.plan.traffic import all_to_all_bytes, send_matrix_without_copies
 
 REPLAYED = (
     "top_k",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.models.counts import StageContents
+from labkit.plan.stages import StageContents
 from labkit.schedules.ir import Schedule
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled, text_color

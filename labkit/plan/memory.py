@@ -1,8 +1,8 @@
 """Bytes that a rank needs to train, in closed form: weights, gradients, optimizer state and activations in flight.
 
-The sum is the peak of a rank in a training step, without the memory of the process itself. `counts.py` gives the
-parameters, `labkit.parallel.data_parallel.bucket_layout` the bytes of each. `activation_bytes.py` gives the activations
-that a forward keeps, and the schedule the microbatches in flight. Numbers only, no torch.
+The sum is the peak of a rank in a training step, without the memory of the process itself. `parameters.py` gives
+the parameters, `zero_stages.py` the bytes of each. `activations.py` gives the activations that a forward keeps, and the
+schedule the microbatches in flight. Numbers only, no torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from typing import Literal
 import numpy as np
 
 from labkit.config import MoEConfig, RunConfig
-from labkit.models.counts import StageContents, expert_parameters, moe_layers, rank_parameters, stage_contents
-from labkit.models.memory.activation_bytes import (
+from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
+from labkit.plan.activations import (
     Share,
     end_activation_bytes,
     layer_saved,
     layers_activation_bytes,
     recomputed_at_once_bytes,
 )
-from labkit.models.memory.t5_bytes import t5_beside_bytes, t5_stage_bytes
-from labkit.parallel.data_parallel.bucket_layout import ELEMENT_BYTES, bytes_per_parameter, default_bucket_size
+from labkit.plan.parameters import expert_parameters, rank_parameters
+from labkit.plan.sizes import moe_layers
+from labkit.plan.stages import StageContents, stage_contents
+from labkit.plan.t5_activations import t5_beside_bytes, t5_stage_bytes
+from labkit.plan.zero_stages import ELEMENT_BYTES, bytes_per_parameter
 from labkit.schedules import Schedule
 from labkit.schedules.simulator import kept_whole
 

@@ -1,4 +1,4 @@
-"""Rows and bytes that a routing moves between ranks: pure numbers, computed before anything is sent.
+"""Bytes on the wire: of a layer, and the rows that a routing moves between ranks, computed before anything is sent.
 
 A token that goes to k experts is sent as k rows of H values. A row does not travel if its expert is on the same rank.
 In `token_dispatch` the rows off the diagonal of the send matrix leave a rank, and `token_combine` sends them back.
@@ -25,15 +25,7 @@ from math import comb
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = [
-    "AllToAllBytes",
-    "all_to_all_bytes",
-    "dedup_factor",
-    "expected_destinations",
-    "extra_bytes",
-    "send_matrix",
-    "send_matrix_without_copies",
-]
+from labkit.config import ModelConfig, MoEConfig
 
 
 def _per_place(experts: int, places: int) -> int:
@@ -120,3 +112,29 @@ def dedup_factor(experts: int, places: int, top_k: int) -> float:
     The share is the same for all rows and for rows that leave a rank, since all places are equally likely.
     """
     return expected_destinations(experts, places, top_k) / top_k
+
+
+# ---- what a layer sends, whatever the routing ----
+
+
+def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 2, element_bytes: int = 4) -> int:
+    """Payload of the four tensor-parallel all-reduces of a layer, forward and backward: S B H elements each; 0 at t =
+    1.
+
+    A ring all-reduce sends 2 (t - 1) / t of the payload out of each rank.
+    """
+    return 4 * samples * model.seq_length * model.hidden * element_bytes if tp > 1 else 0
+
+
+def layer_all_to_all_bytes(
+    model: ModelConfig, moe: MoEConfig, *, tokens: int, ep: int, element_bytes: int = 4, weight_bytes: int = 4
+) -> int:
+    """Payload of the all-to-alls of one layer, forward and backward, on a rank with `tokens` tokens; 0 at ep = 1.
+
+    Each token leaves k times as a row of H with its weight, and comes back k times as a row of H. Gradients travel the
+    same ways. A rank returns the rows that it received, so the number is the mean over the ranks of `ep`. The routing
+    decides how much of the payload stays on its rank (`send_matrix`).
+
+    `element_bytes` is the size of an activation, `weight_bytes` that of a routing weight (float32 or wider).
+    """
+    return 2 * tokens * moe.top_k * (2 * model.hidden * element_bytes + weight_bytes) if ep > 1 else 0

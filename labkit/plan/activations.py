@@ -36,24 +36,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.models.counts import (
-    DENSE,
-    expert_width,
-    fc1_width,
-    ffn_width,
-    gate_and_up,
-    kv_width,
-    padded_vocab,
-    qkv_width,
-)
-from labkit.models.mamba.mamba_costs import mamba_sizes, mixer_saved
-
-if TYPE_CHECKING:
-    from labkit.models.memory.activation_bytes import Share
-
+from labkit.plan.mamba import mamba_sizes, mixer_saved
+from labkit.plan.sizes import DENSE, expert_width, fc1_width, ffn_width, gate_and_up, kv_width, padded_vocab, qkv_width
 
 INDEX_BYTES = 8
 """Bytes of the place of a row."""

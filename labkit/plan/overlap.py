@@ -1,6 +1,6 @@
 """Predict a step of data parallelism: departure of each bucket, time on the link, time that the backward hides.
 
-Pure arithmetic, no torch. The rules are those of `distributed_data_parallel.py`. A bucket starts when its last gradient
+Pure arithmetic, no torch. The rules are those of `DistributedDataParallel`. A bucket starts when its last gradient
 is there and all buckets before it have started. The link carries one bucket after another. Communication after the end
 of the backward is *exposed*: nobody computes meanwhile.
 

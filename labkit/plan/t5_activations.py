@@ -1,4 +1,4 @@
-"""Bytes that a stage of a T5 keeps for its backward, in closed form: both halves by `activation_bytes.py`, and between
+"""Bytes that a stage of a T5 keeps for its backward, in closed form: both halves by `activations.py`, and between
 them cross-attention and masks. Numbers only, no torch.
 
 The layers of a half keep what a GPT's keep. Relative biases want a gradient, so a CPU has no fused kernel for them, and
@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from labkit.config import ModelConfig
-from labkit.models.counts import StageContents, decoder_layers, decoder_length
-from labkit.models.memory.activation_bytes import (
+from labkit.plan.activations import (
     Share,
     end_activation_bytes,
     is_one_kernel,
@@ -21,6 +20,8 @@ from labkit.models.memory.activation_bytes import (
     norm_bytes,
     recomputed_at_once_bytes,
 )
+from labkit.plan.sizes import decoder_layers, decoder_length
+from labkit.plan.stages import StageContents
 
 
 def _halves(model: ModelConfig, indices: range) -> list[tuple[ModelConfig, int]]:

@@ -1,1 +1,0 @@
-"""Bytes of memory that a rank needs, predicted and counted."""
