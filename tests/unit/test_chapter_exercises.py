@@ -1,7 +1,6 @@
 """What the scores say about wrong answers that a score could easily describe wrongly."""
 
-from labkit.check import check
-from labkit.check.replicas import optimizer_shards
+from labkit.check import chapter_09, check
 
 
 def test_rows_without_backwards_are_named_instead_of_timed():
@@ -79,7 +78,7 @@ def test_owners_that_cannot_be_are_told_by_an_element():
     assert got(lambda sizes, bucket_size, dp: [[]] * dp).endswith(" without an owner")
     alone = lambda sizes, bucket_size, dp: [everything(sizes, 0, 1)[0]] + [[]] * (dp - 1)  # noqa: E731
     assert " on rank 0, which belongs to rank 1" in got(alone)
-    right = optimizer_shards.owners
+    right = chapter_09.owners
     assert got(right) == check("09.shards", right).outcomes[-1].expected
 
     def more(*case):

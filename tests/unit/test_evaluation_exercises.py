@@ -126,7 +126,7 @@ def test_right_answers_pass(name, answer):
 def test_the_tokens_that_top_p_keeps_are_those_of_the_sampler():
     import torch
 
-    from labkit.check.evaluations import _CHOICES
+    from labkit.check.chapter_20 import _CHOICES
     from labkit.evaluate.sampling import within_top_p
 
     def kept(probabilities, p):

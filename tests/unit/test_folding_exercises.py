@@ -5,7 +5,7 @@ from math import lcm
 import pytest
 
 from labkit.check import check
-from labkit.check.folded_experts import _left_of_pp, _Order, _Place, _right, _sides
+from labkit.check.chapter_15 import _left_of_pp, _Order, _Place, _right, _sides
 
 WORLDS = {
     "product": (lambda tp, cp, pp, etp, ep: tp * cp * ep * pp, "as without folding"),

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from labkit.check import check
-from labkit.check.graphs import partial_replays
+from labkit.check import chapter_18, check
 from labkit.config import GraphConfig, MoEConfig, presets
 from labkit.graphs import wrap_layers
 from labkit.models import GPTModel
@@ -139,7 +138,7 @@ def test_a_safe_plan_is_told_from_one_that_overwrites() -> None:
 
 
 def test_a_hook_too_few_is_unsafe_and_one_too_many_is_not() -> None:
-    named = [name for name, _ in partial_replays._CASES[0][1].items()]
+    named = [name for name, _ in chapter_18._CASES[0][1].items()]
     assert "(unsafe: attention.norm would compute with" in repr(check("18.hooks", lambda modules, scope: []))
     told = repr(check("18.hooks", lambda modules, scope: named))
     assert "(safe, but attention waits for nothing)" in told and "unsafe: mlp.shared_experts" in told
@@ -155,4 +154,4 @@ def test_hooks_are_asked_for_the_modules_that_labkit_hooks(scope: tuple[str, ...
     names = {module: name for name, module in gpt.layers["0"].named_modules()}
     hooks = [names[module] for _, (module,) in wrapper.cuda_graph_manual_hooks]
     modules = {name: len(list(module.parameters(recurse=False))) for module, name in names.items() if name}
-    assert sorted(hooks) == sorted(partial_replays._hooked(modules, scope))
+    assert sorted(hooks) == sorted(chapter_18._hooked(modules, scope))

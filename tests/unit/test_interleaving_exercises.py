@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.check import check
-from labkit.check.schedules.interleaved_orders import _EARLY, _PIPELINES, _Case, _first_early
+from labkit.check.chapter_11 import _EARLY, _PIPELINES, _Case, _first_early
 from labkit.schedules import interleaved
 
 

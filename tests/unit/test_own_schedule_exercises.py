@@ -2,9 +2,8 @@
 
 import pytest
 
-from labkit.check import check
-from labkit.check.schedules import own_schedules
-from labkit.check.schedules.own_schedules import crossed_pairs, most
+from labkit.check import chapter_12, check
+from labkit.check.chapter_12 import crossed_pairs, most
 from labkit.schedules import gpipe, one_f_one_b, split_backward, verify, zbv, zero_bubble_h1
 from labkit.schedules.ir import Schedule, ScheduleError
 
@@ -35,7 +34,7 @@ TABLES = {
         "all forwards": (lambda row: sum("F" in action for action in row), "gives the memory of one back"),
         "fullest stage": (
             lambda row: max(
-                most([a for a in row if stage_of(a) == stage], own_schedules.CHANGES) for stage in map(stage_of, row)
+                most([a for a in row if stage_of(a) == stage], chapter_12.CHANGES) for stage in map(stage_of, row)
             ),
             "keep theirs at the same time",
         ),

@@ -3,7 +3,7 @@
 import math
 
 from labkit.check import check
-from labkit.check.schedules.pipeline_rows import _program
+from labkit.check.chapter_10 import _program
 from labkit.schedules import one_f_one_b
 
 

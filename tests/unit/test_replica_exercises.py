@@ -5,8 +5,8 @@ import math
 import pytest
 
 from labkit.check import check
-from labkit.check.replicas.gradient_buckets import _BACKWARDS, _leaving
-from labkit.check.replicas.optimizer_shards import _cut, _laid_out, _once, _squares, owners
+from labkit.check.chapter_08 import _BACKWARDS, _leaving
+from labkit.check.chapter_09 import _cut, _laid_out, _once, _squares, owners
 
 
 def weighted(weights, divisor):

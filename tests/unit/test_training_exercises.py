@@ -5,7 +5,7 @@ import math
 import pytest
 
 from labkit.check import check
-from labkit.check.training_runs import SMALLEST, SMALLEST_NORMAL
+from labkit.check.chapter_13 import SMALLEST, SMALLEST_NORMAL
 
 
 def half(value):
@@ -147,9 +147,9 @@ def test_right_answers_pass():
     ("gradient", "lost"), [(SMALLEST / 2, True), (SMALLEST / 2 * 1.01, False), (65519.0, False), (65520.0, True)]
 )
 def test_the_limits_are_those_of_fp16(gradient, lost):
-    from labkit.check import training_runs
+    from labkit.check import chapter_13
 
-    assert training_runs._lost([gradient, -gradient], 1.0) == ([0, 1] if lost else [])
+    assert chapter_13._lost([gradient, -gradient], 1.0) == ([0, 1] if lost else [])
     assert is_lost(gradient, 1.0) == lost
 
 

@@ -1,4 +1,4 @@
-"""Exercises on sequence parallelism: shapes that a rank keeps, one rank's program of a block, seeds of dropout."""
+"""Exercises of chapter 06: shapes that a rank keeps, one rank's program of a block, seeds of dropout."""
 
 from __future__ import annotations
 

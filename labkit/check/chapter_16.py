@@ -1,4 +1,4 @@
-"""Exercises on one graph: the time that launches cost, a function that a graph can hold, replays in another order.
+"""Exercises of chapter 16: the time that launches cost, a function that a graph can hold, replays in another order.
 
 A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same.
 """

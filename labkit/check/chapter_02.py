@@ -1,6 +1,6 @@
-"""Exercises on layouts: sizes that fit a world and a model, and the ranks of each group.
+"""Exercises of chapter 02: the digits of a rank, rank groups, an order string for nodes.
 
-Wrong answers on rank groups are held against the answers of known misunderstandings, which the score names.
+Wrong answers are held against the answers of known misunderstandings, which the score names.
 """
 
 from __future__ import annotations
@@ -11,79 +11,6 @@ from typing import Any
 
 from labkit.check.scoring import MAX_SHOWN, Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
 from labkit.comm.rank_generator import RankGenerator
-from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
-
-# ---- Chapter 00: sizes that can train a model ----
-
-_MODELS = (
-    {"ranks": 4, "layers": 4, "heads": 4, "batch": 4},
-    {"ranks": 8, "layers": 8, "heads": 2, "batch": 8},
-    {"ranks": 8, "layers": 2, "heads": 8, "batch": 2},
-    {"ranks": 6, "layers": 3, "heads": 4, "batch": 6},
-    {"ranks": 12, "layers": 4, "heads": 12, "batch": 9},
-    {"ranks": 5, "layers": 4, "heads": 4, "batch": 4},
-    {"ranks": 1, "layers": 3, "heads": 1, "batch": 1},
-)
-
-
-@exercise("00.tour", "Write layouts(ranks, layers, heads, batch) -> the set of (tp, pp, dp) that can train the model.")
-def tour(answer: Any) -> Iterator[Outcome]:
-    """Judge seven worlds against the layouts that labkit's own configuration accepts; each reason is told once."""
-    told: set[str] = set()
-    for case in _MODELS:
-        words = ", ".join(f"{name} {value}" for name, value in case.items())
-        right = _accepted(**case)
-        kind = ""
-
-        def tried(case: dict[str, int] = case, right: set[tuple[int, int, int]] = right) -> bool | str:
-            nonlocal kind
-            kind, problem = _wrong_layout(answer(**case), right, **case)
-            return problem or True
-
-        outcome = holds(words, f"the {len(right)} layouts that can train this model", tried)
-        kind = kind or outcome.got
-        yield replace(outcome, told=kind not in told)
-        told |= set() if outcome.passed else {kind}
-
-
-def _wrong_layout(
-    value: Any, right: set[tuple[int, int, int]], *, ranks: int, layers: int, heads: int, batch: int
-) -> tuple[str, str]:
-    """(kind of mistake, sentence about the first wrong layout); both empty for a right answer."""
-    given = list(value) if isinstance(value, (set, frozenset, list, tuple)) else None
-    if given is None or not all(isinstance(each, tuple) and len(each) == 3 for each in given):
-        return "form", f"{shown(value)}, which is no set of triples (tp, pp, dp)"
-    for tp, pp, dp in sorted(given):
-        product = tp * pp * dp
-        rules = {
-            "ranks": (product != ranks, f"tp pp dp = {product} ranks, not {ranks}"),
-            "heads": (tp < 1 or heads % tp, f"tp {tp} does not divide {heads} heads"),
-            "layers": (pp < 1 or layers % pp, f"pp {pp} does not divide {layers} layers"),
-            "batch": (dp < 1 or batch % dp, f"dp {dp} does not divide a batch of {batch} samples"),
-        }
-        for kind, (broken, words) in rules.items():
-            if broken:
-                return kind, f"{(tp, pp, dp)}: {words}"
-    missing = sorted(right - set(given))
-    return ("missing", f"{missing[0]} is missing, which can train it, too") if missing else ("", "")
-
-
-def _accepted(*, ranks: int, layers: int, heads: int, batch: int) -> set[tuple[int, int, int]]:
-    """Every (tp, pp, dp) that fills the world and breaks no rule of `RunConfig`."""
-    found = set()
-    for tp in range(1, ranks + 1):
-        for pp in range(1, ranks // tp + 1):
-            config = RunConfig(
-                model=ModelConfig(layers=layers, heads=heads, hidden=8 * heads, ffn_hidden=24 * heads),
-                parallel=ParallelConfig(tp=tp, pp=pp),
-                train=TrainConfig(micro_batch_size=1, global_batch_size=batch),
-            )
-            if not config.problems(ranks):
-                found.add((tp, pp, ranks // (tp * pp)))
-    return found
-
-
-# ---- Chapter 02: rank groups ----
 
 _GROUPINGS: tuple[tuple[str, dict[str, int], str], ...] = (
     ("tp-dp", {"tp": 2, "dp": 2}, "tp"),

@@ -1,4 +1,4 @@
-"""Exercises on evaluation and generation: the windows of a long text, its perplexity, the tokens that top-p keeps.
+"""Exercises of chapter 20: the windows of a long text, its perplexity, the tokens that top-p keeps.
 
 Each wrong answer is held against the answers of known misunderstandings, which the score names.
 """

@@ -1,4 +1,4 @@
-"""Exercises on a vocabulary cut over ranks: the lookup, the loss, the gradient of the tied embedding.
+"""Exercises of chapter 04, on a cut vocabulary: the lookup, the loss, the gradient of the tied embedding.
 
 Each wrong answer is held against the answers of known misunderstandings, which the score names.
 """

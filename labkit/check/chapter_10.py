@@ -1,4 +1,4 @@
-"""Exercises on a pipeline of one stage a rank: enough microbatches, a row of 1F1B, a row with its messages.
+"""Exercises of chapter 10: enough microbatches, a row of 1F1B, a row with its messages.
 
 A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same, or
 else the first place that differs, with its consequence.

@@ -1,4 +1,4 @@
-"""Exercises on what a layer remembers: the bytes of a chain, a second forward for each block, layers in groups."""
+"""Exercises of chapter 05: the bytes of a chain, a second forward for each block, layers in groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exercises on a training run: where two runs part, gradients that fp16 loses, reads of a checkpoint's boxes, the norm.
+"""Exercises of chapter 13: gradients that fp16 loses, reads of a checkpoint's boxes, the norm of all gradients.
 
 A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same.
 """
@@ -18,54 +18,6 @@ from labkit.train.checkpoint.boxes import Box, boxes_of_run
 
 def _same_in_any_order(value: Any, other: Any) -> bool:
     return sorted(plain(value)) == sorted(plain(other))
-
-
-# ---- the step at which two runs part ----
-
-_RUNS = (
-    ([6.9, 6.5, 6.2001, 6.0], [6.9, 6.5, 6.2, 6.0]),
-    ([7.0, 6.0, 5.0], [7.0, 6.0, 5.0]),
-    ([7.0, 6.0001, 5.1, 4.0001], [7.0, 6.0, 5.0, 4.0]),
-    ([100.0005, 90.0, 80.0], [100.0, 90.0, 80.0]),
-    ([6.0, 5.9], [6.0, 6.0]),
-    ([6.1, 5.0], [6.0, 5.0]),
-)
-"""(losses of a layout, losses of one process); the tolerance is 1e-5."""
-
-
-@exercise("00.same", "Write first_apart(losses, reference, tolerance) -> the first step that differs by more, or None.")
-def same(answer: Any) -> Iterator[Outcome]:
-    """Six pairs of runs: equal ones, one step apart in the middle, at the end, at the begin, below and above."""
-    diagnosis = Diagnosis(lambda value, other: value == other and type(value) is type(other))
-    failed = False
-    for losses, reference in _RUNS:
-        gaps = [abs(a - b) for a, b in zip(losses, reference)]
-        relative = [gap / abs(b) for gap, b in zip(gaps, reference)]
-
-        def first(found: Iterable[bool]) -> int | None:
-            return next((step for step, yes in enumerate(found) if yes), None)
-
-        right = first(gap > 1e-5 for gap in relative)
-        last = len(gaps) - 1
-        misreadings = {
-            "the difference itself is compared; divide it by the loss of the reference": first(g > 1e-5 for g in gaps),
-            "the last step alone is compared; runs can part and come together again": last if gaps[-1] > 1e-5 else None,
-            "this is the step with the largest difference; the first one is the cause": (
-                max(range(len(gaps)), key=relative.__getitem__) if right is not None else None
-            ),
-            "a loss that is smaller differs, too; take the absolute value": first(
-                (a - b) / b > 1e-5 for a, b in zip(losses, reference)
-            ),
-            "steps count from 0": None if right is None else right + 1,
-        }
-        outcome = diagnosis.outcome(
-            f"losses {losses}, reference {reference} and tolerance 1e-05",
-            right,
-            lambda a=losses, b=reference: answer(list(a), list(b), 1e-5),
-            misreadings,
-        )
-        yield replace(outcome, told=outcome.told and not failed)
-        failed |= not outcome.passed
 
 
 # ---- the gradients that fp16 loses ----

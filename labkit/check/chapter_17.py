@@ -1,4 +1,4 @@
-"""Exercises on buffers of a pipeline's graphs: how many are held, which forward takes which, which plan is unsafe.
+"""Exercises of chapter 17, on buffers: how many are held, which forward takes which, which plan is unsafe.
 
 A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same.
 """

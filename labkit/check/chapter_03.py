@@ -1,4 +1,4 @@
-"""Exercises on tensor parallelism: cut weights, an MLP with f and g over ranks, and the hunt for a missing sum.
+"""Exercises of chapter 03: cut weights, an MLP with f and g over ranks, and the hunt for a missing sum.
 
 Each wrong answer is held against the answers of known misunderstandings, which the score names.
 """
@@ -25,7 +25,7 @@ def _same(got: Any, expected: Any) -> bool:
     return all(np.array_equal(np.asarray(g), e) for g, e in zip(got, expected, strict=True))
 
 
-# ---- Chapter 03: the parts of two stored matrices ----
+# ---- the parts of two stored matrices ----
 
 _CUTS = ((2, 0), (2, 1), (4, 2), (1, 0))
 """(ranks, rank)."""
@@ -76,7 +76,7 @@ _MISREAD_PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-# ---- Chapter 03: f and g ----
+# ---- f and g ----
 
 _RESULTS = ("y", "dx", "dA", "dB", "dbias")
 _SUMMED_DY = "every rank holds dy whole; this sums it over the ranks, so the gradient is t times too large"
@@ -226,7 +226,7 @@ _CALLS: Misreadings = {
 }
 
 
-# ---- Chapter 03: the fault hunt ----
+# ---- the fault hunt ----
 
 _DIFFERENCES = (
     ("layers.0.mlp.norm.bias gradient", "layers.0.mlp", "f"),

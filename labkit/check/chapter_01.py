@@ -1,4 +1,4 @@
-"""Exercises on collectives: what each leaves where, a ring, an order of messages that does not hang, seconds.
+"""Exercises of chapter 01: what each collective leaves where, a ring, an order that does not hang, seconds.
 
 Each wrong answer is held against the answers of known misunderstandings, which the score names.
 """

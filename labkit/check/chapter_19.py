@@ -1,4 +1,4 @@
-"""Exercises on BERT and T5: whole words, the place of the norms, the copies of two tables in a cut encoder-decoder.
+"""Exercises of chapter 19: whole words, the place of the norms, the copies of two tables in a cut encoder-decoder.
 
 Each wrong answer is held against the answers of known misunderstandings, which the score names.
 """

@@ -1,1 +1,0 @@
-"""Exercises on the layers of a rank: f and g, the vocabulary, memory, the sequence."""

@@ -1,1 +1,0 @@
-"""Exercises of data parallelism: gradient buckets, and the shards of the distributed optimizer."""

@@ -1,1 +1,0 @@
-"""Exercises on pipeline schedules: idle time, rows of 1F1B, orders of several stages a rank, and own tables."""
