@@ -1,4 +1,4 @@
-"""Limits of a chapter: what it imports, its cells and words, its exercises and hints, its names, its teacher's page.
+"""What every chapter has: cells that fit on a screen, exercises with hints, a map of names, a teacher's page.
 
 They hold for what a student reads; solutions are left out.
 """
@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 
-MOST = {"names": 15, "cells": 60, "lines": 14, "words": 2400}
-"""Names imported from labkit, cells, lines of the longest code cell, words to read: 12 minutes at 200 a minute."""
+MOST = {"lines": 14}
+"""Lines of the longest code cell."""
 LEAST = {"exercises": 3, "hints": 3, "map": 3, "page": 1}
 """Exercises, hints of the exercise with the fewest, rows of the name map, pages in docs/teaching."""
 
@@ -29,17 +29,6 @@ def read_cells(chapter: Path) -> list[dict[str, Any]]:
     """The cells that a student reads: all but the solutions."""
     cells = json.loads(chapter.read_text())["cells"]
     return [cell for cell in cells if "solution" not in cell["metadata"].get("tags", [])]
-
-
-def labkits_names(code: list[str]) -> set[str]:
-    """Names that the cells import from labkit; `import labkit.x` counts as one."""
-    found = set()
-    for node in ast.walk(ast.parse("\n".join(code))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "labkit":
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "labkit"}
-    return found
 
 
 def hints_by_exercise(cells: list[dict[str, Any]]) -> list[int]:
@@ -62,22 +51,13 @@ def name_map(cells: list[dict[str, Any]]) -> list[tuple[list[str], list[str]]]:
     return [(re.findall(r"`([^`]+)`", here), re.findall(r"`([^`]+)`", files)) for _, here, files in rows[2:]]
 
 
-def words_to_read(cells: list[dict[str, Any]]) -> int:
-    """Words of the text ahead of the name map, without hints that stay collapsed."""
-    text = "\n".join(source(cell) for cell in cells if cell["cell_type"] == "markdown").partition("\n## Names\n")[0]
-    return len(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL).split())
-
-
 def measured(chapter: Path) -> dict[str, int]:
     """Every number that a limit speaks of."""
     cells = read_cells(chapter)
     code = [source(cell) for cell in cells if cell["cell_type"] == "code"]
     hints = hints_by_exercise(cells)
     return {
-        "names": len(labkits_names(code)),
-        "cells": len(cells),
         "lines": max(len(each.splitlines()) for each in code),
-        "words": words_to_read(cells),
         "exercises": len(hints),
         "hints": min(hints, default=0),
         "map": len(name_map(cells)),
@@ -124,4 +104,4 @@ def test_a_file_that_does_not_define_a_name_is_noticed() -> None:
 def test_a_broken_limit_is_noticed() -> None:
     fine = {**MOST, **LEAST}
     assert broken(fine) == {}
-    assert broken({**fine, "cells": 61, "exercises": 2}) == {"cells": 61, "exercises": 2}
+    assert broken({**fine, "lines": 15, "exercises": 2}) == {"lines": 15, "exercises": 2}

