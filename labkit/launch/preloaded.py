@@ -4,6 +4,7 @@
 import atexit
 import gc
 import os
+import time
 
 import cloudpickle
 import numpy
@@ -16,7 +17,21 @@ from labkit.launch.guard import sweep_all
 
 if "JPY_PARENT_PID" in os.environ:
     os.setpgid(0, 0)  # Jupyter kills the whole process group of a kernel; in a terminal, Ctrl-Z stops ranks as well
-atexit.register(sweep_all)  # the server ends after its launcher and its ranks: one that was killed has left folders
+
+
+def _sweep_after(launcher: int) -> None:
+    """Remove the folders of a launcher that was killed, when the system has dropped its locks.
+
+    The server ends as the pipe from its launcher closes. The system closes that pipe before the launcher's other files,
+    and gives the server a new parent after them.
+    """
+    deadline = time.monotonic() + 2.0
+    while os.getppid() == launcher and time.monotonic() < deadline:
+        time.sleep(0.002)
+    sweep_all()
+
+
+atexit.register(_sweep_after, os.getppid())
 
 if not torch.backends.cuda.is_built():  # untried with drivers of GPUs, which must not be touched before a fork
     import torch._dynamo  # torch.optim imports it at first use, which took 0.9 s of processor time in every rank
