@@ -1,18 +1,25 @@
-"""Print the shape of labkit: sizes, folders, long functions, circles of imports, and how far a reader must travel.
+"""Print the shape of labkit: code by package, functions, circles of imports, and how far a reader must travel.
 
     python scripts/shape.py             tables for people
     python scripts/shape.py --json      the same numbers for a program
 
+Lines of code leave out blank lines, comments and docstrings. The longest function and the mean length of a line are
+printed beside them, because whoever packs lines makes these grow.
+
 A *journey* is the list of files of labkit of which any frame runs. Three are taken: from `train_step` to the loss (the
-second step, so that nothing counts that happens once), two steps of `pretrain` alone, and two steps on TP2 x PP2.
+second step, so that nothing counts that happens once), from `pretrain` to the first layer that it builds, and from a
+row-parallel layer to `dist.all_reduce`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import sys
+import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,8 +42,6 @@ CORE = (
     "train/stepping.py",
 )
 """The evening core, in reading order."""
-SMALL = 60
-"""Modules under so many lines are listed: each should be an idea of its own."""
 
 
 def modules() -> list[Path]:
@@ -55,13 +60,43 @@ def relative(path: Path | str) -> str:
 # ---- what the text says ----
 
 
-def folders() -> dict[str, int]:
-    """Modules of each folder beside its `__init__`."""
-    found: dict[str, int] = {}
+def code_of(path: Path) -> list[str]:
+    """The lines of code of a file: all but blank lines, comments and docstrings."""
+    text = path.read_text()
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    numbers: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout:
+            numbers.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            numbers.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = text.splitlines()
+    return [lines[number - 1] for number in sorted(numbers)]
+
+
+def code_by_package() -> dict[str, int]:
+    """Lines of code of each package of labkit, of all of labkit, and of the folders beside it."""
+    found: Counter[str] = Counter()
     for path in modules():
-        found.setdefault(str(path.parent.relative_to(ROOT)), 0)
-        found[str(path.parent.relative_to(ROOT))] += path.name != "__init__.py"
-    return found
+        count, inner = len(code_of(path)), path.relative_to(PACKAGE).parts
+        found[f"labkit/{inner[0]}"] += count
+        found["labkit"] += count
+    for folder in ("tests", "scripts", "benchmarks", "examples"):
+        found[folder] = sum(len(code_of(path)) for path in (ROOT / folder).rglob("*.py"))
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def mean_line() -> float:
+    """Characters of a line of code in labkit, on average, without its indent."""
+    lengths = [len(line.strip()) for path in modules() for line in code_of(path)]
+    return sum(lengths) / len(lengths)
+
+
+def functions() -> int:
+    """Functions and methods of labkit."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return sum(isinstance(node, kinds) for path in modules() for node in ast.walk(ast.parse(path.read_text())))
 
 
 def longest_functions(count: int = 5) -> list[tuple[int, str]]:
@@ -74,15 +109,6 @@ def longest_functions(count: int = 5) -> list[tuple[int, str]]:
                 assert node.end_lineno is not None
                 found.append((node.end_lineno - first.lineno + 1, f"{relative(path)}:{node.name}"))
     return sorted(found, reverse=True)[:count]
-
-
-def base_names() -> dict[str, list[str]]:
-    """Base names that several modules bear."""
-    by_name: dict[str, list[str]] = {}
-    for path in modules():
-        if path.stem not in ("__init__", "__main__"):
-            by_name.setdefault(path.stem, []).append(relative(path))
-    return {name: paths for name, paths in by_name.items() if len(paths) > 1}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -136,6 +162,12 @@ def circles() -> list[list[str]]:
     return found
 
 
+def imported_by_the_core() -> dict[str, int]:
+    """Lines of each file that a file of the core imports, the core itself left out."""
+    found = {file for name in CORE for file in imports_of(PACKAGE / name)} - set(CORE)
+    return {file: lines_of(PACKAGE / file) for file in sorted(found)}
+
+
 def core_imports() -> dict[str, list[str]]:
     """By file of the core, what it imports and must not: graphs, fp8, Transformer Engine, faults, benchmarks."""
     words = ("graphs", "fp8", "te", "capturing", "fault", "faults", "benchmarks")
@@ -146,19 +178,6 @@ def core_imports() -> dict[str, list[str]]:
             if bad:
                 found[name] = bad
     return found
-
-
-def lines_of_config() -> int:
-    """Lines of the configuration without its presets, and of the command line's parser."""
-    config = [path for path in (PACKAGE / "config").glob("*.py") if path.name != "presets.py"]
-    return sum(map(lines_of, [*config, PACKAGE / "cli" / "arguments.py"]))
-
-
-def fields_of_config() -> int:
-    """Fields of a configuration, in all sections."""
-    from labkit.config.fields import SPECS
-
-    return len(SPECS)
 
 
 # ---- what a run says ----
@@ -221,20 +240,60 @@ def to_the_loss() -> Journey:
     return journey
 
 
-def two_steps(layout: dict[str, Any]) -> Journey:
-    """All of `pretrain`, two steps."""
+def to_the_first_layer() -> Journey:
+    """From `pretrain` to the constructor of the first transformer layer."""
     journey = Journey()
-    _pretrain(layout, journey.visit)
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        journey.visit(frame, event, argument)
+        if event == "call" and frame.f_code.co_qualname == "TransformerLayer.__init__":
+            sys.setprofile(None)
+
+    _pretrain({}, watch)
     return journey
 
 
-def two_steps_on_four_ranks() -> Journey:
-    """The files that any rank of TP2 x PP2 visits in two steps."""
+def _row_parallel_rank() -> list[str]:
+    """On one of two ranks: the frames of labkit between the layer's forward and `dist.all_reduce`, outermost first."""
+    import torch
+
+    from labkit.comm import initialize_model_parallel
+    from labkit.config import presets
+    from labkit.models.chunks import build_model_chunks
+
+    config = presets.tiny().override({"parallel.tp": 2})
+    (model,) = build_model_chunks(config, initialize_model_parallel(config.parallel))
+    many = 2**20 // (config.model.seq_length * config.model.hidden)  # 4 MiB: beyond 1 MiB gloo's own all-reduce runs
+    tokens_BS = torch.zeros(many, config.model.seq_length, dtype=torch.int64)
+    stack: list[str] = []
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or frame.f_code.co_name != "all_reduce" or "distributed" not in frame.f_code.co_filename:
+            return
+        found: list[str] = []
+        outer = frame.f_back
+        while outer is not None and not (found and found[0].endswith("RowParallelLinear.forward")):
+            if outer.f_code.co_filename.startswith(f"{PACKAGE}/"):
+                found.insert(0, f"{relative(outer.f_code.co_filename)}:{outer.f_code.co_qualname}")
+            outer = outer.f_back
+        if found and found[0].endswith("RowParallelLinear.forward"):
+            stack.extend(found)
+            sys.setprofile(None)
+
+    with torch.no_grad():
+        sys.setprofile(watch)
+        try:
+            model(tokens_BS)
+        finally:
+            sys.setprofile(None)
+    return stack
+
+
+def to_the_all_reduce() -> list[str]:
+    """The frames of labkit from `RowParallelLinear.forward` to `dist.all_reduce`, outermost first."""
     from labkit.launch import run
 
-    journeys = run(two_steps, 4, {"parallel.tp": 2, "parallel.pp": 2})
-    files = list(dict.fromkeys(file for journey in journeys for file in journey.files))
-    return Journey(files, max(j.changes for j in journeys), max(j.calls for j in journeys))
+    return run(_row_parallel_rank, 2)[0]
 
 
 def calls_of_a_layer() -> float:
@@ -267,29 +326,20 @@ def calls_of_a_layer() -> float:
 
 def measure() -> dict[str, Any]:
     """All numbers, by name."""
-    files = modules()
-    loss, dense, four = to_the_loss(), two_steps({}), two_steps_on_four_ranks()
-    by_folder = folders()
-    largest = max(by_folder, key=lambda name: by_folder[name])
     return {
-        "files": len(files),
-        "lines": sum(map(lines_of, files)),
-        "largest folder": f"{largest}: {by_folder[largest]} modules",
-        "folders over 14": {name: count for name, count in by_folder.items() if count > 14},
-        f"modules under {SMALL} lines": [
-            relative(p) for p in files if lines_of(p) < SMALL and not p.name.startswith("__")
-        ],
+        "modules": len(modules()),
+        "lines of code": code_by_package(),
+        "characters of a line": round(mean_line(), 1),
+        "functions": functions(),
         "longest functions": longest_functions(),
-        "one base name twice": base_names(),
         "circles": circles(),
-        "core": {name: lines_of(PACKAGE / name) if (PACKAGE / name).is_file() else None for name in CORE},
+        "core": {name: lines_of(PACKAGE / name) for name in CORE},
+        "imported by the core": imported_by_the_core(),
         "core imports what it must not": core_imports(),
-        "train_step to the loss": asdict(loss),
-        "two steps of pretrain, one process": asdict(dense),
-        "two steps of pretrain, TP2 x PP2": asdict(four),
+        "train_step to the loss": asdict(to_the_loss()),
+        "pretrain to the first layer": asdict(to_the_first_layer()),
+        "row-parallel layer to dist.all_reduce": to_the_all_reduce(),
         "calls of a dense layer": calls_of_a_layer(),
-        "lines of config without presets, and of the command line's parser": lines_of_config(),
-        "the same for each field": round(lines_of_config() / fields_of_config(), 1),
     }
 
 
@@ -299,8 +349,8 @@ def table(shape: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, dict) and "files" in value:
             yield f"{name}: {len(value['files'])} files, {value['changes']} changes of file, {value['calls']} calls"
             yield "    " + " ".join(value["files"])
-        elif name == "core":
-            yield f"core: {len(value)} files, {sum(v or 0 for v in value.values())} lines"
+        elif name in ("core", "imported by the core"):
+            yield f"{name}: {len(value)} files, {sum(value.values())} lines"
             yield from (f"    {file}: {lines}" for file, lines in value.items())
         elif isinstance(value, list | dict):
             yield f"{name}: {len(value)}"
