@@ -19,7 +19,8 @@ from typing import Any
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config
 
-from labkit.launch.guard import RUN_PREFIX, LaunchFolder, kill_family, kill_group_at_close, parent_of_sockets, sweep_all
+from labkit.launch.folders import RUN_PREFIX, LaunchFolder, parent_of_sockets, sweep_all
+from labkit.launch.processes import kill_family, kill_group_at_close
 
 PATIENCE = 1.5
 """Seconds that an interrupted cell gets to end its ranks and remove their folder."""

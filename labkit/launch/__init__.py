@@ -13,6 +13,8 @@
 | `status`         | has the slot in which a rank notes its present wait, and the request to stop       |
 | `watch`          | finds ranks that wait too long                                                     |
 | `failure_report` | puts a failure into words                                                          |
+| `processes`      | ends processes together, and reads their state from the system                     |
+| `folders`        | makes private folders that do not outlive their process                            |
 
 No module imports torch in the process that calls `run`.
 """

@@ -20,7 +20,7 @@ from multiprocessing.forkserver import ForkServer, read_signed
 from multiprocessing.util import Finalize
 from typing import Any
 
-from labkit.launch.guard import SERVER_PREFIX, LaunchFolder, parent_of_sockets
+from labkit.launch.folders import SERVER_PREFIX, LaunchFolder, parent_of_sockets
 
 _server = ForkServer()
 _modules = ["labkit.launch.preloaded"]

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from labkit.launch import guard
+from labkit.launch import processes
 
 if TYPE_CHECKING:
     import torch
@@ -244,7 +244,7 @@ def torch_timeout(seconds: float, backend: str) -> timedelta:
     collectives. In both cases torch's limit ends after the launcher's.
     """
     if seconds >= _launcher_limit and (
-        backend == "nccl" or not guard.SEES_USAGE or seconds < _launcher_limit + _BEHIND
+        backend == "nccl" or not processes.SEES_USAGE or seconds < _launcher_limit + _BEHIND
     ):
         seconds = _launcher_limit + _BEHIND
     return timedelta(seconds=seconds)

@@ -13,7 +13,7 @@ import torch.distributed
 
 import labkit.events
 import labkit.launch.worker
-from labkit.launch.guard import sweep_all
+from labkit.launch.folders import sweep_all
 
 if "JPY_PARENT_PID" in os.environ:
     os.setpgid(0, 0)  # Jupyter kills the whole process group of a kernel; in a terminal, Ctrl-Z stops ranks as well

@@ -14,10 +14,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from labkit.launch import guard
+from labkit.launch import processes
 from labkit.launch.failure_report import Outcome, RankError, compose, trim
+from labkit.launch.folders import LaunchFolder
 from labkit.launch.forkserver import RankProcess
-from labkit.launch.guard import LaunchFolder
 from labkit.launch.status import ask_to_stop, create_slots, read_slot
 from labkit.launch.watch import HangWatch
 from labkit.launch.worker import LaunchSpec, rank_main
@@ -102,7 +102,7 @@ class RankHandle:
         self._asked_at = now
         with contextlib.suppress(OSError):
             self._stack_from = self._stack_file.stat().st_size
-        guard.send_signal(self.pid, signal.SIGUSR1)
+        processes.send_signal(self.pid, signal.SIGUSR1)
 
     def stack(self) -> str:
         """Text that the rank has written since it was last asked."""
@@ -231,10 +231,10 @@ class RankPool:
     def _interrogate(self, silent: list[RankHandle]) -> None:
         """Get process state and Python stacks of ranks that gave no answer."""
         for handle in silent:
-            handle.outcome.state = guard.process_state(handle.pid)
+            handle.outcome.state = processes.process_state(handle.pid)
             if handle.outcome.phase != "starting":
                 handle.ask_for_stack()
-                guard.send_signal(handle.pid, signal.SIGCONT)
+                processes.send_signal(handle.pid, signal.SIGCONT)
         deadline = time.monotonic() + _STACK_WAIT
         same = {handle: 0 for handle in silent if handle.outcome.phase != "starting"}
         while same and time.monotonic() < deadline:
@@ -289,11 +289,11 @@ class RankPool:
         """End every rank at once and wait until none is left. May be called again."""
         if self.ended or os.getpid() != self.owner:  # a fork of the caller must not end the caller's ranks
             return
-        with guard.interrupt_deferred():
+        with processes.interrupt_deferred():
             started = [handle for handle in self.handles if handle.process.pid is not None]
             for handle in started:
                 if not wait([handle.process.sentinel], 0):
-                    guard.kill_family(handle.pid)
+                    processes.kill_family(handle.pid)
             for handle in started:
                 wait([handle.process.sentinel], 2.0)
                 handle.process.join(0)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from labkit.launch import guard
+from labkit.launch import processes
 from labkit.launch.failure_report import Outcome, torch_call
 from labkit.launch.status import read_slot
 
@@ -60,7 +60,7 @@ class _Quiet:
     """Time since which a rank has not run, and the usage of its processes at that time."""
 
     since: float
-    usage: guard.Usage
+    usage: processes.Usage
     children: float | None = None
     asked: bool = False
     """True once the rank was asked for its stack; it is asked once while it is quiet."""
@@ -107,7 +107,7 @@ class HangWatch:
 
     def _quiet_for(self, rank: Watched, now: float) -> float:
         """Seconds in which neither the rank nor its children ran; 0 where the system does not tell."""
-        number, usage = rank.outcome.rank, guard.usage(rank.pid)
+        number, usage = rank.outcome.rank, processes.usage(rank.pid)
         if usage is None:
             return 0.0
         quiet = self._quiet.get(number)
@@ -115,7 +115,7 @@ class HangWatch:
             if now - quiet.since < self._limit / 2:
                 return now - quiet.since
             if self._children is None:
-                self._children = guard.children_seconds()
+                self._children = processes.children_seconds()
             children = self._children.get(rank.pid, 0.0)
             if quiet.children is None:
                 quiet.children = children
@@ -137,13 +137,13 @@ class HangWatch:
         """True where a rank that was asked waits in torch.distributed."""
         asked, self._asked = self._asked, []
         for rank in asked:
-            memory, usage = self._quiet.get(rank.outcome.rank), guard.usage(rank.pid)
+            memory, usage = self._quiet.get(rank.outcome.rank), processes.usage(rank.pid)
             if memory is not None and usage is not None:
                 memory.usage = usage  # the cost of the answer is no work of the rank
         return any(torch_call(rank.stack()) for rank in asked if not rank.finished)
 
 
-def _is_still(before: guard.Usage, after: guard.Usage, seconds: float) -> bool:
+def _is_still(before: processes.Usage, after: processes.Usage, seconds: float) -> bool:
     """True where the process did no more in between than a waiting process."""
     same = (before.state, before.switches) == (after.state, after.switches)
     return same and after.state not in ("R", "D") and after.seconds - before.seconds < _SHARE * seconds + _SLACK

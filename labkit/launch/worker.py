@@ -36,7 +36,7 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.launch import guard, info, pickling, status
+from labkit.launch import info, pickling, processes, status
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
     os.setpgid(0, 0)  # the children of a rank end with it
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is started by the launcher"
-    guard.die_with(parent.sentinel)
+    processes.die_with(parent.sentinel)
     _capture_output(spec, rank)
     faulthandler.register(signal.SIGUSR1, file=spec.file("stack", rank).open("w"), all_threads=True)
     loopback = info.loopback_interface()

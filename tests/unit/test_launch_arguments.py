@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from labkit.launch import Ranks, forkserver, guard, info, run
+from labkit.launch import Ranks, forkserver, info, processes, run
 from labkit.launch import rank_pool as pool
 
 
@@ -92,7 +92,7 @@ def test_how_long_a_rank_may_wait(no_process, monkeypatch, settings, in_script, 
 )
 def test_torchs_own_limit_comes_after_the_launchers(monkeypatch, limit, asked, backend, given):
     monkeypatch.setattr(info, "_launcher_limit", limit)
-    monkeypatch.setattr(guard, "SEES_USAGE", True)
+    monkeypatch.setattr(processes, "SEES_USAGE", True)
     assert info.torch_timeout(asked, backend).total_seconds() == given
-    monkeypatch.setattr(guard, "SEES_USAGE", False)
+    monkeypatch.setattr(processes, "SEES_USAGE", False)
     assert info.torch_timeout(asked, backend).total_seconds() == info.torch_timeout(asked, "nccl").total_seconds()

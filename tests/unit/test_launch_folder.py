@@ -2,13 +2,13 @@
 
 import pytest
 
-from labkit.launch import guard
-from labkit.launch.guard import LaunchFolder, sweep
+from labkit.launch import folders
+from labkit.launch.folders import LaunchFolder, sweep
 
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    monkeypatch.setattr(guard.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -53,8 +53,8 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(temporary, mon
             sweep(temporary)
         return made[-1]
 
-    mkdtemp = guard.tempfile.mkdtemp
-    monkeypatch.setattr(guard.tempfile, "mkdtemp", swept_at_once)
+    mkdtemp = folders.tempfile.mkdtemp
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", swept_at_once)
     owned = LaunchFolder()
     assert [str(owned.path)] == made[2:] and owned.path.is_dir()
     owned.remove()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from labkit.launch import guard, status
+from labkit.launch import processes, status
 from labkit.launch.failure_report import Outcome
 from labkit.launch.watch import HangWatch
 
@@ -19,7 +19,7 @@ class Rank:
     def __init__(self, number, slot, phase="joined", answer=SLEEP):
         self.outcome, self.pid, self.finished = Outcome(number, phase), 1000 + number, False
         self.slot, self.answer, self.asked = slot, answer, 0
-        self.usage, self.children = guard.Usage("S", 0, 0.0), 0.0
+        self.usage, self.children = processes.Usage("S", 0, 0.0), 0.0
 
     def ask_for_stack(self):
         self.asked += 1
@@ -30,7 +30,7 @@ class Rank:
 
     def runs(self, seconds=0.1, state="S"):
         """It comes back from a wait, uses some CPU and waits again, or is still at it."""
-        self.usage = guard.Usage(state, self.usage.switches + (state == "S"), self.usage.seconds + seconds)
+        self.usage = processes.Usage(state, self.usage.switches + (state == "S"), self.usage.seconds + seconds)
 
 
 class Machine:
@@ -42,8 +42,8 @@ class Machine:
         self.ranks = [Rank(n, status.StatusSlot(path, n)) for n in range(count)]
         self.path, self.watch = path, HangWatch(LIMIT, path, self.now)
         monkeypatch.setattr(status.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(guard, "usage", lambda pid: self.ranks[pid - 1000].usage)
-        monkeypatch.setattr(guard, "children_seconds", lambda: {r.pid: r.children for r in self.ranks})
+        monkeypatch.setattr(processes, "usage", lambda pid: self.ranks[pid - 1000].usage)
+        monkeypatch.setattr(processes, "children_seconds", lambda: {r.pid: r.children for r in self.ranks})
 
     def hung_after(self, seconds, each_look=lambda: None):
         """Seconds until the watch says hung, None if it does not within `seconds`."""
@@ -159,7 +159,7 @@ def test_a_machine_that_slept_starts_anew(machine):
 
 def test_where_the_system_does_not_tell_what_a_process_uses_the_slot_does(machine, monkeypatch):
     here = machine()
-    monkeypatch.setattr(guard, "usage", lambda pid: None)
+    monkeypatch.setattr(processes, "usage", lambda pid: None)
     assert here.hung_after(300) is None
     here.ranks[0].slot.enter("all_reduce tp #1")
     assert LIMIT < here.hung_after(300) <= LIMIT + 1.0

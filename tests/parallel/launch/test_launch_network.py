@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.launch import Ranks, forkserver, guard, run
+from labkit.launch import Ranks, folders, forkserver, run
 from labkit.launch import rank_pool as pool
 
 pytestmark = pytest.mark.usefixtures("no_rank_left")
@@ -36,7 +36,7 @@ def test_a_taken_port_and_a_stale_address_do_not_matter(monkeypatch):
 def test_the_temporary_folder_may_have_any_name(name, tmp_path, monkeypatch):
     """It was part of an address: blanks and other signs made every rank wait for a store of its own."""
     (tmp_path / name).mkdir()
-    monkeypatch.setattr(guard.tempfile, "tempdir", str(tmp_path / name))
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path / name))
     assert run(total, 2, 1, timeout=20) == [2.0, 2.0]
 
 
@@ -47,16 +47,16 @@ def talk():
 
 def test_a_stale_rendezvous_at_the_very_place_of_the_launch_is_not_met(tmp_path, monkeypatch, capsys):
     """A launch that was killed has left its store, status slots and outputs, and the next one gets the same folder."""
-    place = tmp_path / f"{guard.PREFIX}1-abcd_123"
+    place = tmp_path / f"{folders.PREFIX}1-abcd_123"
 
     def same_place_again(prefix, dir):
         place.mkdir(exist_ok=True)
         return str(place)
 
-    monkeypatch.setattr(guard.tempfile, "mkdtemp", same_place_again)
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", same_place_again)
     with monkeypatch.context() as killed:
         killed.setattr(pool.RankPool, "stop", pool.RankPool.kill)  # a clean end removes the store
-        killed.setattr(guard.LaunchFolder, "remove", lambda self: os.close(self._lock))
+        killed.setattr(folders.LaunchFolder, "remove", lambda self: os.close(self._lock))
         assert run(talk, 3, timeout=120) == [3.0] * 3
     assert (place / "store").stat().st_size > 0, "there is something stale to meet"
     assert (place / "out-0").read_text() == "rank 0 talks\n"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from labkit.launch import guard
+from labkit.launch import processes
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def interrupt():
 
 def test_an_interrupt_takes_effect_after_the_block():
     done = []
-    with pytest.raises(KeyboardInterrupt), guard.interrupt_deferred():
+    with pytest.raises(KeyboardInterrupt), processes.interrupt_deferred():
         interrupt()
         done.append("cleaned up")
     assert done == ["cleaned up"]
@@ -32,13 +32,13 @@ def test_an_interrupt_takes_effect_after_the_block():
 
 def test_without_an_interrupt_nothing_happens_and_the_handler_is_back():
     before = signal.getsignal(signal.SIGINT)
-    with guard.interrupt_deferred():
+    with processes.interrupt_deferred():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_exception_of_the_block_is_not_hidden():
-    with pytest.raises(ValueError, match="mine"), guard.interrupt_deferred():
+    with pytest.raises(ValueError, match="mine"), processes.interrupt_deferred():
         raise ValueError("mine")
 
 
@@ -46,7 +46,7 @@ def test_other_threads_have_nothing_to_defer():
     outcome = []
 
     def work():
-        with guard.interrupt_deferred():
+        with processes.interrupt_deferred():
             outcome.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 
     thread = threading.Thread(target=work)
@@ -56,10 +56,10 @@ def test_other_threads_have_nothing_to_defer():
 
 
 def test_process_state():
-    assert guard.process_state(os.getpid()) == "R"
-    assert guard.process_state(2**22 + 1) is None
+    assert processes.process_state(os.getpid()) == "R"
+    assert processes.process_state(2**22 + 1) is None
 
 
 def test_signals_to_the_dead_are_ignored():
-    guard.send_signal(2**22 + 1, signal.SIGTERM)
-    guard.kill_family(2**22 + 1)
+    processes.send_signal(2**22 + 1, signal.SIGTERM)
+    processes.kill_family(2**22 + 1)
