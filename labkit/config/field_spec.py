@@ -90,6 +90,8 @@ class FieldSpec:
     """The name of a file may lack this ending."""
     hint: str = ""
     """Advice for a list that Megatron-LM writes in another form."""
+    of_model: bool = False
+    """The field changes the tensors of the model, or what it computes from them: a resumed run must keep its value."""
 
     @property
     def dotted(self) -> str:

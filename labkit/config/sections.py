@@ -54,23 +54,26 @@ class ModelConfig:
 
     family: str = field("gpt",
         "`gpt`, `bert` (arXiv 1810.04805), `t5` (arXiv 1910.10683) or `mamba` (arXiv 2405.21060).",
-        choices="gpt bert t5 mamba")
+        choices="gpt bert t5 mamba", of_model=True)
     model_type: str | None = field(None,
         "What a model of your own is (Megatron's ModelType): `encoder_or_decoder`, or `encoder_and_decoder`, whose "
         "halves parallel.split_rank puts on different ranks. None follows `family`: a T5 is an encoder_and_decoder.",
         choices="encoder_or_decoder encoder_and_decoder")
     layers: int = field(4, "Transformer layers of the whole model, over all stages; of a T5 its encoder's.", ge=1,
-        aliases="num_layers encoder_num_layers")
+        aliases="num_layers encoder_num_layers", of_model=True)
     decoder_layers: int | None = field(None, "Decoder layers of a T5; None means `layers`.", ge=1,
-        aliases="decoder_num_layers", needs=_HALVES)
-    hidden: int = field(128, "Width of the residual stream.", ge=1, aliases="hidden_size")
-    heads: int = field(4, "Query heads; a head is hidden / heads wide.", ge=1, aliases="num_attention_heads")
+        aliases="decoder_num_layers", needs=_HALVES, of_model=True)
+    hidden: int = field(128, "Width of the residual stream.", ge=1, aliases="hidden_size", of_model=True)
+    heads: int = field(4, "Query heads; a head is hidden / heads wide.", ge=1, aliases="num_attention_heads",
+        of_model=True)
     kv_heads: int | None = field(None,
         "Key/value heads of grouped-query attention (arXiv 2305.13245), a multiple or a divisor of tp; None means "
         "`heads`. Fewer than tp: neighbouring ranks hold copies and sum their gradients.", ge=1,
-        aliases="num_query_groups")
-    ffn_hidden: int | None = field(None, "Width of dense MLPs; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size")
-    vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (bundled: 1024).", ge=1)
+        aliases="num_query_groups", of_model=True)
+    ffn_hidden: int | None = field(None, "Width of dense MLPs; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size",
+        of_model=True)
+    vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (bundled: 1024).", ge=1,
+        of_model=True)
     make_vocab_size_divisible_by: int = field(128,
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
     seq_length: int = field(64, "Tokens of one sample; of a T5 those that its encoder reads.", ge=1,
@@ -81,40 +84,42 @@ class ModelConfig:
         "Positions: `learned` (a table of seq_length rows), `rope` (arXiv 2104.09864), in Mamba models `none`, in a T5 "
         "`relative` (arXiv 1910.10683): a bias by distance on scores that are not scaled.",
         choices="learned rope none relative", aliases="position_embedding_type",
-        synonyms={"learned_absolute": "learned"})
+        synonyms={"learned_absolute": "learned"}, of_model=True)
     relative_buckets: int = field(32, "Distances that `relative` tells apart, near ones one by one.", ge=4,
-        aliases="relative_attention_num_buckets", needs="model.position=relative")
+        aliases="relative_attention_num_buckets", needs="model.position=relative", of_model=True)
     relative_max_distance: int = field(128, "`relative` puts all distances from this on into one bucket.", ge=4,
-        aliases="relative_attention_max_distance", needs="model.position=relative")
+        aliases="relative_attention_max_distance", needs="model.position=relative", of_model=True)
     rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base",
-        needs="model.position=rope")
+        needs="model.position=rope", of_model=True)
     norm: str = field("layernorm", "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm",
-        aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+        aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}, of_model=True)
     norm_placement: str = field("pre",
         "`pre`: norms before attention and MLP, and a final one (arXiv 1909.08053, figure 7b). `post`: behind each "
         "residual addition and behind the embedding, no final one (figure 7a, the original BERT).",
-        choices="pre post", needs="model.family=bert")
+        choices="pre post", needs="model.family=bert", of_model=True)
     bert_binary_head: bool = field(True,
         "BERT learns the order of two sentences beside the masked words; False: it has no token types either.",
-        needs="model.family=bert")
-    norm_eps: float = field(1e-5, "Added to the norm's variance.", gt=0, aliases="norm_epsilon layernorm_epsilon")
+        needs="model.family=bert", of_model=True)
+    norm_eps: float = field(1e-5, "Added to the norm's variance.", gt=0, aliases="norm_epsilon layernorm_epsilon",
+        of_model=True)
     activation: str = field("gelu_tanh",
         "`gelu` (erf), `gelu_tanh` (GPT-2's), `swiglu` (arXiv 2002.05202); a T5 also has `relu` and `geglu`.",
-        choices="gelu gelu_tanh swiglu relu geglu")
-    bias: bool = field(True, "Linear layers carry a bias.")
+        choices="gelu gelu_tanh swiglu relu geglu", of_model=True)
+    bias: bool = field(True, "Linear layers carry a bias.", of_model=True)
     untie_embeddings_and_output_weights: bool = field(False,
-        "False: the output layer is the word embedding's transpose; first and last stage share it.")
+        "False: the output layer is the word embedding's transpose; first and last stage share it.", of_model=True)
     hybrid_override_pattern: str | None = field(None,
         "The part of each layer of a Mamba model: M Mamba, * attention, - MLP, as in `MM*-`. None: M in all.",
-        needs=_MAMBA)
+        needs=_MAMBA, of_model=True)
     mamba_state_dim: int = field(128, "Size of the state of a Mamba head, for each of its features.", ge=1,
-        needs=_MAMBA)
-    mamba_head_dim: int = field(64, "Width of a Mamba head.", ge=1, needs=_MAMBA)
+        needs=_MAMBA, of_model=True)
+    mamba_head_dim: int = field(64, "Width of a Mamba head.", ge=1, needs=_MAMBA, of_model=True)
     mamba_num_groups: int = field(8, "Groups of Mamba heads with one B and C each; tp cuts them over ranks.", ge=1,
-        needs=_MAMBA)
+        needs=_MAMBA, of_model=True)
     mamba_num_heads: int | None = field(None, "Heads of a Mamba layer; None: 2 x hidden / mamba_head_dim.", ge=1,
-        needs=_MAMBA)
-    mamba_conv_width: int = field(4, "Positions that a Mamba layer's convolution sums.", ge=1, needs=_MAMBA)
+        needs=_MAMBA, of_model=True)
+    mamba_conv_width: int = field(4, "Positions that a Mamba layer's convolution sums.", ge=1, needs=_MAMBA,
+        of_model=True)
     embedding_dropout: float = field(0.0, "Dropout after the embeddings.", ge=0, lt=1)
     attention_dropout: float = field(0.0, "Of attention probabilities, in the tensor-parallel region.", ge=0, lt=1)
     hidden_dropout: float = field(0.0, "Before each residual addition, outside that region.", ge=0, lt=1)
@@ -249,26 +254,28 @@ class ScheduleConfig(_HasPaths):
 class MoEConfig:
     """Mixture of experts (arXiv 1701.06538); num_experts = 0 means a dense model. Experts have no bias."""
 
-    num_experts: int = field(0, "Experts per MoE layer over all ranks; 0: dense.", ge=0, aliases="num_moe_experts")
-    ffn_hidden: int | None = field(None, "Width of an expert; None: the MLP's.", ge=1, aliases="moe_ffn_hidden_size")
+    num_experts: int = field(0, "Experts per MoE layer over all ranks; 0: dense.", ge=0, aliases="num_moe_experts",
+        of_model=True)
+    ffn_hidden: int | None = field(None, "Width of an expert; None: the MLP's.", ge=1, aliases="moe_ffn_hidden_size",
+        of_model=True)
     layer_freq: tuple[int, ...] = field((1,),
         "1 for a layer with experts, 0 for a dense one, repeated over the layers. `1` is every layer, `1,0` every "
         "second one from the first, `0,1,1,1` in four layers all but the first.", aliases="moe_layer_freq",
         hint="; 1 is a layer with experts and 0 a dense one, repeated over the layers: Megatron's N = 2, one such "
-        "layer in 2, is [1, 0], and its '[0]*1+[1]*3' is [0, 1, 1, 1]")
-    top_k: int = field(2, "Experts a token is sent to.", ge=1, aliases="moe_router_topk")
+        "layer in 2, is [1, 0], and its '[0]*1+[1]*3' is [0, 1, 1, 1]", of_model=True)
+    top_k: int = field(2, "Experts a token is sent to.", ge=1, aliases="moe_router_topk", of_model=True)
     score_function: str = field("softmax", "Scores from logits: `softmax` or `sigmoid` (arXiv 2412.19437).",
-        choices="softmax sigmoid", aliases="moe_router_score_function", needs=_ROUTED)
+        choices="softmax sigmoid", aliases="moe_router_score_function", needs=_ROUTED, of_model=True)
     pre_softmax: bool = field(False,
         "Softmax over all experts before the top-k; False: top-k on logits, softmax over the chosen (as Mixtral).",
-        aliases="moe_router_pre_softmax", needs=f"{_ROUTED} moe.score_function=softmax")
+        aliases="moe_router_pre_softmax", needs=f"{_ROUTED} moe.score_function=softmax", of_model=True)
     num_groups: int | None = field(None, "Group-limited routing: groups of experts; a token uses group_topk of them.",
-        ge=1, aliases="moe_router_num_groups", needs=_ROUTED)
+        ge=1, aliases="moe_router_num_groups", needs=_ROUTED, of_model=True)
     group_topk: int | None = field(None, "Groups of a token; given with num_groups.", ge=1,
-        aliases="moe_router_group_topk", needs=_ROUTED)
+        aliases="moe_router_group_topk", needs=_ROUTED, of_model=True)
     topk_scaling_factor: float | None = field(None,
         "Multiplies the weights of the chosen experts; DeepSeek-V3 has 2.5 (arXiv 2412.19437). None is 1.", gt=0,
-        aliases="moe_router_topk_scaling_factor", needs=_ROUTED)
+        aliases="moe_router_topk_scaling_factor", needs=_ROUTED, of_model=True)
     router_dtype: str = field("fp32",
         "Type of the router's product and scores; `model` is that of the activations. With optim.precision fp64 the "
         "type is fp64.", choices="fp32 fp64 model", aliases="moe_router_dtype")
@@ -287,7 +294,7 @@ class MoEConfig:
     expert_bias: bool = field(False,
         "A bias on sigmoid scores that only the choice of experts sees, moved after each step against the load "
         "(loss-free balancing, arXiv 2408.15664).", aliases="moe_router_enable_expert_bias",
-        needs=f"{_ROUTED} moe.score_function=sigmoid")
+        needs=f"{_ROUTED} moe.score_function=sigmoid", of_model=True)
     expert_bias_update_rate: float = field(1e-3, "Step of that bias.", gt=0, aliases="moe_router_bias_update_rate",
         needs="moe.expert_bias=true")
     capacity_factor: float | None = field(None,
@@ -305,9 +312,10 @@ class MoEConfig:
         aliases="moe_grouped_gemm")
     shared_expert_ffn_hidden: int | None = field(None,
         "Width of the experts that every token passes through, all together (arXiv 2401.06066); None: there is none.",
-        ge=1, aliases="moe_shared_expert_intermediate_size")
+        ge=1, aliases="moe_shared_expert_intermediate_size", of_model=True)
     shared_expert_gate: bool = field(False, "Weight the shared experts' output by the sigmoid of a gate of its own.",
-        aliases="moe_use_shared_expert_gate moe_shared_expert_gate", needs="moe.shared_expert_ffn_hidden")
+        aliases="moe_use_shared_expert_gate moe_shared_expert_gate", needs="moe.shared_expert_ffn_hidden",
+        of_model=True)
     shared_expert_overlap: bool = field(False, "Compute the shared experts while tokens travel.",
         aliases="moe_shared_expert_overlap", needs="moe.shared_expert_ffn_hidden moe.dispatcher=alltoall")
 

@@ -488,10 +488,11 @@ def test_what_differs_otherwise_is_said_and_used(tmp_path):
     said = []
     config = PLAIN.override({"steps": 1, "checkpoint.dir": str(tmp_path), "record_events": False})
     run(pretrain, 1, config)
-    changed = config.override({"steps": 2, "lr": 0.5, "global_batch_size": 4, "tp": 2})
+    changed = config.override({"steps": 2, "lr": 0.5, "global_batch_size": 4, "tp": 2, "hidden_dropout": 0.1})
     run(pretrain, 2, changed, progress=said.append)
     sentence = said[0]["message"]
-    assert sentence.startswith(f"resumed from {tmp_path}/step_00000001: parallel.tp 1 -> 2; optim.lr 0.001 -> 0.5; ")
+    assert sentence.startswith(f"resumed from {tmp_path}/step_00000001: model.hidden_dropout 0.0 -> 0.1; ")
+    assert "parallel.tp 1 -> 2; optim.lr 0.001 -> 0.5; " in sentence
     assert "train.steps 1 -> 2" in sentence and "train.global_batch_size 8 -> 4" in sentence
     assert sentence.endswith("random states are derived from seed, step and rank, since the layout is another")
     assert [line["learning_rate"] for line in said[1:] if "loss" in line] == [pytest.approx(0.25)]

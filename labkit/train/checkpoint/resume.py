@@ -23,49 +23,12 @@ from typing import Any
 
 from labkit.config import RunConfig
 from labkit.config.errors import shown
+from labkit.config.fields import SPECS
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from labkit.train.checkpoint.step_folders import is_locked, newest_first, step_folder, steps_in
 
-MODEL_FIELDS = (
-    "model.family",
-    "model.layers",
-    "model.decoder_layers",
-    "model.hidden",
-    "model.heads",
-    "model.kv_heads",
-    "model.ffn_hidden",
-    "model.vocab_size",
-    "model.position",
-    "model.rope_theta",
-    "model.relative_buckets",
-    "model.relative_max_distance",
-    "model.norm",
-    "model.norm_placement",
-    "model.bert_binary_head",
-    "model.norm_eps",
-    "model.activation",
-    "model.bias",
-    "model.untie_embeddings_and_output_weights",
-    "model.hybrid_override_pattern",
-    "model.mamba_state_dim",
-    "model.mamba_head_dim",
-    "model.mamba_num_groups",
-    "model.mamba_num_heads",
-    "model.mamba_conv_width",
-    "moe.num_experts",
-    "moe.ffn_hidden",
-    "moe.layer_freq",
-    "moe.top_k",
-    "moe.score_function",
-    "moe.pre_softmax",
-    "moe.num_groups",
-    "moe.group_topk",
-    "moe.topk_scaling_factor",
-    "moe.expert_bias",
-    "moe.shared_expert_ffn_hidden",
-    "moe.shared_expert_gate",
-)
-"""Fields that change the tensors of a model, or what it computes from them."""
+MODEL_FIELDS = tuple(name for name, spec in SPECS.items() if spec.of_model)
+"""Fields whose declaration says `of_model`: they change the tensors of a model, or what it computes from them."""
 _OF_THIS_LAUNCH = (
     "checkpoint.",
     "train.output_dir",
@@ -203,11 +166,10 @@ def _spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def other_differences(manifest: Manifest, config: RunConfig) -> list[str]:
     """`train.global_batch_size 16 -> 32` for each other field that has changed; the new values hold."""
-    fields = (*MODEL_FIELDS, *_OF_THIS_LAUNCH)
     return [
         f"{name} {shown(old)} -> {shown(new)}"
         for name, old, new in _changed(manifest.config, config.to_dict())
-        if not name.startswith(fields)
+        if name not in MODEL_FIELDS and not name.startswith(_OF_THIS_LAUNCH)
     ]
 
 
