@@ -18,10 +18,10 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import folded, room, show
 from labkit.config import ConfigError, ScheduleConfig
+from labkit.config.choices import NamedSchedule, named_schedule
 from labkit.config.errors import counted, nearest, shown
 from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
-from labkit.config.pipeline_rules import CHUNKS
 from labkit.output_files import appearing
 from labkit.schedules.bubble import split_timeline
 from labkit.schedules.builders import build_schedule, without_backward
@@ -114,7 +114,12 @@ def _missing_or_idle(arguments: Arguments) -> list[str]:
 
 
 def _interleaves(options: dict[str, Any]) -> bool:
-    return options["name"] in (None, "auto", "interleaved") and (options["vpp"] or 1) > 1
+    return (options["vpp"] or 1) > 1 and _row(options).chunks is None
+
+
+def _row(options: dict[str, Any]) -> NamedSchedule:
+    """What is known of the named schedule; that of `auto` where the name is unknown, which `_words` refuses."""
+    return named_schedule(options["name"] if options["name"] in NAMES else "auto", options["vpp"] or 1)
 
 
 def _words(options: dict[str, Any]) -> list[str]:
@@ -148,9 +153,9 @@ def _files(options: dict[str, Any]) -> list[str]:
 
 def _too_large(options: dict[str, Any]) -> list[str]:
     """Problems of sizes that would take too much memory or time."""
-    name, pp = options["name"] or "auto", options["pp"] or 1
-    stages = pp * CHUNKS.get(name, options["vpp"] or 1)
-    actions = stages * (options["microbatches"] or 1) * (3 if name in _SPLIT else 2)
+    row, pp = _row(options), options["pp"] or 1
+    stages = pp * (row.chunks or options["vpp"] or 1)
+    actions = stages * (options["microbatches"] or 1) * (3 if row.splits_backward else 2)
     counts = ((actions, "actions"), (pp * stages, "pairs of a rank and a stage"))
     return [
         f"{count:,} {what}: more than labkit's limit of {MOST_BUILT:,}; take fewer"
@@ -366,8 +371,6 @@ _ELSEWHERE = "--rank R prints one rank's order, --csv FILE writes all rows"
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _EXAMPLES = {"pp": 4, "microbatches": 8}
 """Sizes that every schedule needs, with an example."""
-_SPLIT = ("zero_bubble_h1", "zbv", "dualpipe_v")
-"""Schedules with three actions for each stage and microbatch."""
 
 COMMAND = Command(
     name="order",

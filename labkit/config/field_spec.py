@@ -49,9 +49,11 @@ class BadValueError(ValueError):
 def field(default: Any, doc: str, **rules: Any) -> Any:
     """A dataclass field with everything that labkit knows of it: `rules` are the attributes of `FieldSpec`.
 
-    `choices`, `aliases` and `needs` are words with spaces between them.
+    `choices`, `aliases` and `needs` are words with spaces between them; `choices` may also be a table of
+    `labkit.config.choices`, whose keys are the words.
     """
-    split = {name: tuple(rules.pop(name, "").split()) for name in ("choices", "aliases", "needs")}
+    words = {name: rules.pop(name, "") for name in ("choices", "aliases", "needs")}
+    split = {name: tuple(given.split() if isinstance(given, str) else given) for name, given in words.items()}
     return dataclasses.field(default=default, metadata={"doc": doc, **split, **rules})
 
 

@@ -7,15 +7,11 @@ messages below give the reason of each rule.
 
 from __future__ import annotations
 
+from labkit.config.choices import CAPTURED_PARTS, RECOMPUTED_PARTS, named_schedule
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
-from labkit.config.pipeline_rules import SPLIT_BACKWARDS
 
 MODULES = "graph.cuda_graph_modules"
-GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-"""Parts of a layer that can be captured."""
-_RECOMPUTED_WITH = {"core_attn": "attn", "mlp": "mlp", "moe": "moe", "shared_experts": "moe_router"}
-"""The captured part in which a recomputed one lies."""
 
 
 def graph_rules(found: Findings) -> None:
@@ -44,9 +40,9 @@ def _refuse(found: Findings, rule: str) -> None:
 
 def _words_rule(scope: tuple[str, ...]) -> str:
     """The rule that the words themselves break."""
-    if unknown := [part for part in scope if part not in (*GRAPH_MODULES, "full_iteration")]:
-        known = ", ".join(GRAPH_MODULES)
-        return f"{shown(unknown[0])} is no part of a layer; choose from {known}{nearest(unknown[0], GRAPH_MODULES)}"
+    if unknown := [part for part in scope if part not in (*CAPTURED_PARTS, "full_iteration")]:
+        known = ", ".join(CAPTURED_PARTS)
+        return f"{shown(unknown[0])} is no part of a layer; choose from {known}{nearest(unknown[0], CAPTURED_PARTS)}"
     if len(set(scope)) < len(scope):
         return "names a part twice; name it once"
     if "full_iteration" in scope and len(scope) > 1:
@@ -118,7 +114,9 @@ def _experts(found: Findings) -> None:
 def _split_backwards(found: Findings) -> None:
     """Weight gradients that are put off read tensors that graphs have handed to eager code."""
     moe, s, scope = found.config.moe, found.config.schedule, _scope(found)
-    if "full_iteration" in scope or s.path is not None or s.name not in SPLIT_BACKWARDS:
+    if "full_iteration" in scope or s.path is not None:
+        return
+    if not named_schedule(s.name, found.config.parallel.vpp).splits_backward:
         return
     needed = _captured_by_part(found)
     if moe.num_experts:
@@ -148,7 +146,7 @@ def _recompute(found: Findings) -> None:
     elif "layernorm" in modules:
         rule = "model.recompute_modules has layernorm, which frees the norm's output and fills it again elsewhere"
         _refuse(found, f"{rule}, but a graph has fixed its address; leave layernorm out")
-    elif captured := [name for name in modules if _holds(scope, _RECOMPUTED_WITH[name])]:
+    elif captured := [name for name in modules if _holds(scope, RECOMPUTED_PARTS[name].captured_in)]:
         if "core_attn" in captured:
             _draws(found, "core_attn is", ["model.attention_dropout"], ", or leave attn out")
         if "moe" in captured:
@@ -176,6 +174,6 @@ def _constant_loss_scale(found: Findings) -> None:
         _refuse(found, f"{rule}; set optim.loss_scale to a constant, or optim.precision to bf16")
 
 
-def _holds(scope: frozenset[str], part: str) -> bool:
+def _holds(scope: frozenset[str], part: str | None) -> bool:
     """`part` is captured: named, or in the whole layer (no module named), or in the whole iteration."""
     return not scope or not scope.isdisjoint({part, "full_iteration"})

@@ -5,13 +5,9 @@ Nothing here reads the CSV file at `schedule.path`; `labkit.train.preflight` hol
 
 from __future__ import annotations
 
+from labkit.config.choices import SCHEDULES, named_schedule
 from labkit.config.findings import Findings
 from labkit.config.pipeline_layout import LayoutError, parse_layout
-
-CHUNKS: dict[str, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "zbv": 2, "dualpipe_v": 2}
-"""Model chunks a rank of the schedules that fix their number; the others run `parallel.vpp`."""
-SPLIT_BACKWARDS = ("zero_bubble_h1", "zbv", "dualpipe_v")
-"""Schedules that run input and weight gradients apart."""
 
 
 def pipeline_rules(found: Findings) -> None:
@@ -22,13 +18,13 @@ def pipeline_rules(found: Findings) -> None:
 def _interleaves(found: Findings) -> bool:
     """True where the interleaved schedule runs: several chunks a rank, by its name or by `auto`."""
     s, vpp = found.config.schedule, found.config.parallel.vpp
-    return s.name in ("auto", "interleaved") and s.path is None and vpp > 1
+    return s.path is None and vpp > 1 and named_schedule(s.name, vpp).chunks is None
 
 
 def _chunks(found: Findings) -> int | None:
     """Model chunks on each rank; None where a file gives them."""
     s, vpp = found.config.schedule, found.config.parallel.vpp
-    return CHUNKS.get(s.name, vpp) if s.path is None else None
+    return (named_schedule(s.name, vpp).chunks or vpp) if s.path is None else None
 
 
 def _number_of_chunks(found: Findings) -> None:
@@ -42,7 +38,7 @@ def _number_of_chunks(found: Findings) -> None:
         if chunks > 1:
             runs, advice = f"{chunks} model chunks", "leave it at 1"
         found.add("schedule.name", f"runs {runs} a rank, but parallel.vpp = {p.vpp}; {advice}")
-    elif s.name == "interleaved" and s.path is None and p.vpp == 1 and p.pp > 1:
+    elif s.path is None and named_schedule(s.name, p.vpp).chunks is None and p.vpp == 1 and p.pp > 1:
         found.add("schedule.name", "interleaves several model chunks a rank; set parallel.vpp above 1, or use 1f1b")
 
 
@@ -67,7 +63,8 @@ def _layout_fits(found: Findings, stages: list[str], chunks: int | None) -> None
     if chunks is not None and len(stages) != pp * chunks:
         words = f"pp x {chunks} model chunks a rank = {pp} x {chunks} = {pp * chunks}" if chunks > 1 else f"pp = {pp}"
         per_rank, rest = divmod(len(stages), pp)
-        free = found.config.schedule.name not in CHUNKS
+        schedule = found.config.schedule.name
+        free = schedule == "auto" or SCHEDULES[schedule].chunks is None
         advice = f", or set parallel.vpp = {per_rank}" if free and not rest and per_rank and pp > 1 else ""
         found.add(name, f"has {len(stages)} stages, but there must be {words}; change the | in it{advice}")
     if held != layers:
@@ -99,18 +96,18 @@ def _overlap(found: Findings) -> None:
 
 def _microbatches(found: Findings) -> None:
     """Rules of schedules on the number of microbatches of a step."""
-    s, pp, there = found.config.schedule, found.config.parallel.pp, found.microbatches
+    s, p, there = found.config.schedule, found.config.parallel, found.microbatches
     if there is None:
         return
     if _interleaves(found):
-        if rule := _group_rule(s.microbatch_group_size or pp, pp, there):
-            found.add("schedule.microbatch_group_size", f"{rule} (None means pp = {pp})")
-        if s.all_warmup and there != pp:
-            rule = f"needs as many microbatches a step as parallel.pp = {pp}, and there are {there}"
+        if rule := _group_rule(s.microbatch_group_size or p.pp, p.pp, there):
+            found.add("schedule.microbatch_group_size", f"{rule} (None means pp = {p.pp})")
+        if s.all_warmup and there != p.pp:
+            rule = f"needs as many microbatches a step as parallel.pp = {p.pp}, and there are {there}"
             found.add("schedule.all_warmup", f"{rule}; leave it out, or change train.global_batch_size")
-    elif s.path is None and s.name == "dualpipe_v" and there < 2 * pp:
-        rule = f"needs at least 2 x pp = {2 * pp} microbatches a step, and there are {there}"
-        found.add("schedule.name", f"{rule}; raise train.global_batch_size, or use zbv")
+    elif s.path is None and there < (least := named_schedule(s.name, p.vpp).least_microbatches) * p.pp:
+        rule = f"needs at least {least} x pp = {least * p.pp} microbatches a step, and there are {there}"
+        found.add("schedule.name", f"{rule}; raise train.global_batch_size, or choose another")
 
 
 def _group_rule(size: int, pp: int, microbatches: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from labkit.config.choices import SCHEDULES
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
@@ -51,6 +52,8 @@ AT_MOST = (
     ("moe.group_topk", "moe.num_groups", "; choose fewer"),
 )
 """A number, another that it must not exceed, and the advice."""
+_ONE_CHUNK = [name for name, row in SCHEDULES.items() if row.chunks == 1]
+_SEVERAL_CHUNKS = [name for name in SCHEDULES if name not in _ONE_CHUNK]
 EXCLUSIONS = (
     ("optim.fp8=e4m3|hybrid", "optim.precision=fp16",
      "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16"),
@@ -90,8 +93,8 @@ EXCLUSIONS = (
     ("moe.num_experts", "model.family=bert|t5", "the layers of BERT and T5 are dense; set it to 0"),
     ("graph.cuda_graph_impl", "model.family=bert|t5",
      "graphs of layers take no padding mask, which BERT and T5 need; set it to none"),
-    ("schedule.name=interleaved|zbv|dualpipe_v", "model.model_type=encoder_and_decoder",
-     "an encoder-decoder has one stage on each rank; choose auto, 1f1b, gpipe or zero_bubble_h1"),
+    (f"schedule.name={'|'.join(_SEVERAL_CHUNKS)}", "model.model_type=encoder_and_decoder",
+     f"an encoder-decoder has one stage on each rank; choose one of auto, {', '.join(_ONE_CHUNK)}"),
     ("parallel.standalone_embedding_stage=true", "model.model_type=encoder_and_decoder",
      "both halves of a T5 embed tokens; leave it false"),
     ("parallel.pipeline_layout", "model.model_type=encoder_and_decoder",

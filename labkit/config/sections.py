@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from labkit.config.choices import CAPTURED_PARTS, DISPATCHERS, FAMILIES, RECOMPUTED_PARTS, SCHEDULES, in_words
 from labkit.config.field_spec import FieldSpec, expanded, field
 
 _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
@@ -25,7 +26,9 @@ _HALVES = "model.model_type=encoder_and_decoder"
 _PROFILED = "train.profile=pytorch|nsys"
 _DECAYS = "optim.lr_schedule=cosine|linear|inverse-square-root|wsd"
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_INTERLEAVED = "parallel.vpp schedule.path=null schedule.name=auto|interleaved"
+_FIXED = ", ".join(name for name, row in SCHEDULES.items() if row.chunks not in (1, None))
+_BY_VPP = "|".join(name for name, row in SCHEDULES.items() if row.chunks is None)
+_INTERLEAVED = f"parallel.vpp schedule.path=null schedule.name=auto|{_BY_VPP}"
 REASONS = {
     "model.recompute_granularity=selective|full": "which recomputes nothing",
     "moe.dispatcher=alltoall": "which has no all-to-all to hide",
@@ -53,8 +56,7 @@ class ModelConfig:
     """Shape of the model. Defaults give a small GPT-2."""
 
     family: str = field("gpt",
-        "`gpt`, `bert` (arXiv 1810.04805), `t5` (arXiv 1910.10683) or `mamba` (arXiv 2405.21060).",
-        choices="gpt bert t5 mamba", of_model=True)
+        f"{in_words(FAMILIES, 'or')}.", choices=FAMILIES, of_model=True)
     model_type: str | None = field(None,
         "What a model of your own is (Megatron's ModelType): `encoder_or_decoder`, or `encoder_and_decoder`, whose "
         "halves parallel.split_rank puts on different ranks. None follows `family`: a T5 is an encoder_and_decoder.",
@@ -146,8 +148,8 @@ class ModelConfig:
         needs="model.recompute_granularity=full")
     recompute_num_layers: int = field(1, "See recompute_method.", ge=1, needs="model.recompute_granularity=full")
     recompute_modules: tuple[str, ...] = field(("core_attn",),
-        "With `selective`: any of `core_attn` (softmax and both products), `mlp`, `layernorm`, `moe` (whole MoE "
-        "layers) and `shared_experts`.", needs="model.recompute_granularity=selective")
+        f"With `selective`: any of {in_words(RECOMPUTED_PARTS, 'and')}.",
+        needs="model.recompute_granularity=selective")
     num_microbatches_with_partial_activation_checkpoints: int | None = field(None,
         "So many of the microbatches in flight on a rank keep everything; the others are recomputed (arXiv 2205.05198, "
         "appendix C). None, as 0, recomputes all.", ge=0, needs="model.recompute_granularity=selective|full")
@@ -175,8 +177,9 @@ class ParallelConfig:
 
     tp: int = field(1, "Tensor parallel size.", ge=1, aliases="tensor_model_parallel_size")
     pp: int = field(1, "Pipeline parallel size (stages on ranks).", ge=1, aliases="pipeline_model_parallel_size")
-    vpp: int = field(1, "Model chunks on each rank; 1 for schedules that fix the number (zbv, dualpipe_v, files).",
-        ge=1, aliases="virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank")
+    vpp: int = field(1,
+        f"Model chunks on each rank; 1 for schedules that fix the number ({_FIXED}, files).", ge=1,
+        aliases="virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank")
     cp: int = field(1, "Context parallel size.", ge=1, aliases="context_parallel_size")
     ep: int = field(1, "Expert parallel size.", ge=1, aliases="expert_model_parallel_size")
     etp: int | None = field(None, "Tensor parallel size of experts; None is tp.", ge=1,
@@ -225,7 +228,7 @@ class ScheduleConfig(_HasPaths):
     """The way of microbatches through the pipeline."""
 
     name: str = field("auto", "`auto` is 1f1b, or interleaved where parallel.vpp is above 1.",
-        choices="auto gpipe 1f1b interleaved zero_bubble_h1 zbv dualpipe_v", needs="schedule.path=null")
+        choices=("auto", *SCHEDULES), needs="schedule.path=null")
     path: str | None = field(None, "A CSV file with a schedule of one's own; takes the place of `name`.", path="file")
     microbatch_group_size: int | None = field(None,
         "Microbatches a rank runs on one chunk before the next (interleaving); None means pp.", ge=1,
@@ -306,8 +309,8 @@ class MoEConfig:
         "Every expert gets exactly its capacity, filled up with zeros of weight 0, so that all shapes are static.",
         aliases="moe_pad_expert_input_to_capacity", needs="moe.capacity_factor")
     dispatcher: str = field("alltoall",
-        "The way of tokens to experts: `alltoall`, `allgather` (each rank sees all tokens), or `local` (one rank has "
-        "all experts: ep = etp = 1).", choices="allgather alltoall local", aliases="moe_token_dispatcher_type")
+        f"The way of tokens to experts: {in_words(DISPATCHERS, 'or')}.",
+        choices=DISPATCHERS, aliases="moe_token_dispatcher_type")
     grouped_gemm: bool = field(True, "One grouped product of all experts of a rank; False: one after the other.",
         aliases="moe_grouped_gemm")
     shared_expert_ffn_hidden: int | None = field(None,
@@ -333,9 +336,8 @@ class GraphConfig:
         "on the host `emulated`, with the same rules. `full_iteration`: one graph of all microbatches of a step, on a "
         "GPU torch's and on the host emulated.", choices="none local transformer_engine full_iteration emulated")
     cuda_graph_modules: tuple[str, ...] = field((),
-        "Parts of a layer to capture: `attn`, `mlp` (of dense layers), `moe` (drop-and-pad only), `moe_router`, "
-        "`moe_preprocess`, `mamba`; empty is the whole layer. Alone, `full_iteration` is Megatron's older way to say "
-        "what cuda_graph_impl says today.", aliases="cuda_graph_scope")
+        f"Parts of a layer to capture: {in_words(CAPTURED_PARTS, 'and')}; empty is the whole layer. Alone, "
+        "`full_iteration` is Megatron's older way to say what cuda_graph_impl says today.", aliases="cuda_graph_scope")
     cuda_graph_warmup_steps: int = field(3, "Eager steps before capture.", ge=0,
         needs="graph.cuda_graph_impl=local|transformer_engine|full_iteration|emulated")
 

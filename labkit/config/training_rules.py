@@ -6,21 +6,19 @@ import math
 import os
 from collections.abc import Sequence
 
+from labkit.config.choices import FAMILIES, RECOMPUTED_PARTS
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
-
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
-"""Parts of a layer that `model.recompute_modules` may name."""
 
 
 def training_rules(found: Findings) -> None:
     """Parts of layers that are computed again."""
-    m, name, parts = found.config.model, "model.recompute_modules", ", ".join(RECOMPUTE_MODULES)
+    m, name, parts = found.config.model, "model.recompute_modules", ", ".join(RECOMPUTED_PARTS)
     if m.recompute_granularity == "selective":
         modules = m.recompute_modules
-        if unknown := [module for module in modules if module not in RECOMPUTE_MODULES]:
+        if unknown := [module for module in modules if module not in RECOMPUTED_PARTS]:
             rule = f"{shown(unknown[0])} is no part that can be recomputed; choose from {parts}"
-            found.add(name, f"{rule}{nearest(unknown[0], RECOMPUTE_MODULES)}")
+            found.add(name, f"{rule}{nearest(unknown[0], RECOMPUTED_PARTS)}")
         elif not modules or len(set(modules)) < len(modules):
             found.add(name, f"name one or more of {parts}, each once")
         elif "layernorm" in modules and m.transformer_impl == "transformer_engine":
@@ -82,7 +80,8 @@ def _indexed(found: Findings) -> None:
     elif ending in (".bin", ".idx") and os.path.isfile(f"{prefix}.idx"):
         found.add("data.path", f"is one of the two files of an indexed dataset; give their prefix {prefix}")
     elif not data.blend and not os.path.isfile(f"{data.path}.idx"):
-        idle = ("data.num_samples", "data.cache") if found.config.model.family in ("gpt", "mamba") else ("data.cache",)
+        windows = FAMILIES[found.config.model.family].reads_windows
+        idle = ("data.num_samples", "data.cache") if windows else ("data.cache",)
         for name in filter(found.changed, idle):
             found.add(name, "has no effect on a text; give an indexed dataset in data.path, or leave this out")
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labkit.config.choices import FAMILIES
 from labkit.data import gpt_data
 
 if TYPE_CHECKING:
@@ -31,15 +33,7 @@ def build_datasets(config: RunConfig) -> tuple[Any, Any, Any]:
     Raises:
         FileNotFoundError, ValueError: a text, tokenizer or split that the family cannot train on.
     """
-    if config.model.family == "bert":
-        from labkit.data.masked.bert_samples import build_bert_datasets  # a GPT does without
-
-        return build_bert_datasets(config)
-    if config.model.family == "t5":
-        from labkit.data.masked.t5_samples import build_t5_datasets
-
-        return build_t5_datasets(config, config.model.decoder_seq_length or config.model.seq_length)
-    return gpt_data.build_gpt_datasets(config)
+    return resolve_name(FAMILIES[config.model.family].datasets)(config)
 
 
 def data_iterator(
@@ -53,7 +47,7 @@ def data_iterator(
     Raises:
         ValueError: the dataset has no sample, or the batch sizes do not divide.
     """
-    if config.model.family in ("gpt", "mamba"):
+    if FAMILIES[config.model.family].reads_windows:
         return gpt_data.data_iterator(dataset, config, groups, consumed_samples=consumed_samples)
     if len(dataset) == 0:
         raise ValueError(f"data: the {dataset.name} split is empty; give it a share in data.split")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
+from labkit.config.choices import FAMILIES
 from labkit.config.errors import shown
 from labkit.models.build import LOCAL, LayerSpec
 from labkit.models.gpt import GPTModel, draws
@@ -151,19 +153,7 @@ def build_model_chunks(
 
 def model_type(family: str) -> type[GPTModel]:
     """The class of the models of a family."""
-    if family == "bert":
-        from labkit.models.bert.bert_model import BertModel  # a GPT does without
-
-        return BertModel
-    if family == "mamba":
-        from labkit.models.mamba.mamba_model import MambaModel
-
-        return MambaModel
-    if family == "t5":
-        from labkit.models.t5.t5_model import T5Model
-
-        return T5Model
-    return GPTModel
+    return resolve_name(FAMILIES[family].model)
 
 
 def embedding_ends(config: RunConfig, schedule: Schedule) -> tuple[int, int]:

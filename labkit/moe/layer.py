@@ -22,6 +22,7 @@ E experts. N rows: one for each token and expert that it visits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -30,12 +31,10 @@ from torch import Tensor, nn
 from labkit.comm.groups import ParallelGroups
 from labkit.comm.ledger import comm_scope
 from labkit.config import ConfigError, ModelConfig, MoEConfig
+from labkit.config.choices import DISPATCHERS
 from labkit.config.fields import SPECS
 from labkit.moe.balance import AuxLossScale
-from labkit.moe.dispatch.allgather import MoEAllGatherTokenDispatcher
-from labkit.moe.dispatch.alltoall import MoEAlltoAllTokenDispatcher
 from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
-from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher
 from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
@@ -71,14 +70,6 @@ def _check(name: str, moe: MoEConfig) -> None:
         raise ConfigError(problems, source=name)
 
 
-DISPATCHERS: dict[str, type[MoETokenDispatcher]] = {
-    "alltoall": MoEAlltoAllTokenDispatcher,
-    "allgather": MoEAllGatherTokenDispatcher,
-    "local": MoELocalTokenDispatcher,
-}
-"""`moe.dispatcher` -> the class of the dispatcher."""
-
-
 def build_dispatcher(
     moe: MoEConfig,
     groups: ParallelGroups,
@@ -89,7 +80,8 @@ def build_dispatcher(
     """Build the dispatcher that `moe.dispatcher` names; arguments and errors as in `MoETokenDispatcher`."""
     if moe.dispatcher not in DISPATCHERS:
         raise ValueError(f"moe.dispatcher is {moe.dispatcher!r}; choose one of {', '.join(DISPATCHERS)}")
-    return DISPATCHERS[moe.dispatcher](moe, groups, name=name, cuda_dtoh_point=cuda_dtoh_point)
+    dispatcher = resolve_name(DISPATCHERS[moe.dispatcher].dispatcher)
+    return dispatcher(moe, groups, name=name, cuda_dtoh_point=cuda_dtoh_point)
 
 
 class MoELayer(nn.Module):

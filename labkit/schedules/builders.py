@@ -9,10 +9,12 @@ full backward, an input gradient and a weight gradient. The bubble is the makesp
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 
 from labkit.config import ScheduleConfig
+from labkit.config.choices import SCHEDULES, named_schedule
 from labkit.config.errors import counted
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.tables import (
@@ -22,7 +24,6 @@ from labkit.schedules.tables import (
     require_positive,
     table_columns,
 )
-from labkit.schedules.zero_bubble import dualpipe_v, zbv, zero_bubble_h1
 
 _F, _B = KINDS.index("F"), KINDS.index("B")
 
@@ -141,10 +142,10 @@ def without_backward(schedule: Schedule) -> Schedule:
 
 
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
-    """The schedule that a config names, or the schedule in the file at `config.path`.
+    """The schedule that a config names, by a row of `labkit.config.choices`, or that in the file at `config.path`.
 
-    `auto` is 1f1b for one model chunk a rank and interleaved for more. zbv, dualpipe_v and a file fix the number of
-    stages of a rank, so `vpp` may stay at 1.
+    `auto` is 1f1b for one model chunk a rank and interleaved for more. A file, and a row that says so, fix the number
+    of stages of a rank, so `vpp` may stay at 1.
 
     Raises:
         ValueError: an unknown name, a vpp that the named schedule does not have, sizes that its builder refuses, a
@@ -152,37 +153,23 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
     """
     if config.path is not None:
         return _from_file(Path(config.path), pp, microbatches)
-    name = config.name
-    if name == "auto":
-        name = "1f1b" if vpp == 1 else "interleaved"
-    if name == "interleaved":
+    name, known = config.name, ("auto", *SCHEDULES)
+    if name not in known:
+        raise ValueError(f"schedule.name is {name!r}; choose one of {', '.join(known)}, or give schedule.path")
+    row = named_schedule(name, vpp)
+    builder = resolve_name(row.builder)
+    if row.chunks is None:
         if vpp == 1 and pp > 1:
-            raise ValueError(
-                "schedule.name is 'interleaved' and vpp is 1: give parallel.vpp at least 2, or choose 1f1b"
-            )
-        return interleaved(pp, vpp, microbatches, config.microbatch_group_size, all_warmup=config.all_warmup)
+            raise ValueError(f"schedule.name is {name!r} and vpp is 1: give parallel.vpp at least 2, or choose 1f1b")
+        return builder(pp, vpp, microbatches, config.microbatch_group_size, all_warmup=config.all_warmup)
     if config.all_warmup:
         raise ValueError(f"schedule.all_warmup is a rule of interleaving, and schedule.name is {name!r}; leave it out")
-    if name not in _BUILDERS:
-        names = ", ".join(["auto", "interleaved", *_BUILDERS])
-        raise ValueError(f"schedule.name is {name!r}; choose one of {names}, or give schedule.path")
-    builder, chunks = _BUILDERS[name]
-    if vpp not in (1, chunks):
+    if vpp not in (1, row.chunks):
         raise ValueError(
-            f"schedule.name is {name!r}, which has {chunks} stage{'s'[: chunks > 1]} a rank, and vpp is {vpp}: leave "
+            f"schedule.name is {name!r}, which has {counted(row.chunks, 'stage')} a rank, and vpp is {vpp}: leave "
             "parallel.vpp at 1, or choose interleaved"
         )
     return builder(pp, microbatches)
-
-
-_BUILDERS = {
-    "gpipe": (gpipe, 1),
-    "1f1b": (one_f_one_b, 1),
-    "zero_bubble_h1": (zero_bubble_h1, 1),
-    "zbv": (zbv, 2),
-    "dualpipe_v": (dualpipe_v, 2),
-}
-"""Builders with a fixed number of stages a rank, and that number."""
 
 
 def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:

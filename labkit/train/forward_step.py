@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from numbers import Real
+from pkgutil import resolve_name
 from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
+from labkit.config.choices import FAMILIES
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Any, Any]]
@@ -51,11 +53,7 @@ def t5_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[A
 
 def forward_step_of(family: str) -> ForwardStep:
     """The default `forward_step` of a model family."""
-    if family == "bert":
-        from labkit.train.bert_step import bert_forward_step  # a GPT does without
-
-        return bert_forward_step
-    return t5_forward_step if family == "t5" else gpt_forward_step
+    return resolve_name(FAMILIES[family].forward_step)
 
 
 def parts_of(model: ModelConfig) -> tuple[str, ...]:

@@ -313,14 +313,14 @@ def test_a_config_gives_group_size_and_file(tmp_path):
         (
             ScheduleConfig(name="2f2b"),
             {},
-            "'2f2b'; choose one of auto, interleaved, gpipe, 1f1b, zero_bubble_h1, zbv, d",
+            "'2f2b'; choose one of auto, gpipe, 1f1b, interleaved, zero_bubble_h1, zbv, d",
         ),
         (ScheduleConfig(name="gpipe"), {"vpp": 2}, "'gpipe', which has 1 stage a rank, and vpp is 2: leave .* at 1"),
         (ScheduleConfig(name="zbv"), {"vpp": 3}, "'zbv', which has 2 stages a rank, and vpp is 3"),
         (ScheduleConfig(name="interleaved"), {}, "vpp is 1: give parallel.vpp at least 2, or choose 1f1b"),
         (ScheduleConfig(name="dualpipe_v"), {"microbatches": 3}, "needs at least 4"),
         (ScheduleConfig(name="zbv", all_warmup=True), {}, "all_warmup is a rule of interleaving, .* is 'zbv'"),
-        (ScheduleConfig(all_warmup=True), {}, "all_warmup is a rule of interleaving, .* is '1f1b'"),
+        (ScheduleConfig(all_warmup=True), {}, "all_warmup is a rule of interleaving, .* is 'auto'"),
         (ScheduleConfig(path="nowhere.csv"), {}, "nowhere.csv: no such file"),
     ],
 )

@@ -142,16 +142,18 @@ class T5Maker:
         return t5_sample(tokens, masked.spans, self.special, **lengths)
 
 
-def build_t5_datasets(config: RunConfig, decoder_length: int) -> tuple[Split, Split, Split]:
+def build_t5_datasets(config: RunConfig, decoder_length: int | None = None) -> tuple[Split, Split, Split]:
     """Train, validation and test split of the configured sources, with as many samples as the run reads.
 
-    The encoder has `model.seq_length` positions.
+    The encoder has `model.seq_length` positions. decoder_length: of the decoder; None: `model.decoder_seq_length`, or
+    as many as the encoder.
 
     Raises:
         FileNotFoundError, ValueError, OSError: as `sentence_splits`; also ValueError for sequences that are too short,
             for a vocabulary without room for the special tokens, and for indexed datasets without a tokenizer.
     """
     length, vocab = config.model.seq_length, config.model.vocab_size
+    decoder_length = decoder_length or config.model.decoder_seq_length or length
     if length < 4 or decoder_length < 3:
         raise ValueError(
             f"model.seq_length = {length}, {decoder_length} for the decoder: T5's encoder needs 4 positions, and its "

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.config import ScheduleConfig
+from labkit.config.choices import SCHEDULES
 from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import Schedule
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.pipeline.timeline import gantt
-
-BUILDERS = ("gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zbv", "dualpipe_v")
-"""Schedules of the explorer; each is a `schedule.name` of the configuration."""
 
 
 @dataclass
@@ -58,7 +56,7 @@ def explore_schedule(
 ) -> Any:
     """Timeline and memory of a schedule; in a live notebook with controls for everything that shapes them.
 
-    builder: one of BUILDERS. vpp and group_size (0: pp) matter to `interleaved` alone.
+    builder: a name of `SCHEDULES` (`config/choices.py`). vpp and group_size (0: pp) matter to `interleaved` alone.
     forward, input_grad, weight_grad: time of one microbatch through a rank's whole share of the model. The stages of a
         rank divide this time equally, so that all schedules do the same work.
     message: time of a message between two ranks.
@@ -80,7 +78,7 @@ def explore_schedule(
 def _simulated(setting: dict[str, Any]) -> Timeline:
     """Build and simulate; ValueError with one sentence where the builder refuses."""
     config = ScheduleConfig(name=setting["builder"], microbatch_group_size=setting["group_size"] or None)
-    vpp = setting["vpp"] if setting["builder"] == "interleaved" else 1
+    vpp = setting["vpp"] if _interleaves(setting["builder"]) else 1
     schedule = build_schedule(config, pp=setting["pp"], vpp=vpp, microbatches=setting["microbatches"])
     share = 1 / _pieces(schedule)
     costs = Costs(
@@ -132,7 +130,7 @@ def _schedule_inputs(start: dict[str, Any]) -> dict[str, Any]:
     most = {"pp": 8, "vpp": 4, "microbatches": 32, "group_size": 32}
     times = {"forward": 0.25, "input_grad": 0.25, "weight_grad": 0.25, "message": 0.0}
     inputs: dict[str, Any] = {
-        "builder": widgets.Dropdown(options=BUILDERS, value=start["builder"], description="builder", **look)
+        "builder": widgets.Dropdown(options=tuple(SCHEDULES), value=start["builder"], description="builder", **look)
     }
     for name, least in counts.items():
         inputs[name] = widgets.IntSlider(
@@ -149,4 +147,9 @@ def _schedule_inputs(start: dict[str, Any]) -> dict[str, Any]:
 def _disable_unused(inputs: dict[str, Any]) -> None:
     """Grey out the controls that the chosen builder does not use."""
     for name in ("vpp", "group_size"):
-        inputs[name].disabled = inputs["builder"].value != "interleaved"
+        inputs[name].disabled = not _interleaves(inputs["builder"].value)
+
+
+def _interleaves(builder: str) -> bool:
+    """True for a schedule that runs vpp chunks on each rank; False also for a name that `build_schedule` refuses."""
+    return builder in SCHEDULES and SCHEDULES[builder].chunks is None
