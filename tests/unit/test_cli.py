@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import runpy
 import subprocess
 import sys
 import termios
@@ -850,12 +849,6 @@ def test_run_refuses_a_parameter_for_no_chapter(
 def test_an_empty_word_names_no_chapter(chapter: Path) -> None:
     (chapter / "00_tour.ipynb").write_text((chapter / "07_toy.ipynb").read_text())
     assert main(["run", "", "--notebooks", str(chapter), "--out", str(chapter / "out")]) == 2
-
-
-def test_reference_page_is_up_to_date() -> None:
-    page = runpy.run_path(str(ROOT / "scripts" / "make_config_reference.py"))["page"]()
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == page
-    assert all(f"`{name}`" in page for name in (*SPECS, *ALIASES))
 
 
 def test_a_script_takes_no_name_of_an_option_of_the_command():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from random import Random
@@ -20,10 +22,22 @@ from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, f
 from labkit.config.fields import ALIASES, SPECS, resolve
 from labkit.config.sections import REASONS, SECTIONS
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
 
 def test_every_field_has_its_string_and_every_section_a_docstring() -> None:
     assert [name for name, spec in SPECS.items() if not spec.doc.endswith((".", ";"))] == []
     assert all(cls.__doc__ for cls in SECTIONS.values())
+
+
+def test_the_reference_page_is_that_of_the_fields() -> None:
+    """A stale page is written here, so that nobody has to remember a script; what is left to do is to commit it."""
+    made = runpy.run_path(str(ROOT / "scripts" / "make_config_reference.py"))
+    stale = made["PAGE"].read_text(encoding="utf-8") != made["page"]()
+    if stale and not os.environ.get("CI"):
+        made["main"]()
+    assert not stale, "docs/config.md was out of date; it is written now (not in CI): look at it, and commit it"
+    assert all(f"`{name}`" in made["page"]() for name in (*SPECS, *ALIASES))
 
 
 def test_every_number_has_a_range_and_every_table_entry_a_field() -> None:
