@@ -26,8 +26,6 @@ from labkit.config.sections import SECTIONS
 
 MAX_BYTES = 100_000
 """Largest configuration file that is read."""
-MAX_DEPTH = 20
-"""Deepest nesting that is read; a configuration has two levels."""
 WIDTH = 100
 """Columns of the text that is written."""
 
@@ -42,22 +40,12 @@ class _StrictLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name and form
 
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        if self.flow_level >= MAX_DEPTH:  # seen here as well: the scanner runs ahead, and is quadratic in this depth
-            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.get_mark())
-        super().fetch_flow_collection_start(TokenClass)
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
-        self.level = getattr(self, "level", 0) + 1
-        if self.level > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
         for name, words in (("anchor", "an anchor or alias"), ("tag", "a tag")):
             if getattr(event, name, None):
                 raise yaml.MarkedYAMLError(problem=f"{words} is not allowed here", problem_mark=event.start_mark)
-        node = super().compose_node(parent, index)
-        self.level -= 1
-        return node
+        return super().compose_node(parent, index)
 
 
 for _tag, _pattern, _first in (
@@ -128,9 +116,6 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
 
 def parse(text: str) -> tuple[dict[str, Any], list[str]]:
     """Typed values by dotted name, and a sentence for each mistake in `text`."""
-    if separator := re.search("[\x85\u2028\u2029]", text):  # PyYAML ends a line there, and YAML 1.2 does not
-        line, name = text.count("\n", 0, separator.start()) + 1, f"U+{ord(separator[0]):04X}"
-        return {}, [f"line {line}: has {name}, a line end in YAML 1.1 and none in YAML 1.2; write a plain line end"]
     try:
         loader = _StrictLoader(text)
         try:
@@ -148,7 +133,9 @@ def parse(text: str) -> tuple[dict[str, Any], list[str]]:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
         return {}, [f"{line}not valid YAML: {error.problem or error.context}"]
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except RecursionError:
+        return {}, ["not valid YAML: nested too deeply; a configuration has sections, and fields in them"]
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as an integer of thousands of digits
         return {}, [f"not valid YAML: {str(error).splitlines()[0]}"]
 
 
@@ -159,7 +146,7 @@ def _rows(
     seen: dict[Any, int] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        key = _plain(loader, key_node) if isinstance(key_node, yaml.ScalarNode) else "<a collection>"
+        key = loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else "<a collection>"
         if key in seen:
             name = shown(f"{section}.{key}" if section else str(key))
             twice.append(f"line {line}: {name}: given twice, first in line {seen[key]}; keep one")
@@ -168,12 +155,7 @@ def _rows(
         is_section = section is None and key in SECTIONS
         if is_section and isinstance(value_node, yaml.MappingNode):
             yield from _rows(loader, value_node, twice, key)
-        elif (value := _plain(loader, value_node)) is not None or not is_section:  # `model:` alone sets nothing
+        elif (
+            value := loader.construct_object(value_node, deep=True)
+        ) is not None or not is_section:  # `model:` alone sets nothing
             yield f"line {line}: ", section, key, value
-
-
-def _plain(loader: _StrictLoader, node: Any) -> Any:
-    try:
-        return loader.construct_object(node, deep=True)
-    except (ValueError, OverflowError):  # an integer of thousands of digits
-        return node.value
