@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+from pkgutil import resolve_name
 from random import Random
 from typing import Any
 
@@ -18,9 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.comm.rank_generator import rank_generators
-from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, field, presets, rules
+from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, choices, field, presets, rules
 from labkit.config.fields import ALIASES, SPECS, resolve
 from labkit.config.sections import REASONS, SECTIONS
+from labkit.models.chunks import DTYPES
+from labkit.models.core_attention import KERNELS
+from labkit.parallel.mlp import ACTIVATIONS
+from labkit.train.lr_schedule import STYLES, WSD_TAILS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -38,6 +43,22 @@ def test_the_reference_page_is_that_of_the_fields() -> None:
         made["main"]()
     assert not stale, "docs/config.md was out of date; it is written now (not in CI): look at it, and commit it"
     assert all(f"`{name}`" in made["page"]() for name in (*SPECS, *ALIASES))
+
+
+def test_every_word_of_a_table_stands_for_something_that_exists() -> None:
+    """Rows name functions and classes as text, and other fields repeat the keys of a table in another package."""
+    rows = [row for table in (choices.SCHEDULES, choices.FAMILIES, choices.DISPATCHERS) for row in table.values()]
+    places = [place for row in rows for place in row if isinstance(place, str) and place.startswith("labkit.")]
+    assert len(places) == len(choices.SCHEDULES) + 3 * len(choices.FAMILIES) + len(choices.DISPATCHERS)
+    assert all(callable(resolve_name(place)) for place in places)
+    for name, words in {
+        "model.activation": ACTIVATIONS,
+        "model.attention_backend": ["fused", *KERNELS, "unfused"],
+        "optim.lr_schedule": STYLES,
+        "optim.wsd_decay_style": WSD_TAILS,
+        "optim.precision": DTYPES,
+    }.items():
+        assert set(SPECS[name].choices) == set(words), name
 
 
 def test_every_number_has_a_range_and_every_table_entry_a_field() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from labkit.cli import main
 from labkit.cli.command_line import COMMANDS as COMMAND_LINE
 from labkit.config import ConfigError, RunConfig, presets
-from labkit.config.field_spec import BadValueError
+from labkit.config.field_spec import BadValueError, FieldSpec
 from labkit.config.fields import SPECS
 from labkit.config.sections import SECTIONS
 
@@ -50,35 +51,26 @@ GROUPS = {**MOE, "num_groups": 4, "group_topk": 2}
 SINKHORN = {**MOE, "load_balancing": "sinkhorn"}
 SHARED = {**MOE, "shared_expert_ffn_hidden": 64}
 
+
+def _beyond(spec: FieldSpec) -> Iterator[tuple[object, str]]:
+    """A value just beyond each limit of a field, and a word that is none of its words, with the rule that it breaks."""
+    if spec.ge is not None:
+        yield spec.ge - 1, f"must be at least {spec.ge:g}"
+    if spec.gt is not None:
+        yield spec.gt, f"must be greater than {spec.gt:g}"
+    if spec.lt is not None:
+        yield spec.lt, f"must be below {spec.lt:g}"
+    if spec.kind in ("int", "float") and spec.lt is None:
+        most = spec.le or {"int": 2**31 - 1, "float": 1e30}[spec.kind]
+        yield (most + 1 if spec.kind == "int" else 2.0 * most), "must be at most "
+    if spec.choices:
+        yield "nonsense", f"must be one of {', '.join(spec.choices)}"
+
+
 # (changes to presets.tiny(), ranks or None, field that is named, part of the rule)
 RULES: list[tuple[dict, object, str, str]] = [
-    # numbers out of range
-    *[({name: 0}, None, name, "must be at least 1") for name in (
-        "model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.ffn_hidden", "model.vocab_size",
-        "model.make_vocab_size_divisible_by", "model.seq_length", "parallel.tp", "parallel.pp", "parallel.vpp",
-        "parallel.cp", "parallel.ep", "parallel.etp", "parallel.split_rank", "schedule.microbatch_group_size",
-        "moe.top_k", "optim.decay_steps", "optim.wsd_decay_steps", "train.steps", "train.micro_batch_size",
-        "train.global_batch_size", "train.log_interval", "train.keep_event_steps")],
-    *[({name: -1}, None, name, "must be at least 0") for name in (
-        "parallel.rank_offset", "moe.num_experts", "graph.cuda_graph_warmup_steps", "optim.warmup_steps", "optim.lr",
-        "optim.min_lr", "optim.weight_decay", "optim.clip_grad", "train.seed", "train.eval_interval",
-        "train.eval_steps", "train.timing_log_level", "model.embedding_dropout", "model.attention_dropout",
-        "model.hidden_dropout", "optim.beta1", "optim.beta2", "train.label_smoothing")],
-    *[({name: 1.0}, None, name, "must be below 1") for name in (
-        "model.embedding_dropout", "model.attention_dropout", "model.hidden_dropout", "optim.beta1", "optim.beta2",
-        "train.label_smoothing")],
-    *[({name: 0.0}, None, name, "must be greater than 0") for name in (
-        "model.rope_theta", "model.norm_eps", "model.init_std", "optim.eps", "parallel.distributed_timeout_minutes")],
-    *[({name: 2**31}, None, name, "must be at most 2,147,483,647") for name in (
-        "model.layers", "parallel.tp", "train.steps")],
-    ({"train.timing_log_level": 3}, None, "train.timing_log_level", "must be at most 2"),
-    ({"train.seed": 2**32}, None, "train.seed", "must be at most"),
-    ({"parallel.distributed_timeout_minutes": 1e9}, None, "parallel.distributed_timeout_minutes", "must be at most"),
-    # words
-    *[({name: "nonsense"}, None, name, "must be one of") for name in (
-        "model.family", "model.position", "model.norm", "model.activation", "model.transformer_impl",
-        "parallel.distributed_backend", "schedule.name", "moe.dispatcher", "graph.cuda_graph_impl",
-        "optim.lr_schedule", "optim.wsd_decay_style", "optim.precision")],
+    # numbers out of range, and words that are none
+    *[({name: value}, None, name, rule) for name, spec in SPECS.items() for value, rule in _beyond(spec)],
     ({"model.activation": "gelu_tan"}, None, "model.activation", 'did you mean "gelu_tanh"?'),
     ({"optim.lr_schedule": "cosin"}, None, "optim.lr_schedule", 'did you mean "cosine"?'),
     ({"parallel.distributed_backend": "NCCL"}, None, "parallel.distributed_backend", 'did you mean "nccl"?'),
