@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.config import ScheduleConfig
+from labkit.config.choices import SCHEDULES
 from labkit.schedules import (
     Action,
     Costs,
@@ -292,6 +293,19 @@ def test_refusals_say_what_is_allowed(call, needle):
 def test_a_config_names_its_schedule(name, vpp, expected):
     built = build_schedule(ScheduleConfig(name=name), pp=2, vpp=vpp, microbatches=4)
     assert built == expected and built.name == expected.name
+
+
+@pytest.mark.parametrize(("name", "row"), SCHEDULES.items())
+def test_a_row_says_what_its_schedule_is(name, row):
+    vpp, least = 3 if row.chunks is None else 1, max(1, 4 * row.least_microbatches)
+    schedule = build_schedule(ScheduleConfig(name=name), pp=4, vpp=vpp, microbatches=8)
+    assert schedule.num_stages == 4 * (row.chunks or vpp)
+    assert ("W" in str(schedule)) == row.splits_backward
+    if row.chunks is not None:
+        assert build_schedule(ScheduleConfig(name=name), pp=4, microbatches=least).num_microbatches == least
+    if least > 1:
+        with pytest.raises(ValueError, match=f"at least {least}"):
+            build_schedule(ScheduleConfig(name=name), pp=4, microbatches=least - 1)
 
 
 def test_a_config_gives_group_size_and_file(tmp_path):
