@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -583,29 +584,19 @@ COMMANDS: list[tuple[list[str], str]] = [
             ["checkpoint", "list", ""],
             ["checkpoint", "export", ".", ""],
             ["run", ""],
-            ["run", "00", "--out", ""],
             ["run", "00", "--notebooks="],
             ["data", "show", ""],
             ["data", "prepare", SHORT_TEXT, ""],
             ["data", "prepare", SHORT_TEXT, "x", "--tokenizer", ""],
             ["train", "--config", ""],
-            ["eval", "wikitext", "--checkpoint", ""],
-            ["generate", "--prompts="],
-            ["finetune", "mnli", "--save", ""],
-            ["finetune", "mnli", "--out", ""],
-            ["finetune", "mnli", "--path", ""],
         )
     ],
     *[
         (words, "...: a name in it has 256 bytes, and may have 255; shorten it")
         for words in (
             ["watch", LONG],
-            ["checkpoint", "list", LONG],
-            ["run", "00", "--out", LONG],
             ["data", "show", LONG],
             ["train", "--config", LONG],
-            ["eval", "lambada", "--out", LONG],
-            ["order", "--csv", LONG],
         )
     ],
     (["data", "prepare", SHORT_TEXT, "/nowhere/x"], "PREFIX '/nowhere/x.bin': there is no folder '/nowhere'"),
@@ -613,6 +604,13 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["data", "prepare", SHORT_TEXT, LONG[6:]], "its name has 254 bytes, and may have 225; shorten it"),
 ]
 
+
+OPTIONS_WITH_PATHS = [
+    (command, option.name)
+    for command, (module, _) in COMMAND_LINE.items()
+    for option in import_module(f"labkit.cli.{module}").COMMAND.options
+    if option.path and command != "data"  # whose options belong to an action
+]
 
 # changes to presets.tiny() in which every field has an effect
 SOUND: list[dict] = [
@@ -713,6 +711,15 @@ def test_command(words: list[str], message: str, capsys: pytest.CaptureFixture[s
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert message in err and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize(("command", "option"), OPTIONS_WITH_PATHS)
+def test_a_path_that_no_file_can_have_is_refused_by_its_option(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, rule in (("", "a path must not be empty; name one"), (LONG, "a name in it has 256 bytes, and may have")):
+        assert main([command, f"--{option}", path]) == 2
+        assert re.search(rf"--{option} '{path[:5]}.*{re.escape(rule)}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("words", "message"), COMMANDS[::2])
