@@ -12,7 +12,7 @@ GRAPHS: list[Fault] = [
     Fault(
         "a replay does not wait for gathered parameters",
         "LayerGraphs._capture_if_due",
-        "self._helper.cuda_graph_set_manual_hooks()",
+        "self.helper.cuda_graph_set_manual_hooks()",
         "",
         f"{RANKS} -k buckets",
     ),
@@ -26,8 +26,8 @@ GRAPHS: list[Fault] = [
     Fault(
         "graphs of other shapes are captured for the rank's old sequence length",
         "LayerGraphs._capture_if_due",
-        "self._helper.recapture(seq_length=length, micro_batch_size=batch)",
-        "self._helper.recapture(micro_batch_size=batch)",
+        "self.helper.recapture(seq_length=length, micro_batch_size=batch)",
+        "self.helper.recapture(micro_batch_size=batch)",
         f"{SHAPES} -k whatever_the_lengths",
     ),
     Fault(
@@ -102,7 +102,7 @@ GRAPHS: list[Fault] = [
     ),
     Fault(
         "an iteration reads parameters before they are gathered",
-        "step_graphs:_settle",
+        "_make_parameters_ready",
         "finish_param_sync(chunks)",
         "",
         f"{RANKS} -k those_without",

@@ -24,11 +24,11 @@ from labkit.plan.sizes import decoder_length
 from labkit.schedules.ir import Schedule
 from labkit.schedules.microbatches import TensorShape
 from labkit.schedules.runtime import PipelineRuntime
+from labkit.train.cuda_graphs import TrainingGraphs, build_graphs
 from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step, parts_of
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
 from labkit.train.preflight import transport_of
 from labkit.train.reporting.router_metrics import RouterMetrics
-from labkit.train.step_graphs import StepGraphs, build_step_graphs
 
 
 class Pipeline:
@@ -51,10 +51,10 @@ class Pipeline:
         self.config, self.groups, self.chunks = config, groups, list(chunks)
         self.num_microbatches, self.schedule = config.num_microbatches(groups.world_size), schedule
         self.loss_scaler: LossScaler = build_loss_scaler(config.optim)
-        self.graphs: StepGraphs | None = None
+        self.graphs: TrainingGraphs | None = None
         """The CUDA graphs of the run, if there are any."""
         if config.graph.cuda_graph_impl != "none":
-            self.graphs = build_step_graphs(config, groups, self.chunks, schedule, self._run, self._run_and_finalize)
+            self.graphs = build_graphs(config, groups, self.chunks, schedule, self._run, self._run_and_finalize)
         held = [getattr(chunk, "precision", None) for chunk in chunks]
         self._precisions = [p for p in held if isinstance(p, Precision) and type(p) is not Precision]
         """Those that keep a history of each step, as fp8 does."""

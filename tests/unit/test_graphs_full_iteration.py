@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.graphs import FullIterationGraph
-from labkit.train.step_graphs import IterationGraphs
+from labkit.train.cuda_graphs import FullIterationGraphs
 
 MICROBATCHES = 2
 
@@ -101,6 +101,6 @@ def test_captures_are_counted_and_not_the_graphs_that_are_left():
         toy.graph(iter(batches(1, dtype)))
         counts.append(toy.graph.num_captures)
     assert counts == [1, 1, 2, 3]
-    both = IterationGraphs(toy.graph, Toy().graph)
+    both = FullIterationGraphs(toy.graph, Toy().graph)
     toy.graph.reset()
     assert both.num_captures == 3

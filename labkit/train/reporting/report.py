@@ -35,6 +35,7 @@ from labkit.launch import report_progress
 from labkit.plan.flops import hardware_flops, step_flops
 from labkit.plan.sizes import decoder_length
 from labkit.schedules import Schedule
+from labkit.train.cuda_graphs import TrainingGraphs
 from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank
 from labkit.train.reporting.earlier_run import EVALUATIONS, evaluations_at
@@ -42,7 +43,6 @@ from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks
 from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.reporting.slow_ranks import Pace, PaceWatch
 from labkit.train.reporting.tensorboard_writer import TensorBoard
-from labkit.train.step_graphs import StepGraphs
 from labkit.train.stepping import StepResult
 
 
@@ -262,7 +262,7 @@ class Report:
         own = evaluations_at(self._folder / "metrics.jsonl", step) if self._folder and self._writes else set()
         return set(EVALUATIONS) - gather_objects(own, self._groups.world)[0]
 
-    def graphs(self, step: int, graphs: StepGraphs) -> None:
+    def graphs(self, step: int, graphs: TrainingGraphs) -> None:
         """Write a line about the graphs once after each capture, unless the implementation does not know their memory.
 
         The line has (least, most) over ranks: number of graphs, bytes of static inputs, bytes of the pools at their
