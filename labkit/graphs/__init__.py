@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from labkit.graphs.buffers import check_plan as check_plan
     from labkit.graphs.buffers import plan_buffers as plan_buffers
     from labkit.graphs.capture import make_graphed_callables as make_graphed_callables
+    from labkit.graphs.cuda_graph_helper import CudaGraphHelper as CudaGraphHelper
+    from labkit.graphs.cuda_graph_helper import TECudaGraphHelper as TECudaGraphHelper
     from labkit.graphs.full_iteration import FullIterationGraph as FullIterationGraph
-    from labkit.graphs.graphable import GraphableMegatronModule as GraphableMegatronModule
-    from labkit.graphs.graphable import graphable_modules as graphable_modules
-    from labkit.graphs.graphable import unwrap_layers as unwrap_layers
-    from labkit.graphs.graphable import wrap_layers as wrap_layers
-    from labkit.graphs.helper import CudaGraphHelper as CudaGraphHelper
-    from labkit.graphs.helper import TECudaGraphHelper as TECudaGraphHelper
+    from labkit.graphs.graphable_module import GraphableMegatronModule as GraphableMegatronModule
+    from labkit.graphs.graphable_module import graphable_modules as graphable_modules
+    from labkit.graphs.graphable_module import unwrap_layers as unwrap_layers
+    from labkit.graphs.graphable_module import wrap_layers as wrap_layers
     from labkit.graphs.memory import GraphMemoryReport as GraphMemoryReport
     from labkit.graphs.memory import graph_counts as graph_counts
     from labkit.graphs.memory import graph_objects_made as graph_objects_made
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from labkit.graphs.order_table import capture_order as capture_order
     from labkit.graphs.order_table import read_order as read_order
     from labkit.graphs.order_table import sample_index as sample_index
-    from labkit.graphs.partial import MoECudaGraphPartialCaptureSignal as MoECudaGraphPartialCaptureSignal
-    from labkit.graphs.partial import MoECudaGraphTensorStore as MoECudaGraphTensorStore
-    from labkit.graphs.partial import fill_store as fill_store
-    from labkit.graphs.partial import maybe_skip_or_early_return_by_cudagraph as maybe_skip_or_early_return_by_cudagraph
+    from labkit.graphs.partial_moe import MoECudaGraphPartialCaptureSignal as MoECudaGraphPartialCaptureSignal
+    from labkit.graphs.partial_moe import MoECudaGraphTensorStore as MoECudaGraphTensorStore
+    from labkit.graphs.partial_moe import fill_store as fill_store
+    from labkit.graphs.partial_moe import (
+        maybe_skip_or_early_return_by_cudagraph as maybe_skip_or_early_return_by_cudagraph,
+    )
     from labkit.graphs.pool import LAYER_ORDER as LAYER_ORDER
     from labkit.graphs.pool import LayerMemory as LayerMemory
     from labkit.graphs.pool import layer_memory as layer_memory

@@ -27,36 +27,31 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.comm.capturing import GraphCaptureError, call_site, graph_warmup, is_graph_capturing, require_whole_process
 from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
-from labkit.graphs.buffers import BufferPlan, plan_buffers
-from labkit.graphs.call_arguments import (
-    Arguments,
-    CaptureRequest,
-    Work,
-    check_callables,
-    parameters_of,
-    places_and_work,
-)
-from labkit.graphs.checks.capture_isolation import (
+from labkit.graphs.buffers import BufferPlan
+from labkit.graphs.capture_isolation import (
     Arrivals,
     grads_emptied,
     parameters_put_aside,
     random_states_kept,
     rng_trackers_of,
 )
+from labkit.graphs.capture_request import CaptureRequest, checked_request, parameters_of
+from labkit.graphs.capture_result import CallableGraphs, CaptureResult, CaptureTimes
+from labkit.graphs.checks.during_capture import called, check_differentiated, outputs_read
 from labkit.graphs.checks.in_flight_forwards import in_flight_of
 from labkit.graphs.checks.replay_guards import ReplayGuards
-from labkit.graphs.checks.uncapturable import called, check_differentiated, outputs_read, refuse_records
-from labkit.graphs.graphed import Captured, GraphedCallable, Graphs, Times
-from labkit.graphs.samples import check_samples, check_samples_apart, owners, static_inputs
+from labkit.graphs.graphed_callable import GraphedCallable
+from labkit.graphs.planned_captures import PlannedCapture
+from labkit.graphs.static_inputs import static_inputs
 from labkit.parallel.random import RngTracker
 from labkit.parallel.weight_grad_store import WeightGradStore
 
@@ -122,35 +117,22 @@ def make_graphed_callables(
         raise GraphCaptureError(f"{call_site()}: graphs cannot be captured while another graph is being captured")
     if impl == "transformer_engine" and plan is not None:
         raise ValueError("a plan is given, and Transformer Engine makes its own: use impl local or emulated")
-    if num_warmup < 0:
-        raise ValueError(f"num_warmup={num_warmup}: give 0 or more")
-    several = isinstance(callables, tuple | list)
-    single = not several and order is None
-    functions = list(callables) if several else [callables]
-    _check_functions(functions)
-    all_args = [sample_args] if single else list(sample_args)
-    all_kwargs = _all_kwargs(sample_kwargs, len(all_args), single)
-    places, work, layers = places_and_work(functions, len(all_args), order, num_layers_per_chunk)
-    arguments = [Arguments(p.name, args, kw) for p, args, kw in zip(places, all_args, all_kwargs, strict=True)]
-    check_samples(arguments)
-    if reuse_buffers:
-        order = _order_for_reuse(functions, order)
-        plan = plan or _planned(order, layers, arguments, impl)
-    request = CaptureRequest(
-        functions, places, work, arguments, owners(places, plan), order, layers,
-        num_warmup, pool, reuse_buffers, allow_unused_input, clone_param_grads,
+    request = checked_request(
+        callables, sample_args, sample_kwargs,
+        order=order, num_layers_per_chunk=num_layers_per_chunk, num_warmup=num_warmup, pool=pool,
+        reuse_buffers=reuse_buffers, impl=impl, allow_unused_input=allow_unused_input,
+        clone_param_grads=clone_param_grads, plan=plan,
     )  # fmt: skip
-    if torch.is_grad_enabled():
-        check_samples_apart(work, arguments, request.owner)
     if backend is None:
-        impl = choose_impl(impl, _device(arguments, functions))
+        impl = choose_impl(impl, request.device())
     if backend is None and impl == "transformer_engine":
         from labkit.graphs.cuda.te_adaptor import make_with_transformer_engine
 
         made = make_with_transformer_engine(request, engine_options)
     else:
-        trackers = rng_trackers_of(functions) if rng_trackers is None else list(rng_trackers)
+        trackers = rng_trackers_of(request.functions) if rng_trackers is None else list(rng_trackers)
         made = _made_on(backend or get_backend(impl, trackers), request, trackers, watch=watch_replays)
+    single = order is None and not isinstance(callables, tuple | list)
     return made[0] if single else made
 
 
@@ -167,63 +149,6 @@ def _made_on(
     return made
 
 
-def _all_kwargs(sample_kwargs: Any, count: int, single: bool) -> list[Mapping[str, Any]]:
-    if sample_kwargs is None:
-        return [{}] * count
-    given = [sample_kwargs] if single or isinstance(sample_kwargs, Mapping) else list(sample_kwargs)
-    if len(given) != count:
-        raise ValueError(f"{len(given)} sample_kwargs for {count} sample_args: give a dict for each")
-    return given
-
-
-def _check_functions(functions: Sequence[Callable[..., Any]]) -> None:
-    """Refuse callables that a replay could not follow, and routers that record or repeat their choices."""
-    check_callables(functions)
-    for function in functions:
-        if isinstance(function, nn.Module) and not hasattr(function, "cuda_graph_manual_hooks"):
-            refuse_records(function)  # a wrapped layer checks itself: its router may lie outside of the graph
-
-
-def _order_for_reuse(functions: Sequence[Callable[..., Any]], order: Sequence[float] | None) -> Sequence[float]:
-    """The order, which tells when each buffer is free.
-
-    Raises:
-        ValueError: there is no order.
-        GraphCaptureError: a callable has no backward here, so nothing tells when its buffer is free.
-    """
-    if order is None:
-        raise ValueError("reuse_buffers needs an order: it tells when a backward has run and its buffer is free")
-    if not torch.is_grad_enabled() or not all(getattr(f, "training", True) for f in functions):
-        raise GraphCaptureError(
-            "reuse_buffers is for training: without backwards nothing says when a buffer is free; "
-            "call .train(), or capture without reuse_buffers"
-        )
-    return order
-
-
-def _planned(order: Sequence[float], layers: Sequence[int], arguments: Sequence[Arguments], impl: str) -> BufferPlan:
-    """The plan of one capture. Separate weight gradients read the input again, so the plan keeps it for them.
-
-    Transformer Engine gives the input back at the backward."""
-    signatures = [one.signature for one in arguments]
-    return plan_buffers(order, layers, signatures, keep_for_weight_gradients=impl != "transformer_engine")
-
-
-def _device(arguments: Sequence[Arguments], functions: Sequence[Callable[..., Any]]) -> torch.device:
-    """The device of the samples, else of the parameters, else the host.
-
-    Raises:
-        ValueError: they lie on several devices.
-    """
-    devices = {tensor.device for one in arguments for tensor in one.tensors}
-    if not devices:
-        devices = {p.device for f in functions if isinstance(f, nn.Module) for p in f.parameters()}
-    if len(devices) > 1:
-        found = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"sample arguments lie on {found}: move them to one device; a graph cannot copy from the host")
-    return devices.pop() if devices else torch.device("cpu")
-
-
 class _Capture:
     """One call of `make_graphed_callables` on one backend."""
 
@@ -231,15 +156,15 @@ class _Capture:
         """watch: note the times of captures, so that a replay can be refused (`checks/in_flight_forwards.py`)."""
         self.backend = backend
         self.pool: Pool = backend.new_pool() if request.pool is None else request.pool
-        self.places, self.work, self.reuse = request.places, request.work, request.reuse_buffers
+        self.places, self.captures, self.reuse = request.places, request.captures, request.reuse_buffers
         self.allow_unused_input, self.clone_param_grads = request.allow_unused_input, request.clone_param_grads
         self.parameters = list(parameters_of(request.functions))
         self.arrivals = Arrivals()
         self.store = WeightGradStore()
-        self.put_off = {one.place for one in self.work if one.kind == "W"}
+        self.put_off = {one.place for one in self.captures if one.kind == "W"}
         self.watch, self.in_flight = watch, in_flight_of(self.pool)
         inputs = static_inputs(request.arguments, request.owner)
-        self.captured = [Captured(*of_place) for of_place in zip(request.arguments, inputs, strict=True)]
+        self.captured = [CaptureResult(*of_place) for of_place in zip(request.arguments, inputs, strict=True)]
         for place, captured in zip(self.places, self.captured, strict=True):
             captured.place, captured.in_grad_mode = place, torch.is_grad_enabled()
             captured.in_inference_mode = torch.is_inference_mode_enabled()
@@ -259,7 +184,7 @@ class _Capture:
                 with self.backend.warming_up(self.pool), graph_warmup():
                     self._warm_up(num_warmup)
                 self.backend.before_captures(self.pool)
-                for one in self.work:
+                for one in self.captures:
                     {"F": self._forward, "B": self._backward, "W": self._weights}[one.kind](one)
             except BaseException:
                 for captured in self.captured:
@@ -303,7 +228,7 @@ class _Capture:
 
     # ---- capture ----
 
-    def _forward(self, one: Work) -> None:
+    def _forward(self, one: PlannedCapture) -> None:
         captured, place = self.captured[one.place], self.places[one.place]
         before = ReplayGuards(place.function)
         with self.backend.capturing(self.pool, f"{place.name} forward") as graph:
@@ -313,11 +238,11 @@ class _Capture:
         if kind not in self._outputs_read:
             self._outputs_read[kind] = outputs_read(outputs)
         captured.outputs_read = self._outputs_read[kind]
-        captured.graphs, self._forward_time[one.place] = Graphs(graph), self.in_flight.captured()
+        captured.graphs, self._forward_time[one.place] = CallableGraphs(graph), self.in_flight.captured()
         captured.outputs = tuple(outputs)
         captured.differentiable = tuple(y is not None and y.requires_grad for y in outputs)
 
-    def _backward(self, one: Work) -> None:
+    def _backward(self, one: PlannedCapture) -> None:
         captured = self.captured[one.place]
         if not any(captured.differentiable):
             return
@@ -343,7 +268,7 @@ class _Capture:
         assert captured.graphs is not None
         captured.graphs = captured.graphs._replace(backward=graph)
         if self.watch:
-            captured.times = Times(self._forward_time[one.place], self.in_flight.captured())
+            captured.times = CaptureTimes(self._forward_time[one.place], self.in_flight.captured())
             captured.in_flight = self.in_flight
         self._check_used(one.place)
         if self.reuse:
@@ -360,7 +285,7 @@ class _Capture:
             self._grad_outputs[key] = self.backend.static_like(output.detach(), self.pool).zero_()
         return self._grad_outputs[key]
 
-    def _weights(self, one: Work) -> None:
+    def _weights(self, one: PlannedCapture) -> None:
         captured, name = self.captured[one.place], self.places[one.place].name
         if captured.graphs is None or captured.graphs.backward is None:
             return
@@ -387,7 +312,7 @@ class _Capture:
                     "requires_grad, or set allow_unused_input=True"
                 )
 
-    def _give_back(self, one: Work) -> None:
+    def _give_back(self, one: PlannedCapture) -> None:
         """Drop the tensors that captures after this backward may overwrite (the rules at the top of this file)."""
         captured, backend = self.captured[one.place], self.backend
         captured.outputs = make_weak_ref(captured.outputs, backend)

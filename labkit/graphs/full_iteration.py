@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_map_only
 from labkit.comm.capturing import require_whole_process
 from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
-from labkit.graphs.checks.capture_isolation import counters_kept
-from labkit.graphs.checks.uncapturable import refuse_records
-from labkit.graphs.graphable import unwrap_layers
+from labkit.graphs.capture_isolation import counters_kept
+from labkit.graphs.checks.before_capture import refuse_records
+from labkit.graphs.graphable_module import unwrap_layers
 from labkit.graphs.memory import GraphMemory, graph_objects_made
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates

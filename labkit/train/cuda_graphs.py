@@ -40,10 +40,10 @@ from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig
 from labkit.events import not_recording
 from labkit.fp8.scaling import Float8Scaling
-from labkit.graphs.checks.uncapturable import refuse_gloo
+from labkit.graphs.checks.before_capture import refuse_gloo
+from labkit.graphs.cuda_graph_helper import CudaGraphHelper
 from labkit.graphs.full_iteration import FullIterationGraph
-from labkit.graphs.graphable import Shapes, release_cudagraphs
-from labkit.graphs.helper import CudaGraphHelper
+from labkit.graphs.graphable_module import Shapes, release_cudagraphs
 from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
 from labkit.parallel.data_parallel.param_gather import finish_param_sync

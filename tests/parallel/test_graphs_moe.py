@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import RunConfig, presets
-from labkit.graphs.graphable import graphable_modules
+from labkit.graphs.graphable_module import graphable_modules
 from labkit.launch import Ranks
 from labkit.moe.router import routers_of
 from labkit.parallel.data_parallel.param_gather import finish_param_sync

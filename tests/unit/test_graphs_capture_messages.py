@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import Body, Machine, stack
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables, plan_buffers
-from labkit.graphs.samples import share_memory
+from labkit.graphs.checks.before_capture import share_memory
 
 HOST = Machine("emulated", "cpu")
 

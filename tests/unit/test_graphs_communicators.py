@@ -11,13 +11,13 @@ from labkit.cli.train_command import Trained, final_lines
 from labkit.comm.groups import Group, initialize_model_parallel
 from labkit.config import ConfigError, GraphConfig, ParallelConfig, presets
 from labkit.graphs import CudaGraphHelper, wrap_layers
-from labkit.graphs.checks import uncapturable
-from labkit.graphs.checks.uncapturable import refuse_gloo
+from labkit.graphs.checks import before_capture
+from labkit.graphs.checks.before_capture import refuse_gloo
 from labkit.models.blocks import LayerParts
 from labkit.models.chunks import build_model_chunks
 from labkit.schedules import build_schedule
+from labkit.train.cuda_graphs import build_graphs
 from labkit.train.pretraining import layer_spec
-from labkit.train.step_graphs import build_step_graphs
 
 GPU = torch.device("cuda")
 PAIR = Group("tp", (0, 1), 0, object())
@@ -28,7 +28,7 @@ ALONE = Group("cp", (0,), 0)
 def backend(monkeypatch):
     """Every group talks through `backend.name`."""
     chosen = SimpleNamespace(name="gloo")
-    monkeypatch.setattr(uncapturable.dist, "get_backend", lambda _: chosen.name)
+    monkeypatch.setattr(before_capture.dist, "get_backend", lambda _: chosen.name)
     return chosen
 
 
@@ -95,7 +95,7 @@ def test_an_iteration_holds_messages_of_all_groups(backend, axis):
     groups = replace(initialize_model_parallel(ParallelConfig()), device=GPU, **{axis: replace(PAIR, name=axis)})
     schedule = build_schedule(config.schedule, pp=1, microbatches=2)
     with pytest.raises(ConfigError, match=rf"over {axis} \(2 ranks\)"):
-        build_step_graphs(config, groups, [], schedule, list, list)
+        build_graphs(config, groups, [], schedule, list, list)
 
 
 @pytest.mark.parametrize("scope", ["mlp", "attn,mlp"])

@@ -8,7 +8,7 @@ from torch import nn
 
 from labkit.config import GraphConfig, presets
 from labkit.graphs import CudaGraphHelper, capture_order, graphable_modules, wrap_layers
-from labkit.graphs.graphable import wrapper_of
+from labkit.graphs.graphable_module import wrapper_of
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
 from labkit.schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1

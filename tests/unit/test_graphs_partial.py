@@ -16,8 +16,8 @@ from torch import Tensor
 from labkit.comm.capturing import GraphCaptureError, graph_capturing, graph_warmup
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
 from labkit.graphs import FullIterationGraph, make_graphed_callables
-from labkit.graphs.helper import CudaGraphHelper
-from labkit.graphs.partial import (
+from labkit.graphs.cuda_graph_helper import CudaGraphHelper
+from labkit.graphs.partial_moe import (
     CutMoELayer,
     MoECudaGraphPartialCaptureSignal,
     MoECudaGraphTensorStore,

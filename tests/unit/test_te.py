@@ -197,9 +197,10 @@ def test_graphs_are_told_of_the_engines_fp8_and_none_of_ours_may_capture_it(engi
         return CudaGraphHelper([chunk], graph, GPT2.seq_length, 1, schedule=one_f_one_b(1, 4))
 
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("labkit.graphs.helper.choose_impl", lambda *_: None)
+    monkeypatch.setattr("labkit.graphs.cuda_graph_helper.choose_impl", lambda *_: None)
     monkeypatch.setattr(
-        "labkit.graphs.helper.make_graphed_callables", lambda *_, **more: asked.update(more) or [lambda x: x] * 2
+        "labkit.graphs.cuda_graph_helper.make_graphed_callables",
+        lambda *_, **more: asked.update(more) or [lambda x: x] * 2,
     )
     made = helper("transformer_engine")
     made.create_cudagraphs()

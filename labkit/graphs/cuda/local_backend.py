@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from labkit.comm.capturing import GraphCaptureError, graph_capturing, graph_warmup, require_whole_process
-from labkit.graphs.checks.uncapturable import raised_at
 from labkit.graphs.cuda.capture_streams import pool_mates
 from labkit.graphs.cuda.failed_capture import is_spent, repair_process
 from labkit.graphs.pool import PoolStep
+from labkit.graphs.user_line import raised_at
 from labkit.launch.info import before_leaving
 from labkit.parallel.random import RngTracker
 

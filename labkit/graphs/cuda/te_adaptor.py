@@ -31,10 +31,13 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
 from labkit.comm.capturing import GraphCaptureError, graph_warmup
-from labkit.graphs.call_arguments import Arguments, CaptureRequest, Place, parameters_of
-from labkit.graphs.checks.capture_isolation import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
+from labkit.graphs.capture_isolation import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
+from labkit.graphs.capture_request import CaptureRequest, parameters_of
+from labkit.graphs.capture_result import CallableGraphs, CaptureResult
 from labkit.graphs.cuda.local_backend import explained, reset_before_leaving, stale_streams_followed
-from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
+from labkit.graphs.graphed_callable import GraphedCallable
+from labkit.graphs.planned_captures import Place
+from labkit.graphs.static_inputs import Arguments
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.random import RngTracker
 
@@ -208,8 +211,8 @@ def _sample_kwargs(arguments: Sequence[Arguments]) -> tuple[dict[str, Tensor], .
     return tuple(one.rebuilt(one.tensors)[1] for one in arguments) if any(one.keywords for one in arguments) else None
 
 
-def _captured(place: Place, arguments: Arguments, inputs: Sequence[Tensor], arrivals: Arrivals) -> Captured:
-    captured = Captured(arguments, inputs)
+def _captured(place: Place, arguments: Arguments, inputs: Sequence[Tensor], arrivals: Arrivals) -> CaptureResult:
+    captured = CaptureResult(arguments, inputs)
     own = list(place.function.parameters())  # pyright: ignore[reportFunctionMemberAccess]
     captured.in_grad_mode = torch.is_grad_enabled()
     captured.parameters = tuple(
@@ -305,7 +308,7 @@ class EngineCallable(GraphedCallable):
     def __init__(
         self,
         place: Place,
-        captured: Captured,
+        captured: CaptureResult,
         engine_callable: Callable[..., Any],
         *,
         pool: Any,
@@ -321,7 +324,7 @@ class EngineCallable(GraphedCallable):
         reset_before_leaving(self)
 
     @property
-    def graphs(self) -> Graphs:
+    def graphs(self) -> CallableGraphs:
         """Refused: the engine does not hand out its graphs."""
         raise GraphCaptureError(f"{self.name}: Transformer Engine does not hand out its graphs")
 

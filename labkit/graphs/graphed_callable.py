@@ -4,86 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._pytree import TreeSpec, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from labkit.comm.capturing import GraphCaptureError, call_site, is_graph_capturing
 from labkit.events import span
-from labkit.graphs.call_arguments import Arguments, Place
-from labkit.graphs.checks.in_flight_forwards import InFlightForward, InFlightForwards
+from labkit.graphs.capture_result import CallableGraphs, CaptureResult
+from labkit.graphs.checks.in_flight_forwards import InFlightForward
 from labkit.graphs.checks.replay_guards import ReplayGuards
-from labkit.graphs.samples import copy_in, lie_together
+from labkit.graphs.static_inputs import copy_in, lie_together
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.weight_grad_store import deferred
 
 if TYPE_CHECKING:
-    from labkit.graphs.backend import Graph, Pool
-
-
-class Graphs(NamedTuple):
-    """The graphs of one callable at one microbatch."""
-
-    forward: Graph
-    backward: Graph | None = None
-    """None where no output requires grad."""
-    weight: Graph | None = None
-    """The graph of weight gradients that the backward leaves out; None where the backward computes them."""
-
-
-class Times(NamedTuple):
-    """Times at which the graphs of one callable were captured: counts of captures in their pool."""
-
-    forward: int
-    backward: int
-    weight: int | None = None
-
-
-class Captured:
-    """The tensors that a replay reads and writes, at the addresses of the capture."""
-
-    def __init__(self, arguments: Arguments, inputs: Sequence[Tensor]) -> None:
-        self.arguments = arguments
-        self.inputs: tuple[Tensor, ...] = tuple(inputs)
-        """Static inputs; a call copies its tensors into them."""
-        self.graphs: Graphs | None = None
-        self.output_spec: TreeSpec | None = None
-        self.outputs: tuple[Tensor | None, ...] = ()
-        """Static outputs; weak references where the pool may use their memory again."""
-        self.differentiable: tuple[bool, ...] = ()
-        """For each output, True where it takes a gradient."""
-        self.grad_outputs: tuple[Tensor | None, ...] = ()
-        self.grad_inputs: tuple[Tensor | None, ...] = ()
-        self.parameters: tuple[nn.Parameter, ...] = ()
-        """Parameters that the backward reaches. Autograd calls their hooks after a replay."""
-        self.grad_parameters: tuple[Tensor | None, ...] = ()
-        """None for a parameter whose gradient the graph adds to `main_grad`, or leaves to the weight graph."""
-        self.late: tuple[tuple[nn.Parameter, Tensor | None], ...] = ()
-        """Parameters of the weight graph, in the order in which it completes them, and their gradients."""
-
-        self.place: Place | None = None
-        """The callable's place among those captured together."""
-        self.outputs_read: tuple[int, ...] = ()
-        """Indices of the outputs that the backward reads."""
-        self.changed: tuple[int, ...] = ()
-        """Indices of the inputs that the callable changes in place."""
-        self.in_grad_mode = False
-        self.in_inference_mode = False
-        self.times: Times | None = None
-        """None without a backward, and where replays are not watched."""
-        self.in_flight: InFlightForwards | None = None
-        """The forwards in flight of the pool; None where replays are not watched."""
-
-    def versions_read(self) -> list[int]:
-        """Version counters of the outputs that the backward reads; replays do not count."""
-        return (
-            []
-            if self.in_inference_mode
-            else [y._version for i in self.outputs_read if (y := self.outputs[i]) is not None]
-        )
+    from labkit.graphs.backend import Pool
 
 
 class _Replay(Function):
@@ -135,7 +73,7 @@ class GraphedCallable:
     def __init__(
         self,
         function: Callable[..., Any],
-        captured: Captured,
+        captured: CaptureResult,
         *,
         impl: str,
         pool: Pool | None,
@@ -161,7 +99,7 @@ class GraphedCallable:
     # ---- what it holds ----
 
     @property
-    def graphs(self) -> Graphs:
+    def graphs(self) -> CallableGraphs:
         """Graphs of forward, backward and, where separate, weight gradients."""
         self.require_alive()
         assert self.captured.graphs is not None
@@ -373,7 +311,7 @@ class GraphedCallable:
         for graph in graphs or ():
             if graph is not None:
                 graph.reset()
-        self.captured = Captured(self.captured.arguments, ())
+        self.captured = CaptureResult(self.captured.arguments, ())
         self.pool = None
 
     def require_alive(self) -> None:

@@ -28,14 +28,13 @@ from torch import Tensor, nn
 from labkit.comm.capturing import is_graph_capturing, is_graph_warmup
 from labkit.comm.groups import Group
 from labkit.config import GraphConfig
-from labkit.graphs.checks.uncapturable import refuse_records
-from labkit.graphs.partial import CutMoELayer, MoECudaGraphPartialCaptureSignal
+from labkit.graphs.checks.before_capture import refuse_records
+from labkit.graphs.graphed_callable import GraphedCallable
+from labkit.graphs.partial_moe import CutMoELayer, MoECudaGraphPartialCaptureSignal
 from labkit.graphs.scope import LayerScope, layer_scope
 from labkit.models.blocks import LayerParts
 from labkit.moe.layer import MoELayer
 
-Graphed = Callable[..., Any]
-"""A graphed module of `make_graphed_callables`: called like the module, with tensors."""
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Sizes and types of a layer's arguments, in order."""
 Hook = Callable[[nn.Module], object]
@@ -65,7 +64,7 @@ class GraphableMegatronModule:
         has_experts, only_part = isinstance(self.parts.mlp, MoELayer), getattr(layer, "graph_scope", None)
         self.scope: LayerScope = layer_scope(graph, has_experts=has_experts, only_part=only_part)
         self.cut: CutMoELayer | None = None
-        self.cuda_graphs: list[Graphed] = []
+        self.cuda_graphs: list[GraphedCallable] = []
         self.cuda_graph_manual_hooks: list[tuple[Hook, tuple[nn.Module]]] = []
         self.cuda_graph_owner: Any = None
         self.cuda_graph_shapes: Shapes = ()
@@ -99,8 +98,8 @@ class GraphableMegatronModule:
     def cuda_graph_capture(self, *tensors: Tensor) -> Any:
         """Run the captured part: x_SBH and, with attention, the rotary tables -> x_SBH.
 
-        A graph that ends inside the layer of experts returns its own outputs (`labkit.graphs.partial`), the residual
-        last.
+        A graph that ends inside the layer of experts returns its own outputs, the residual last
+        (`labkit.graphs.partial_moe`).
 
         Raises:
             GraphCaptureError: a captured router records or repeats choices.

@@ -31,9 +31,9 @@ from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
-from labkit.graphs.checks.capture_isolation import counters_kept
-from labkit.graphs.checks.uncapturable import refuse_gloo
-from labkit.graphs.graphable import GraphableMegatronModule, Shapes, shapes_of, wrap_layers
+from labkit.graphs.capture_isolation import counters_kept
+from labkit.graphs.checks.before_capture import refuse_gloo
+from labkit.graphs.graphable_module import GraphableMegatronModule, Shapes, shapes_of, wrap_layers
 from labkit.graphs.memory import GraphMemory, graph_objects_made, measure_graphs
 from labkit.graphs.order_table import capture_order, sample_index
 from labkit.graphs.scope import captures_layers

@@ -1,29 +1,18 @@
-"""Refusals of work that no graph can hold, found in one run of a callable or in the declaration of a layer.
-
-A graph on a GPU holds messages of NCCL, which are kernels, and never messages of gloo. The reason is that gloo copies
-tensors to the host and waits there; no graph can hold that, and a replay would send nothing. Ranks that share a GPU
-talk through gloo, because NCCL refuses them. Emulated graphs on the host hold gloo's messages as operations.
-"""
+"""A run of a callable inside a warm-up or a capture: its outputs, and refusals of what no replay could repeat."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from labkit.comm.capturing import GraphCaptureError
-from labkit.comm.groups import Group
-from labkit.config import ConfigError
-from labkit.graphs.call_arguments import Arguments, Place
-from labkit.moe.router import routers_of
-
-_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<frozen")
+from labkit.graphs.planned_captures import Place
+from labkit.graphs.static_inputs import Arguments
+from labkit.graphs.user_line import raised_at
 
 
 def called(
@@ -111,57 +100,3 @@ def _nodes(outputs: Iterable[Tensor | None]) -> list[Any]:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if x.is_inference() else x._version for x in tensors]
-
-
-def raised_at(error: BaseException) -> str:
-    """`file:line (in code)` of the innermost line that is neither torch's nor of labkit.graphs; empty without one."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_NOT_THE_USER):
-            found = f"{code.co_filename}:{trace.tb_lineno} (in {code.co_name})"
-        trace = trace.tb_next
-    return found
-
-
-# ---- layers ----
-
-
-def refuse_gloo(groups: Iterable[Group], device: torch.device, impl: str) -> None:
-    """Refuse captured messages of gloo on a GPU.
-
-    groups: the groups over which the captured code communicates. device: the device of its tensors.
-    impl: `graph.cuda_graph_impl`, for the message.
-
-    Raises:
-        ConfigError: on a GPU, a group has several ranks that talk through gloo; all ranks raise the same.
-    """
-    if device.type != "cuda":
-        return
-    inside = {group.name: group.size for group in groups if group.size > 1 and _backend(group) == "gloo"}
-    if inside:
-        named = ", ".join(f"{name} ({size} ranks)" for name, size in inside.items())
-        problem = (
-            f"graph.cuda_graph_impl = {impl} would capture messages over {named}, which go through gloo (as where "
-            "ranks share a GPU), and no CUDA graph can hold messages of gloo. Give every rank a GPU of its own (NCCL), "
-            "capture parts of layers that send nothing over these groups, or set graph.cuda_graph_impl to none"
-        )
-        raise ConfigError([problem])
-
-
-def _backend(group: Group) -> str:
-    return "none" if group.process_group is None else dist.get_backend(group.process_group)
-
-
-def refuse_records(module: nn.Module) -> None:
-    """Refuse a module with a router that records its choices or repeats recorded choices.
-
-    Raises:
-        GraphCaptureError: there is such a router.
-    """
-    for router in routers_of([module]):
-        if router.record is not None or router.replay is not None:
-            raise GraphCaptureError(
-                f"{router.name}: Python records and repeats a router's choices, and a CUDA graph does not run Python: "
-                "take moe_router out of graph.cuda_graph_modules, or leave out the record"
-            )
