@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from labkit.graphs.memory import graph_counts as graph_counts
     from labkit.graphs.memory import graph_objects_made as graph_objects_made
     from labkit.graphs.memory import measure_graphs as measure_graphs
-    from labkit.graphs.memory import predict_graph_memory as predict_graph_memory
-    from labkit.graphs.memory import predict_workspaces as predict_workspaces
+    from labkit.graphs.memory_prediction import LAYER_ORDER as LAYER_ORDER
+    from labkit.graphs.memory_prediction import LayerMemory as LayerMemory
+    from labkit.graphs.memory_prediction import layer_memory as layer_memory
+    from labkit.graphs.memory_prediction import predict_graph_memory as predict_graph_memory
+    from labkit.graphs.memory_prediction import predict_pool as predict_pool
+    from labkit.graphs.memory_prediction import predict_workspaces as predict_workspaces
     from labkit.graphs.order_table import capture_order as capture_order
     from labkit.graphs.order_table import read_order as read_order
     from labkit.graphs.order_table import sample_index as sample_index
@@ -41,11 +45,7 @@ if TYPE_CHECKING:
     from labkit.graphs.partial_moe import (
         maybe_skip_or_early_return_by_cudagraph as maybe_skip_or_early_return_by_cudagraph,
     )
-    from labkit.graphs.pool import LAYER_ORDER as LAYER_ORDER
-    from labkit.graphs.pool import LayerMemory as LayerMemory
-    from labkit.graphs.pool import layer_memory as layer_memory
     from labkit.graphs.pool import play_back as play_back
-    from labkit.graphs.pool import predict_pool as predict_pool
     from labkit.graphs.study.call_trace import calls_between as calls_between
 
 __all__, __getattr__, __dir__ = public_names(__name__)

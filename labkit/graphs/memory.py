@@ -1,4 +1,4 @@
-"""Memory of graphs: their number and their bytes, measured and predicted.
+"""Memory of graphs: its parts, measured on captured graphs (`memory_prediction.py` predicts them).
 
 | part                | what it is                                               | grows with                       |
 |---------------------|----------------------------------------------------------|----------------------------------|
@@ -18,16 +18,12 @@ keeps too.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labkit.graphs.buffers import plan_buffers
-from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index, sample_places
-from labkit.graphs.pool import LayerMemory, predict_pool
+from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index
 
 if TYPE_CHECKING:
     import torch
@@ -175,72 +171,14 @@ def measure_graphs(
         graph_objects=graph_objects,
         static_inputs=_bytes(tensor for one in callables for tensor in one.static_inputs),
         static_gradients=_bytes(tensor for one in callables for tensor in one.captured.grad_outputs),
-        break_points=_held_at_most(order, layers, stores),
+        break_points=held_at_most(order, layers, stores),
         pool_peak=sum(pool.peak_bytes for pool in pools),
         pool_reserved=sum(pool.reserved_bytes for pool in pools),
         workspaces=max(workspaces, default=None),
     )
 
 
-def predict_graph_memory(
-    order: Sequence[float],
-    layers_per_chunk: int | Sequence[int],
-    memory: LayerMemory | Sequence[LayerMemory],
-    *,
-    input_bytes: int | Sequence[int],
-    gradient_bytes: int | Sequence[int] | None = None,
-    store_bytes: int | Sequence[int] = 0,
-    operations: int | Sequence[int] | None = None,
-    workspaces: int | None = None,
-) -> GraphMemory:
-    """Predict the parts of the table, for `plan_buffers` and one shared pool.
-
-    Args:
-        order: Signed chunk numbers of the rank.
-        layers_per_chunk: Layers of each chunk, or one number for all.
-        memory: Memory of each layer's graphs in the pool (`layer_memory`), or one for all.
-        input_bytes: Bytes of each layer's static inputs; layers with the same number share buffers.
-        gradient_bytes: Bytes of the gradients of each layer's outputs; None: as many as its inputs.
-        store_bytes: Bytes of the outputs of graphs that end inside a layer, 0 for other layers.
-        operations: Operations of each layer's forward and backward graph together, where known.
-        workspaces: Bytes of cuBLAS's workspaces (`predict_workspaces`); None on the host.
-
-    Raises:
-        ValueError: an order that `predict_pool` refuses, or numbers for another number of layers.
-    """
-    passes = read_order(order)
-    chunks, microbatches = order_sizes(passes)
-    layers = layers_of_chunks(layers_per_chunk, chunks)
-    inputs = _of_each_layer("input_bytes", input_bytes, layers)
-    gradients = inputs if gradient_bytes is None else _of_each_layer("gradient_bytes", gradient_bytes, layers)
-    stores = _of_each_layer("store_bytes", store_bytes, layers)
-    buffers = plan_buffers(order, layers, inputs).buffers_by_signature
-    return GraphMemory(
-        graphs=sum(layers[one.chunk] for one in passes),
-        operations=None if operations is None else microbatches * sum(_of_each_layer("operations", operations, layers)),
-        graph_objects=None,
-        static_inputs=sum(int(nbytes) * count for nbytes, count in buffers.items()),  # type: ignore[call-overload]
-        static_gradients=sum(set(gradients)),
-        break_points=_held_at_most(order, layers, _of_each_sample(stores, layers, microbatches)),
-        pool_peak=predict_pool(order, layers, memory).peak_bytes,
-        pool_reserved=None,
-        workspaces=workspaces,
-    )
-
-
-def _of_each_layer(name: str, given: int | Sequence[int], layers: Sequence[int]) -> list[int]:
-    each = [given] * sum(layers) if isinstance(given, int) else list(given)
-    if len(each) != sum(layers):
-        raise ValueError(f"{name} has {len(each)} numbers for {sum(layers)} layers: give one for each, or one for all")
-    return each
-
-
-def _of_each_sample(of_layer: Sequence[int], layers: Sequence[int], microbatches: int) -> list[int]:
-    """Repeat numbers of layers in the layout of `sample_index`."""
-    return [of_layer[sum(layers[:chunk]) + layer] for chunk, layer, _ in sample_places(layers, microbatches)]
-
-
-def _held_at_most(order: Sequence[float], layers: Sequence[int], of_sample: Sequence[int]) -> int:
+def held_at_most(order: Sequence[float], layers: Sequence[int], of_sample: Sequence[int]) -> int:
     """Most bytes held at once, where each layer and microbatch holds `of_sample` from its forward to its backward."""
     passes = read_order(order)
     microbatches = order_sizes(passes)[1]
@@ -262,39 +200,3 @@ def _bytes(tensors: Iterable[Any]) -> int:
     """Bytes of all tensors, each address counted once."""
     found = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
     return sum(found.values())
-
-
-# ---- workspaces of cuBLAS ----
-
-MIB = 1 << 20
-LARGE = 32 * MIB
-"""Workspace from compute capability 9.0 (Hopper) on."""
-SMALL = 2 * 4 * MIB + 8 * 16 * 1024
-"""Workspace of older GPUs: cuBLAS's own default, `:4096:2:16:8`."""
-
-
-def predict_workspaces(capability: tuple[int, int], *, config: str | None = None, threads: int = 2) -> int:
-    """Bytes of all workspaces that cuBLAS keeps for one stream on which graphs are captured.
-
-    Workspaces lie in no graph pool (`cuda/capture_streams.py`) and do not grow with layers or microbatches. Each thread
-    that runs matrix products on the stream gets one from torch, until the process ends. A
-    training step has two such threads: the main thread, and autograd's thread for backwards.
-
-    Sources: `parseChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp; NVIDIA's cuBLAS documentation,
-    `cublasSetWorkspace`, for what Hopper needs; pytorch#168175 for cuBLASLt, which shares the workspace from 2.11 on.
-
-    Args:
-        capability: Compute capability of the GPU, (9, 0) on Hopper.
-        config: `:SIZE:COUNT` pairs in KiB; None reads the environment variable CUBLAS_WORKSPACE_CONFIG. A text without
-            such a pair means the default, as in torch.
-        threads: Threads that run matrix products in captures; 1 without backwards.
-
-    Raises:
-        ValueError: fewer than one thread.
-    """
-    if threads < 1:
-        raise ValueError(f"threads={threads}: at least one thread runs the products")
-    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if config is None else config
-    pairs = re.findall(r":([0-9]+):([0-9]+)", config)
-    default = LARGE if capability[0] >= 9 else SMALL
-    return threads * (sum(int(size) * 1024 * int(count) for size, count in pairs) if pairs else default)

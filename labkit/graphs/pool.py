@@ -1,4 +1,4 @@
-"""The history of a pool during captures, played back as blocks, and a prediction of its peak.
+"""The history of a pool during captures, played back as the lives of its blocks.
 
 All graphs of a rank share one pool. A capture takes a block for each tensor that it makes. The pool gets the block back
 with the tensor's last reference, often while a later graph is captured. Another tensor may then take the address. So
@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, NamedTuple
-
-from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order
 
 PoolHistory = Iterable[tuple[int, str, int, int, str]]
 """Rows of (time, "alloc" or "free", offset, bytes, graph that took the block during its capture)."""
@@ -194,98 +192,3 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, end))
     return merged
-
-
-# ---- prediction ----
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes that one layer's graphs take from a pool."""
-
-    forward_peak: int
-    """Most bytes that the forward's capture adds for a moment."""
-    kept: int
-    """Bytes that stay until the backward: output and saved activations."""
-    backward_peak: int
-    """Most bytes that the backward's capture adds for a moment, beside `kept`."""
-    grad_inputs: int
-    """Bytes that stay until the layer before has read them: gradients of the layer's inputs."""
-
-
-LAYER_ORDER = (1, 1, -1, 1, -1, -1)
-"""An order that shows a layer's memory. A forward gives nothing back, and one follows the first forward and the first
-backward. So the history separates bytes that stay from bytes that the next capture drops."""
-
-
-def layer_memory(history: PoolHistory) -> LayerMemory:
-    """The memory of a layer, from a pool that holds its captures along LAYER_ORDER with buffers reused, and no others.
-
-    Raises:
-        ValueError: the pool has seen other captures than these six.
-    """
-    playback = play_back(history)
-    if len(playback.captures) != len(LAYER_ORDER):
-        raise ValueError(
-            f"the pool has seen {len(playback.captures)} captures that take memory: capture one layer along "
-            f"{list(LAYER_ORDER)}, in a pool of its own"
-        )
-    forward, _, backward, *_ = [playback.live_bytes[first : last + 1] for _, first, last in playback.captures]
-    kept = forward[-1]
-    return LayerMemory(
-        forward_peak=max(forward), kept=kept, backward_peak=max(backward) - 2 * kept, grad_inputs=backward[-1] - kept
-    )
-
-
-@dataclass(frozen=True)
-class PoolPrediction:
-    """Bytes that a pool holds while an order's graphs are captured."""
-
-    peak_bytes: int
-    """Most bytes at once."""
-    live_bytes: tuple[int, ...]
-    """Bytes held after each step of the order."""
-
-
-def predict_pool(
-    order: Sequence[float], layers_per_chunk: int | Sequence[int], memory: LayerMemory | Sequence[LayerMemory]
-) -> PoolPrediction:
-    """Predict the bytes held in the shared pool along an order.
-
-    A forward leaves `kept` until its backward has been captured. The layer before reads the gradient of a layer's
-    input, which is free after the backward of that layer. The gradient of a chunk's input travels to another rank, so
-    it stays until the next backward has been captured.
-
-    memory: memory of every layer, chunk by chunk, or one for all.
-
-    Raises:
-        ValueError: an order that `read_order` refuses, one with separate weight gradients (c - 0.5), which keep more
-            memory than `LayerMemory` tells, or numbers for another number of layers.
-    """
-    passes = read_order(order)
-    if any(one.kind == "W" for one in passes):
-        raise ValueError(
-            "the order has separate weight gradients (c - 0.5), and the memory that stays alive until they have run is "
-            "not predicted: measure the pool instead"
-        )
-    layers = layers_of_chunks(layers_per_chunk, order_sizes(passes)[0])
-    of_layer = [memory] * sum(layers) if isinstance(memory, LayerMemory) else list(memory)
-    if len(of_layer) != sum(layers):
-        raise ValueError(f"memory of {len(of_layer)} layers for {sum(layers)}: give one for each, or one for all")
-    live, peak, sent, after = 0, 0, 0, []
-    for one in passes:
-        first = sum(layers[: one.chunk])
-        of_chunk = of_layer[first : first + layers[one.chunk]]
-        if one.kind == "F":
-            for layer in of_chunk:
-                peak = max(peak, live + layer.forward_peak)
-                live += layer.kept
-        elif one.kind == "B":
-            above = 0  # gradient of the input of the layer above
-            for layer in reversed(of_chunk):
-                peak = max(peak, live + layer.backward_peak)
-                live += layer.grad_inputs - layer.kept - above
-                above = layer.grad_inputs
-            live, sent = live - sent, above
-        after.append(live)
-    return PoolPrediction(peak, tuple(after))

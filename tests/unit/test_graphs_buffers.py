@@ -172,17 +172,18 @@ def test_a_plan_one_step_early_shows_the_two_lives():
     )
 
 
-def test_the_checker_reads_the_plan_and_not_its_maker():
-    order = [1, 1, -1, -1]
-    plan = plan_buffers(order, 1)
-    with pytest.raises(PlanError, match="two lives at once"):
-        check_plan(replace(plan, assignment=dict.fromkeys(plan.assignment, 0)), order)
-    with pytest.raises(PlanError, match=r"gives it back at step 1\. Its forward runs at step 1"):
-        check_plan(replace(plan, freed_at={**plan.freed_at, (0, 0, 1): 1}), order)
-    with pytest.raises(PlanError, match="chunk 0 layer 0 microbatch 1 has no buffer"):
-        check_plan(replace(plan, assignment={(0, 0, 0): 0}), order)
-    with pytest.raises(PlanError, match="is not in the order"):
-        check_plan(plan, [1, -1])
+@pytest.mark.parametrize(
+    ("wrong", "order", "says"),
+    [
+        ({"assignment": {(0, 0, 0): 0, (0, 0, 1): 0}}, [1, 1, -1, -1], "two lives at once"),
+        ({"freed_at": {(0, 0, 0): 2, (0, 0, 1): 1}}, [1, 1, -1, -1], r"gives it back at step 1\. Its forward runs at"),
+        ({"assignment": {(0, 0, 0): 0}}, [1, 1, -1, -1], "chunk 0 layer 0 microbatch 1 has no buffer"),
+        ({}, [1, -1], "is not in the order"),
+    ],
+)
+def test_the_checker_reads_the_plan_and_not_its_maker(wrong, order, says):
+    with pytest.raises(PlanError, match=says):
+        check_plan(replace(plan_buffers([1, 1, -1, -1], 1), **wrong), order)
 
 
 def test_later_lives_of_a_buffer_are_checked_too():
@@ -200,29 +201,23 @@ def test_orders_of_schedules_are_read():
 
 
 @pytest.mark.parametrize(
-    ("order", "says"),
+    ("order", "layers", "options", "says"),
     [
-        ([], "the order is empty"),
-        ([0, 1], r"order\[0\] is 0: write c for a forward"),
-        ([1, -1, 0.5], r"order\[2\] is 0.5"),
-        ([1, -1.25], r"order\[1\] is -1.25"),
-        ([-1, 1], "a forward must come first"),
-        ([1, -1.5, -1], "a backward must come first"),
-        ([1, 1, -1], r"\[2\] forwards and \[1\] backwards"),
-        ([1, -1, 3, -3], r"\[1, 0, 1\] forwards"),
-        ([1, 1, 2, -2, -1, -1], r"\[2, 1\] forwards"),
-        ([1, 1, -1, -1, -1.5], "every chunk runs every microbatch"),
+        ([], 1, {}, "the order is empty"),
+        ([0, 1], 1, {}, r"order\[0\] is 0: write c for a forward"),
+        ([1, -1, 0.5], 1, {}, r"order\[2\] is 0.5"),
+        ([1, -1.25], 1, {}, r"order\[1\] is -1.25"),
+        ([-1, 1], 1, {}, "a forward must come first"),
+        ([1, -1.5, -1], 1, {}, "a backward must come first"),
+        ([1, 1, -1], 1, {}, r"\[2\] forwards and \[1\] backwards"),
+        ([1, -1, 3, -3], 1, {}, r"\[1, 0, 1\] forwards"),
+        ([1, 1, 2, -2, -1, -1], 1, {}, r"\[2, 1\] forwards"),
+        ([1, 1, -1, -1, -1.5], 1, {}, "every chunk runs every microbatch"),
+        ([1, 2, -2, -1], [1], {}, "the order has chunks 1 to 2"),
+        ([1, -1], 2, {"signatures": [1, 2, 3]}, "3 signatures for 2 layers and 1 microbatches"),
+        ([1, -1], 1, {"early_release": -1}, "early_release is -1"),
     ],
 )
-def test_orders_that_cannot_run_are_refused(order, says):
+def test_orders_and_sizes_that_cannot_be_planned_are_refused(order, layers, options, says):
     with pytest.raises(ValueError, match=says):
-        plan_buffers(order, 1)
-
-
-def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="the order has chunks 1 to 2"):
-        plan_buffers([1, 2, -2, -1], [1])
-    with pytest.raises(ValueError, match="3 signatures for 2 layers and 1 microbatches"):
-        plan_buffers([1, -1], 2, signatures=[1, 2, 3])
-    with pytest.raises(ValueError, match="early_release is -1"):
-        plan_buffers([1, -1], 1, early_release=-1)
+        plan_buffers(order, layers, **options)

@@ -108,10 +108,11 @@ class ReplayGuards:
                 f"{name}: a parameter, a buffer or a main_grad was moved since the capture, and the graph would use "
                 "the old memory. Change them in place (copy_, the optimizer's step), or capture again"
             )
-        if gradients and [p.requires_grad for p in self._flagged] != self._wants:
+        flags = zip(self._flagged, self._wants, strict=True)
+        if gradients and (changed := [p for p, wants in flags if p.requires_grad != wants]):
             raise GraphCaptureError(
-                f"{name}: requires_grad of {self._changed_flag()} is not what it was at capture, and the graph treats "
-                "its gradient as at capture. Set it back, or capture again"
+                f"{name}: requires_grad of {self._name_of(changed[0])} is not what it was at capture, and the graph "
+                "treats its gradient as at capture. Set it back, or capture again"
             )
 
     def require_members(self, name: str, since: str = "since the capture") -> None:
@@ -119,30 +120,21 @@ class ReplayGuards:
         present = self._present()
         if len(present) != len(self._members) or any(map(is_not, present, self._members)):
             raise GraphCaptureError(
-                f"{name}: {self._replaced(present)} was replaced {since}, and the graph would use the old one. Change "
-                "it in place (copy_, load_state_dict without assign), or capture again"
+                f"{name}: {self._name_of(self._new_member(present))} was replaced {since}, and the graph would use the "
+                "old one. Change it in place (copy_, load_state_dict without assign), or capture again"
             )
 
-    def _replaced(self, present: list[Any]) -> str:
-        known, unknown = set(map(id, self._members)), set(map(id, present))
-        for name, module in self._named():
-            of_kinds = (("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules))
-            for kind, registered in of_kinds:
-                for own, value in registered.items():
-                    if value is not None and id(value) not in known:
-                        return f"{kind} {name}{own}"
-        gone = sum(id(x) not in unknown for x in self._members if x is not None)
-        return f"one of {gone} parameters, buffers or modules" if gone else "a parameter, buffer or module"
+    def _new_member(self, present: list[Any]) -> Any:
+        """The first member that was not there at the capture; None where members have only gone."""
+        known = set(map(id, self._members))
+        return next((member for member in present if member is not None and id(member) not in known), None)
 
-    def _changed_flag(self) -> str:
-        [changed, *_] = [p for p, wants in zip(self._flagged, self._wants, strict=True) if p.requires_grad != wants]
-        for name, module in self._named():
-            for own, value in module._parameters.items():
-                if value is changed:
-                    return f"parameter {name}{own}"
-        return "a parameter"
-
-    def _named(self) -> list[tuple[str, nn.Module]]:
-        if not isinstance(self._function, nn.Module):
-            return []
-        return [(f"{name}." if name else "", module) for name, module in self._function.named_modules()]
+    def _name_of(self, wanted: Any) -> str:
+        modules = self._function.named_modules() if isinstance(self._function, nn.Module) else ()
+        for path, module in modules:
+            kinds = {"parameter": module._parameters, "buffer": module._buffers, "module": module._modules}
+            for kind, registered in kinds.items():
+                for name, member in registered.items():
+                    if member is not None and member is wanted:
+                        return f"{kind} {path}{'.' if path else ''}{name}"
+        return "a parameter, a buffer or a module"

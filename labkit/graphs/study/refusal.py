@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import torch
+from labkit.graphs.user_line import TORCH, user_frame
 
-_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+_NOT_THE_USER = (TORCH, str(Path(__file__).parents[2]), "<")
 _PLACE = re.compile(r"^\S.*?:\d+ \(in [^)]*\): ")
 """The start of a message, `file:line (in code): `; a `Refusal` shows the line itself instead."""
 
@@ -30,8 +28,9 @@ class Refusal:
     @classmethod
     def of(cls, error: BaseException) -> Refusal:
         """A caught exception as a refusal."""
-        below = error.__cause__  # the device's own error
-        line = (_line_of(below.__traceback__) if below is not None else "") or _line_of(error.__traceback__)
+        raised = (error.__cause__, error)  # the cause is the device's own error
+        frames = [frame for one in raised if one is not None and (frame := user_frame(one, _NOT_THE_USER))]
+        line = (frames[0].line or "") if frames else ""
         return cls(line, _PLACE.sub("", str(error).strip().split("\n")[0]))
 
     def __repr__(self) -> str:
@@ -52,13 +51,3 @@ def refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Refusal:
     except RuntimeError as error:
         return Refusal.of(error)
     raise ValueError(f"{getattr(function, '__name__', function)} ran, and was expected to be refused")
-
-
-def _line_of(trace: TracebackType | None) -> str:
-    line = ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USER):
-            line = linecache.getline(file, trace.tb_lineno).strip() or line
-        trace = trace.tb_next
-    return line

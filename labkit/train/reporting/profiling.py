@@ -13,6 +13,7 @@ has never run on a GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,7 +24,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from labkit.config import TrainConfig
 from labkit.events import ranging
-from labkit.graphs.study.launches import quiet
 
 
 class Profile:
@@ -60,13 +60,13 @@ class Profile:
     def _pytorch(self) -> Iterator[None]:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
         profiler = profile(activities=activities, record_shapes=True)
-        with quiet():
+        with _quiet():
             profiler.start()
         try:
             with ranging(record_function):
                 yield
         finally:
-            with quiet():
+            with _quiet():
                 profiler.stop()
             folder = Path(self._train.output_dir or ".")
             folder.mkdir(parents=True, exist_ok=True)
@@ -85,3 +85,16 @@ def _nsys() -> Iterator[None]:
     finally:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence standard error: some builds of the profiler write a line to it at start and stop."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
