@@ -36,7 +36,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _State:
-    """State of this process."""
+    """The state of this process: may the kernels be used?"""
 
     torch_alone: bool = False
     """The kernels must not be used, or could not be compiled and are not tried again."""

@@ -1,6 +1,22 @@
-"""CUDA graphs: capture and replay on CUDA, and with the same semantics on a CPU; plans of their buffers as data.
+"""CUDA graphs of callables, of layers and of whole steps, on a GPU and, with the same rules, on a CPU.
 
-Plans need no torch.
+Names are those of Megatron-LM and Transformer Engine (TE). A training run owns its graphs in `train/cuda_graphs.py`.
+
+| name                                          | file                    | what it does                               |
+|-----------------------------------------------|-------------------------|--------------------------------------------|
+| `CudaGraphHelper` (Megatron)                  | `cuda_graph_helper.py`  | captures a rank's layers by its schedule   |
+| `GraphableMegatronModule` (Megatron)          | `graphable_module.py`   | wraps a layer, and replays its graphs      |
+| `MoECudaGraphPartialCaptureSignal` (Megatron) | `partial_moe.py`        | ends a graph inside a layer of experts     |
+| `FullIterationGraph`                          | `full_iteration.py`     | captures a whole step as one graph         |
+| `make_graphed_callables` (TE)                 | `capture.py`            | captures callables in the order of runs    |
+| `GraphedCallable`                             | `graphed_callable.py`   | replays the graphs of one callable         |
+| `plan_buffers`, `play_back`                   | `buffers.py`, `pool.py` | memory that graphs share; needs no torch   |
+
+`make_graphed_callables` takes its arguments as a `CaptureRequest` (`capture_request.py`), which lists the graphs in the
+order of their captures (`planned_captures.py`) and the fixed addresses that calls are copied to (`static_inputs.py`).
+A `GraphBackend` (`backend.py`) captures each graph: `emulated/` on a CPU, `cuda/` on a GPU. Gradients, hooks, random
+states and counters of the run are put aside meanwhile (`capture_isolation.py`). Each callable and microbatch ends up as
+a `CaptureResult` (`capture_result.py`). `checks/` refuses what a replay would silently compute wrongly.
 """
 
 from __future__ import annotations

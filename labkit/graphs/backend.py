@@ -30,7 +30,7 @@ IMPLS = ("auto", "transformer_engine", "local", "emulated")
 
 
 class Graph(Protocol):
-    """Operations captured once, in order, on fixed addresses."""
+    """A graph holds operations that were captured once, in order, on fixed addresses."""
 
     name: str
 
@@ -49,7 +49,7 @@ class Graph(Protocol):
 
 
 class Pool(Protocol):
-    """Memory for the tensors that graphs make. A graph may take over the dead blocks of another graph of its pool."""
+    """The memory for tensors that graphs make. A graph may take over the dead blocks of its pool's other graphs."""
 
     @property
     def history(self) -> Sequence[PoolStep]:
@@ -78,7 +78,7 @@ class Pool(Protocol):
 
 
 class GraphBackend(Protocol):
-    """Captures on one kind of machine."""
+    """The functions that captures need of one kind of machine."""
 
     name: str
     """`emulated` or `local`."""

@@ -150,7 +150,7 @@ def _made_on(
 
 
 class _Capture:
-    """One call of `make_graphed_callables` on one backend."""
+    """Warm-up and captures of one `CaptureRequest` on one backend."""
 
     def __init__(self, backend: GraphBackend, request: CaptureRequest, *, watch: bool) -> None:
         """watch: note the times of captures, so that a replay can be refused (`checks/in_flight_forwards.py`)."""

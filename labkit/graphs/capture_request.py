@@ -33,6 +33,7 @@ class CaptureRequest(NamedTuple):
     layers: Sequence[int]
     """Layers of each chunk."""
     num_warmup: int
+    """This and the following fields are the arguments of the same name."""
     pool: Any
     reuse_buffers: bool
     allow_unused_input: bool
@@ -70,7 +71,7 @@ def checked_request(
     clone_param_grads: bool,
     plan: BufferPlan | None,
 ) -> CaptureRequest:
-    """The arguments of `make_graphed_callables`, which has the docstrings, as a request; raises what it raises."""
+    """Check the arguments of `make_graphed_callables`, whose docstring explains them and lists the errors."""
     if num_warmup < 0:
         raise ValueError(f"num_warmup={num_warmup}: give 0 or more")
     several = isinstance(callables, tuple | list)

@@ -27,7 +27,7 @@ class CallableGraphs(NamedTuple):
 
 
 class CaptureTimes(NamedTuple):
-    """Times at which the graphs of one callable were captured: counts of captures in their pool."""
+    """The times at which the graphs of one callable were captured, as counts of captures in their pool."""
 
     forward: int
     backward: int
@@ -35,7 +35,10 @@ class CaptureTimes(NamedTuple):
 
 
 class CaptureResult:
-    """The tensors that a replay reads and writes, at the addresses of the capture."""
+    """The graphs of one callable at one microbatch, and the tensors at fixed addresses that they read and write.
+
+    A capture fills this in forward, backward and weight gradients; a `GraphedCallable` replays it.
+    """
 
     def __init__(self, arguments: Arguments, inputs: Sequence[Tensor]) -> None:
         self.arguments = arguments
@@ -48,7 +51,9 @@ class CaptureResult:
         self.differentiable: tuple[bool, ...] = ()
         """For each output, True where it takes a gradient."""
         self.grad_outputs: tuple[Tensor | None, ...] = ()
+        """Static tensors into which a backward copies the gradients of its outputs."""
         self.grad_inputs: tuple[Tensor | None, ...] = ()
+        """Static tensors into which the backward writes the gradients of its inputs."""
         self.parameters: tuple[nn.Parameter, ...] = ()
         """Parameters that the backward reaches. Autograd calls their hooks after a replay."""
         self.grad_parameters: tuple[Tensor | None, ...] = ()
@@ -63,7 +68,9 @@ class CaptureResult:
         self.changed: tuple[int, ...] = ()
         """Indices of the inputs that the callable changes in place."""
         self.in_grad_mode = False
+        """The capture ran with gradients enabled."""
         self.in_inference_mode = False
+        """The capture ran in inference mode, so its tensors may not leave that mode."""
         self.times: CaptureTimes | None = None
         """None without a backward, and where replays are not watched."""
         self.in_flight: InFlightForwards | None = None

@@ -39,7 +39,7 @@ Iteration = Callable[[Iterator[Batch]], Any]
 
 
 class FullIterationGraph:
-    """Calls `function` eagerly for some steps, captures the next call, and replays it from then on."""
+    """A step that runs eagerly a few times, is captured at the next call, and is replayed from then on."""
 
     def __init__(
         self,

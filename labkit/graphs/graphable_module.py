@@ -87,7 +87,7 @@ class GraphableMegatronModule:
     # ---- calls ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's `forward` while it is wrapped (the table of this file)."""
+        """Run as the layer's `forward` while it is wrapped, and choose by the table of this file."""
         if self.layer.training and torch.is_grad_enabled():
             if is_graph_capturing() or is_graph_warmup():
                 return self.cuda_graph_capture(*args, **kwargs)

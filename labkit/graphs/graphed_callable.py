@@ -1,4 +1,4 @@
-"""`GraphedCallable`, the result of `make_graphed_callables`: called like its callable, known to autograd."""
+"""`GraphedCallable`, the result of `make_graphed_callables`: it is called like its callable, and autograd knows it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Replay(Function):
 
 
 class GraphedCallable:
-    """Called like its callable; in the mode of the capture its graphs run instead.
+    """A callable with graphs. It is called like the callable; in the mode of the capture its graphs run instead.
 
     In another mode the callable itself runs, as in evaluation after a capture in training, or under `torch.no_grad()`
     after a capture with gradients. All other attributes are the callable's (`.weight`, `.parameters()`, ..).

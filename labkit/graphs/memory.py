@@ -81,7 +81,7 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class GraphMemoryReport:
-    """Measured beside predicted; `str` gives a table."""
+    """The measured memory beside the predicted one; `str` gives a table."""
 
     measured: GraphMemory
     predicted: GraphMemory | None = None

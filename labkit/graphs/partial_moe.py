@@ -19,7 +19,10 @@ comes last. The dispatcher names the attributes that it hands on (`handed_on`). 
 hold a tensor. The first capture filters the list (`valid_cudagraph_attrs`), and later captures use the same list, since
 a graph's outputs have fixed positions.
 
-The names are Megatron's (`megatron/core/transformer/moe/moe_utils.py`).
+The signal is an exception and no error, used as control flow on purpose. Megatron does the same, and the names are its
+own (`megatron/core/transformer/moe/moe_utils.py`). A graph has to end several calls below the wrapper, in the middle of
+a forward. If it ended by early returns, every function on the way would have to know of graphs. The exception leaves
+all of them at once, and only during warm-up and capture: no eager run and no replay raises it.
 
 Shapes: S, B, H, T, E, N as in `labkit/moe/layer.py`.
 """
@@ -43,7 +46,7 @@ STEPS: tuple[MoEStep, ...] = ("shared_experts_compute", "route", "preprocess")
 
 
 class CutMoELayer:
-    """One layer of experts inside which a graph ends.
+    """A layer of experts inside which a graph ends: its three decorated steps, and its store.
 
     Attributes:
         moe_layer, scope: the layer, and the captured parts.
@@ -104,7 +107,10 @@ class CutMoELayer:
 
 
 class MoECudaGraphPartialCaptureSignal(Exception):
-    """Signal, no error: the last captured step of a layer raises it, and the layer's wrapper catches it.
+    """Leaves the forward of a layer where its graph ends; control flow and no error, as in Megatron.
+
+    The last captured step raises it during warm-up and capture; the layer's `GraphableMegatronModule` catches it. The
+    top of this file says why it is an exception.
 
     Args:
         cut: the layer whose graph ends here.

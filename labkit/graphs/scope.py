@@ -30,13 +30,13 @@ class LayerScope:
     """The captured parts of one layer; false as a condition where there is none."""
 
     attention: bool
-    """Norm, attention and residual."""
+    """The graph holds norm, attention and residual."""
     mlp: bool
-    """Norm, the whole MLP, with or without experts, and residual."""
+    """The graph holds norm, the whole MLP, with or without experts, and residual."""
     router: bool
-    """Norm, router, and shared experts unless they are overlapped."""
+    """The graph holds norm, router, and shared experts unless they are overlapped."""
     preprocess: bool
-    """Counts and the first permutation."""
+    """The graph holds the counts of rows and the first permutation."""
 
     def __bool__(self) -> bool:
         return self.attention or self.mlp or self.router

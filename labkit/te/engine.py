@@ -1,4 +1,4 @@
-"""Transformer Engine itself: its module, its fp8, its recomputation (`model.transformer_impl`).
+"""What labkit asks of Transformer Engine: its module, its fp8, its recomputation (`model.transformer_impl`).
 
 | ours                             | Transformer Engine's     | under the parameter names                         |
 |----------------------------------|--------------------------|---------------------------------------------------|
@@ -28,7 +28,7 @@ from labkit.parallel.random import RngTracker
 
 
 def engine() -> Any:
-    """`transformer_engine.pytorch`.
+    """Return the module `transformer_engine.pytorch`.
 
     Raises:
         ValueError: the engine cannot be used here; one sentence says what is missing and how to get it.
@@ -45,7 +45,7 @@ class CastsOnce(Protocol):
 
 
 def engine_recipe(recipe: Float8Recipe, *, reduces: bool) -> Any:
-    """The engine's recipe object. reduces: several ranks agree on an amax."""
+    """The recipe as the engine's own object. reduces: several ranks agree on an amax."""
     engine()  # raises a clear error where it is missing
     recipes = importlib.import_module("transformer_engine.common.recipe")
     fp8_format = recipes.Format.HYBRID if recipe.hybrid else recipes.Format.E4M3

@@ -24,11 +24,11 @@ from labkit.parallel.parameters.weights import Seed, make_expert_parameter, make
 from labkit.te.engine import EngineFloat8, engine
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-"""Value of `model.norm` -> the engine's name."""
+"""A value of `model.norm` -> the engine's name for it."""
 
 
 class FusedNorm(nn.Module):
-    """Holds the parameters of a norm that the next linear layer applies; returns its input.
+    """A module that holds the parameters of a norm, which the next linear layer applies.
 
     Args:
         name: name in the whole model.
@@ -46,7 +46,7 @@ class FusedNorm(nn.Module):
             record_of(parameter).sequence_parallel = sequence_parallel
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """x itself."""
+        """Return x unchanged: the next linear layer applies the norm."""
         return x_SBH
 
 
@@ -54,7 +54,7 @@ class _EngineLinear(nn.Module):
     """A linear layer of the engine on labkit's parameters."""
 
     def __init__(self, name: str, layer: Any, parameters: dict[str, nn.Parameter], *, precision: Precision) -> None:
-        """parameters: by the engine's names. precision: with fp8 the weight is cast once a step."""
+        """parameters: the engine's name -> labkit's parameter. precision: with fp8 the weight is cast once a step."""
         super().__init__()
         self.name = name
         for theirs, parameter in parameters.items():
@@ -181,7 +181,7 @@ class GroupedLinear(nn.Module):
     def __init__(
         self, name: str, part: str, full_shape: tuple[int, int, int], *, accumulate: bool = False, **made: Any
     ) -> None:
-        """As in `StackedLinear`, but `accumulate` has no effect: the wrapper adds gradients."""
+        """Take the arguments of `StackedLinear`. `accumulate` has no effect, since the wrapper adds gradients."""
         super().__init__()
         self.weight = make_expert_parameter(name, f"{part}.weight", full_shape, **made)
         experts, outputs, inputs = self.weight.shape

@@ -105,7 +105,7 @@ class LocalPool:
 
 
 class LocalGraph:
-    """A CUDA graph with a name."""
+    """A `torch.cuda.CUDAGraph` with a name, which is reset before its process leaves its process group."""
 
     def __init__(self, name: str, generators: Sequence[torch.Generator] = ()) -> None:
         self.name = name

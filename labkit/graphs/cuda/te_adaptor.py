@@ -325,7 +325,7 @@ class EngineCallable(GraphedCallable):
 
     @property
     def graphs(self) -> CallableGraphs:
-        """Refused: the engine does not hand out its graphs."""
+        """Raise GraphCaptureError, since the engine does not hand out its graphs."""
         raise GraphCaptureError(f"{self.name}: Transformer Engine does not hand out its graphs")
 
     def _replayed(self, tensors: Sequence[Tensor]) -> Any:

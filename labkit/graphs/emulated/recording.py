@@ -239,7 +239,7 @@ class AddressRecorder(TorchDispatchMode):
         return placed
 
     def finish(self) -> None:
-        """End of the capture.
+        """End the capture.
 
         Raises:
             GraphCaptureError: a transfer was started and not waited for.

@@ -1,1 +1,1 @@
-"""Counts of a graph's operations, launches, calls and refusals, for chapters and benchmarks."""
+"""What chapters and benchmarks show of graphs: their operations, launches, calls and refusals."""
