@@ -16,6 +16,7 @@ from labkit.events import span
 from labkit.graphs.capture_result import CallableGraphs, CaptureResult
 from labkit.graphs.checks.in_flight_forwards import InFlightForward
 from labkit.graphs.checks.replay_guards import ReplayGuards
+from labkit.graphs.planned_captures import Place
 from labkit.graphs.static_inputs import copy_in, lie_together
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.weight_grad_store import deferred
@@ -198,14 +199,18 @@ class GraphedCallable:
         """True where the gradient of input `x` leaves as a copy.
 
         The next replay overwrites the original. By then the graph right below has read it, since its backward runs
-        next. Any other receiver may keep the gradient, for example as `.grad` of a leaf, or may still be sending it to
-        another rank.
+        next. Any other receiver may keep the gradient, for example as `.grad` of a leaf, may wait for more of it, or
+        may still be sending it to another rank.
         """
-        below = x.grad_fn
-        if type(below) is not _REPLAYED or x._backward_hooks:
+        below, here = self._place_below(x), self.captured.place
+        if below is None or here is None:
             return True
-        one, here = below.graphed.captured.place, self.captured.place  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        return not (one and here and one[2:] == (here.chunk, here.layer - 1, here.microbatch))
+        return (below.chunk, below.layer, below.microbatch) != (here.chunk, here.layer - 1, here.microbatch)
+
+    def _place_below(self, x: Tensor) -> Place | None:
+        """The place whose replay returned `x`; None where other code made `x`, or hooks read its gradient."""
+        node: Any = x.grad_fn
+        return None if type(node) is not _REPLAYED or x._backward_hooks else node.graphed.captured.place
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Copy inputs in and replay; return tensor objects of their own, since a reader may empty their `.data`."""

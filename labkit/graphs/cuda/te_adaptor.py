@@ -214,7 +214,7 @@ def _sample_kwargs(arguments: Sequence[Arguments]) -> tuple[dict[str, Tensor], .
 def _captured(place: Place, arguments: Arguments, inputs: Sequence[Tensor], arrivals: Arrivals) -> CaptureResult:
     captured = CaptureResult(arguments, inputs)
     own = list(place.function.parameters())  # pyright: ignore[reportFunctionMemberAccess]
-    captured.in_grad_mode = torch.is_grad_enabled()
+    captured.place, captured.in_grad_mode = place, torch.is_grad_enabled()
     captured.parameters = tuple(
         p for p in own if id(p) in arrivals.without_gradient and getattr(p, "main_grad", None) is not None
     )
@@ -345,16 +345,8 @@ class EngineCallable(GraphedCallable):
                 _notes(y.grad_fn)[_REPLAYED] = self._place
         return outputs
 
-    def owns_gradient_of(self, x: Tensor) -> bool:
-        """True where the gradient of input `x` leaves as a copy.
-
-        The next replay overwrites the original. By then the graph right below has read it, since its backward runs
-        next. Any other receiver may keep the gradient, for example as `.grad` of a leaf, or may wait for more of it.
-        """
-        below = None if x.grad_fn is None else _notes(x.grad_fn).get(_REPLAYED)
-        place = self._place
-        here = (place.chunk, place.layer - 1, place.microbatch)
-        return below is None or (below.chunk, below.layer, below.microbatch) != here
+    def _place_below(self, x: Tensor) -> Place | None:
+        return None if x.grad_fn is None else _notes(x.grad_fn).get(_REPLAYED)
 
     def backward_dw(self) -> None:
         """Replay the engine's graph of the weight gradients that its modules put off."""
