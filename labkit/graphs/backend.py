@@ -108,10 +108,6 @@ class GraphBackend(Protocol):
         """Free unused memory. Call this once ahead of a set of captures into `pool`."""
         ...
 
-    def static_like(self, tensor: Tensor, pool: Any) -> Tensor:
-        """An uninitialised tensor like `tensor`, which keeps its address to itself while it lives; requires no grad."""
-        ...
-
     def weak_ref(self, tensor: Tensor) -> Tensor:
         """A tensor at the same address that does not keep the memory: the pool may give it to another tensor."""
         ...

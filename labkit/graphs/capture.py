@@ -275,14 +275,14 @@ class _Capture:
             self._give_back(one)
 
     def _grad_output(self, index: int, output: Tensor, number: int) -> Tensor:
-        """The tensor that the gradient of output `number` is copied into.
+        """The tensor that the gradient of output `number` is copied into. It lies outside the pool.
 
         Under reuse outputs of one number and shape share a tensor, since only the backward reads it. The exception is a
         place whose weight gradients read it later.
         """
         key = (tuple(output.shape), output.dtype, output.layout, number)
         if not self.reuse or index in self.put_off or key not in self._grad_outputs:
-            self._grad_outputs[key] = self.backend.static_like(output.detach(), self.pool).zero_()
+            self._grad_outputs[key] = torch.zeros_like(output.detach())
         return self._grad_outputs[key]
 
     def _weights(self, one: PlannedCapture) -> None:

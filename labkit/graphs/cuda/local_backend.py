@@ -274,10 +274,6 @@ class LocalBackend:
             self._of_handles[tuple(pool)] = LocalPool(pool)
         return self._of_handles[tuple(pool)]
 
-    def static_like(self, tensor: Tensor, pool: Any) -> Tensor:
-        """An uninitialised tensor outside the pool; its memory is free when the tensor is dropped."""
-        return torch.empty_like(tensor.detach(), requires_grad=False)
-
     def weak_ref(self, tensor: Tensor) -> Tensor:
         """A tensor at the same address that owns nothing."""
         return weak_cuda_tensor(tensor)

@@ -114,10 +114,6 @@ class EmulatedBackend:
     def before_captures(self, pool: Arena) -> None:
         """Do nothing: a capture on the host does not depend on freed memory."""
 
-    def static_like(self, tensor: Tensor, pool: Arena) -> Tensor:
-        """An uninitialised tensor like `tensor`, in memory of its own outside the pool, as on a GPU."""
-        return torch.empty_like(tensor.detach(), requires_grad=False)
-
     def weak_ref(self, tensor: Tensor) -> Tensor:
         """A tensor at the same address that does not keep the block. Outside arenas it keeps its memory."""
         return unmanaged(tensor)
