@@ -95,7 +95,7 @@ class Float8Gemms(Gemms):
     def keep_weight(self, weight: Tensor) -> None:
         """Keep the cast weight at a fixed address from now on, so that CUDA graphs can read it.
 
-        Graphs do not cast the weight. Call `refresh_weight` ahead of their replays; it casts the weight only in the
+        Graphs do not cast the weight. Call `refresh_weight` before their replays; it casts the weight only in the
         first microbatch of a step."""
         if self._kept is None:
             self._kept = self._cast(weight.detach(), "weight", None, trains=False)

@@ -105,7 +105,7 @@ class GraphBackend(Protocol):
         ...
 
     def before_captures(self, pool: Any) -> None:
-        """Free unused memory. Call this once ahead of a set of captures into `pool`."""
+        """Free unused memory. Call this once before a set of captures into `pool`."""
         ...
 
     def weak_ref(self, tensor: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def make_graphed_callables(
         order: signed chunk numbers, 1 first, as `Schedule.order` gives them; -c - 0.5 is a separate graph of the weight
             gradients. None: each callable has one graph, all forwards run before all backwards.
         num_layers_per_chunk: layers of each chunk; None gives each chunk the same number.
-        num_warmup: runs of each callable ahead of its capture, so that lazy initialisation is not captured.
+        num_warmup: runs of each callable before its capture, so that lazy initialisation is not captured.
         pool: `.pool` of earlier graphed callables, to share their memory; None starts a new pool.
         reuse_buffers: share static inputs between microbatches and give static outputs back to the pool.
         impl: `transformer_engine`, `local` (CUDA), `emulated` (host), or `auto` by the device of the samples.

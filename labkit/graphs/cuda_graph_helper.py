@@ -158,8 +158,8 @@ class CudaGraphHelper:
     def create_cudagraphs(self, *, early_release: int = 0) -> None:
         """Capture every layer once for each microbatch, and give it the graphs. Call this between two steps.
 
-        early_release: give static inputs back so many steps before the backward that reads them. Above 0 gradients can
-            be wrong, as a chapter shows.
+        early_release: the number of steps before its backward at which a static input is given back. Above 0 gradients
+            can be wrong, as a chapter shows.
 
         Raises:
             RuntimeError: there are graphs already (`reset` drops them).

@@ -63,7 +63,7 @@ class FullIterationGraph:
             warmup_steps: eager calls before the capture, at least one where something is made lazily.
             name: name in Events.
             rng: named random states that `function` draws from.
-            before: called ahead of every run, for work outside the graph, such as waiting for gathered parameters.
+            before: called before every run, for work outside the graph, such as waiting for gathered parameters.
             chunks: the model. The capture leaves its counters as they are, and unwraps layers that a `CudaGraphHelper`
                 has wrapped, since it captures whole layers.
 

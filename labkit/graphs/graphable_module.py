@@ -38,7 +38,7 @@ from labkit.moe.layer import MoELayer
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Sizes and types of a layer's arguments, in order."""
 Hook = Callable[[nn.Module], object]
-"""A function to call with a module ahead of its forward, such as the wait for gathered parameters."""
+"""A function to call with a module before its forward, such as the wait for gathered parameters."""
 
 
 class GraphableMegatronModule:
@@ -49,7 +49,7 @@ class GraphableMegatronModule:
         graph, scope: the configuration, and the parts of this layer that it captures.
         cut: the cut layer of experts, where the graph ends inside it; else None.
         cuda_graphs: the graphs by microbatch, in the order of their forwards; empty where there are none.
-        cuda_graph_manual_hooks: pairs of a hook to call ahead of a replay and its arguments.
+        cuda_graph_manual_hooks: pairs of a hook to call before a replay and its arguments.
         cuda_graph_owner: the `CudaGraphHelper` that made the graphs; only the owner may drop them.
         cuda_graph_shapes: the shapes that all graphs of the layer take.
         cuda_graph_misfit: called with the shapes of a training call that the graphs do not take; the call then runs

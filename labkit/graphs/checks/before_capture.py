@@ -63,7 +63,7 @@ def _check_module(name: str, module: nn.Module) -> None:
         if getattr(module, attribute):
             raise GraphCaptureError(
                 f"{name} has {what}, which would run at capture and at no replay: remove it before the capture. To "
-                "keep its effect, call it ahead of each replay (cuda_graph_manual_hooks)"
+                "keep its effect, call it before each replay (cuda_graph_manual_hooks)"
             )
     for buffer, tensor in module.named_buffers(recurse=False):
         if tensor.requires_grad:

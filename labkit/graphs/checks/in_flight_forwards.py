@@ -62,7 +62,7 @@ class InFlightForwards:
         return flight
 
     def require(self, flight: InFlightForward, name: str, *, is_last: bool) -> None:
-        """Check a forward ahead of its backward or its weight gradients. is_last: no later graph reads its tensors.
+        """Check a forward before its backward or its weight gradients. is_last: no later graph reads its tensors.
 
         Raises:
             GraphCaptureError: another replay has overwritten the forward's tensors.
@@ -71,7 +71,7 @@ class InFlightForwards:
             what = "its graph was replayed again" if flight.is_repeated else f"{flight.spoiled_by} was replayed"
             raise GraphCaptureError(
                 f"{name}: since this forward {what} and overwrote tensors that the backward reads. Run forwards and "
-                "backwards in the order of the capture; for several forwards ahead of their backwards capture a graph "
+                "backwards in the order of the capture; for several forwards before their backwards capture a graph "
                 "for each (order)"
             )
         if is_last:

@@ -100,7 +100,7 @@ class ReplayGuards:
         if any(self._hooks):
             raise GraphCaptureError(
                 f"{name}: a hook was registered on one of its modules since the capture, and a replay calls none: "
-                "remove it, or call it ahead of each replay (cuda_graph_manual_hooks)"
+                "remove it, or call it before each replay (cuda_graph_manual_hooks)"
             )
         self.require_members(name)
         if self._present_addresses() != self._addresses:

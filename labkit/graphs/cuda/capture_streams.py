@@ -35,7 +35,7 @@ def resets_free_workspaces() -> bool:
 
 
 class CaptureStream:
-    """A stream for captures and for the warm-up ahead of them."""
+    """A stream for captures and for the warm-up before them."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

@@ -9,7 +9,7 @@ other parts of torch that the capture is over (pytorch#180395):
 | allocator of the host  | the same                                      | that pool takes no other capture            |
 | generators             | draws belong to the capture                   | every draw raises                           |
 
-The repair keeps the graph alive for ever and ends the allocation to its pool. One small capture with the same
+The repair keeps the graph alive for good and ends the allocation to its pool. One small capture with the same
 generators then ends well and so sets the generators right. Python cannot reach the allocator of the host. That
 allocator goes on asking the kept graph, so labkit captures nothing more into this pool's handle (`is_spent`). Each step
 runs only where a call of torch shows that it is needed: torch 2.13 tells all parts before it throws. In torch 2.13 too

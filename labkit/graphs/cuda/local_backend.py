@@ -2,7 +2,7 @@
 
 Warm-up and captures of a pool run on one side stream, and autograd runs the captured backwards there too. The
 allocator keeps free blocks by stream, so captures on another stream could not take them. `capture_streams.py` chooses
-the stream and resets graphs. Once ahead of a set of captures, the backend collects garbage and gives unused memory
+the stream and resets graphs. Once before a set of captures, the backend collects garbage and gives unused memory
 back. `torch.cuda.graph` gives memory back for every graph, and collects only with TORCH_CUDAGRAPH_GC=1, because a
 collection is slow.
 
@@ -10,7 +10,7 @@ Every graph knows torch's generator. The backend registers the generators of `Rn
 replay draws on from their states. Garbage collection is off during a capture, since it could destroy another graph at
 any moment and so end the capture. Other threads, such as one that pins batches in memory, go on (mode `thread_local`).
 
-A communicator of NCCL waits for ever for graphs that hold its collectives (pytorch#115388). So all graphs are reset
+Destroying a communicator of NCCL hangs while graphs hold its collectives (pytorch#115388). So all graphs are reset
 before a process leaves its process group (`launch.info.before_leaving`).
 
 After a failed capture the backend ends the capture and restores the stream, and the error names the user's line. Up to
