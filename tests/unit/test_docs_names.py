@@ -16,7 +16,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 @each_page
 def test_paths_in_the_docs_exist(page: Path) -> None:
     named = set(re.findall(r"[\w./-]+\.(?:py|md|ipynb)\b", page.read_text()))
-    paths = {path for path in named if path.startswith(FOLDERS) and "NN_name" not in path}
+    paths = {path for path in named if path.startswith(FOLDERS) and "NN" not in path}
     links = {path for path in named if path.startswith("../")}
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert sorted(missing + [path for path in links if not (page.parent / path).exists()]) == []
