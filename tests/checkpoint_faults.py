@@ -20,8 +20,8 @@ RESUMING = [
     ),
     Fault(
         "skipped steps of earlier processes advance the learning rate",
-        "_train_from",
-        "start.skipped_steps",
+        "watched",
+        "resumed.skipped_steps",
         "0",
         SKIPPED,
     ),
@@ -48,9 +48,9 @@ RESUMING = [
     ),
     Fault(
         "the checkpoint of a run that was asked to stop is one step early",
-        "_train_from",
-        "checkpoints.save_now(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)",
-        "checkpoints.save_now(start.after(done, samples, report.skipped_steps), pipeline.loss_scaler)",
+        "pretraining:train",
+        "checkpoints.save_now(progress, pipeline.loss_scaler)",
+        "checkpoints.save_now(resumed.after(step - 1, config.train.global_batch_size, 0), pipeline.loss_scaler)",
         f"{RESUME} -k asked_to_stop",
     ),
     Fault(

@@ -197,14 +197,14 @@ DISTRIBUTED_OPTIMIZER = [
 PRECISION = [
     Fault(
         "the loss scale is lowered one overflow too late",
-        "DynamicLossScaler.update",
+        "LossScaler.update",
         "self.hysteresis_left <= 0",
         "self.hysteresis_left < 0",
         "tests/unit/test_train_loss_scaler.py",
     ),
     Fault(
         "patience comes back with every good step",
-        "DynamicLossScaler.update",
+        "LossScaler.update",
         "self.good_steps += 1",
         "self.good_steps += 1\nself.hysteresis_left = self.hysteresis",
         "tests/unit/test_train_loss_scaler.py",

@@ -84,12 +84,18 @@ def execute(arguments: Arguments) -> int:
 
 def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: str) -> list[str]:
     """Problems of the files that the configuration and its layouts name, and of the devices that they need."""
-    from labkit.train.preflight import machine_problems
+    from labkit.train.device_rules import machine_problems
+    from labkit.train.run_schedule import schedule_problem
 
     problems = []
     for layout in layouts:
         changed = config.replaced({name: value for name, value in layout.items() if name != "world_size"})
-        problems += [*machine_problems(changed, layout["world_size"], device), data_problem(changed)]
+        ranks = layout["world_size"]
+        problems += [
+            schedule_problem(changed, ranks),
+            *machine_problems(changed, ranks, device),
+            data_problem(changed),
+        ]
     return problems
 
 

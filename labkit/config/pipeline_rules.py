@@ -1,6 +1,6 @@
 """Rules between the fields of the pipeline: the number of stages, their layers, the transfers between them.
 
-Nothing here reads the CSV file at `schedule.path`; `labkit.train.preflight` holds that schedule against the run.
+Nothing here reads the CSV file at `schedule.path`; `labkit.train.run_schedule` holds that schedule against the run.
 """
 
 from __future__ import annotations

@@ -86,10 +86,7 @@ def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = Fal
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
 
 
-REPORTED = ("loss_sum", "tokens")
-"""Keys that the metrics of a loss function must hold."""
 FORMS = "(loss, metrics) or (sum of losses, number of tokens, metrics)"
-_KEYS = "loss_sum, the sum of this microbatch's losses on this rank, and tokens, the number of them"
 
 
 def checked_forward_step(forward_step: Callable[..., Any], *, cp: int) -> Callable[..., Any]:
@@ -103,68 +100,54 @@ def checked_forward_step(forward_step: Callable[..., Any], *, cp: int) -> Callab
     def step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         returned = forward_step(data_iterator, model)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise ValueError(
-                f"forward_step returned {_words(returned)}; it must return two things, (output of the model, loss "
-                "function)"
-            )
+            raise ValueError(f"forward_step returned {_words(returned)}; it must return (output, loss function)")
         output, loss_func = returned
-        return output, _checked_loss(loss_func, cp)
+
+        def loss(output: Any, **options: Any) -> Any:  # the last stage alone calls it: elsewhere it may be anything
+            if not callable(loss_func):
+                raise ValueError(
+                    f"forward_step returned {_words(loss_func)} as its loss function on the last stage; give a "
+                    f"function that returns {FORMS}"
+                )
+            returned = loss_func(output, **options)
+            if not options.get("non_loss_data", False):
+                _check_loss(returned, cp)
+            return returned
+
+        return output, loss
 
     return step
 
 
-def _checked_loss(loss_func: Any, cp: int) -> Callable[..., Any]:
-    """Only the last stage calls it: elsewhere a forward step may give anything."""
-
-    def loss(output: Any, **options: Any) -> Any:
-        if not callable(loss_func):
-            raise ValueError(
-                f"forward_step returned {_words(loss_func)} as its loss function on the last stage, where it is called "
-                f"with the model's output; give a function that returns {FORMS}"
-            )
-        returned = loss_func(output, **options)
-        if not options.get("non_loss_data", False):
-            _check_returned(returned, cp)
-        return returned
-
-    return loss
-
-
-def _check_returned(returned: Any, cp: int) -> None:
-    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
-        raise ValueError(f"the loss function returned {_words(returned)}; it must return {FORMS}")
+def _check_loss(returned: Any, cp: int) -> None:
+    """Raise ValueError unless a loss function returned one of the two FORMS, and metrics that the loop can add up."""
+    whole = isinstance(returned, tuple | list) and len(returned) in (2, 3)
+    loss, metrics = (returned[0], returned[-1]) if whole else (None, None)
+    numbers = [metrics.get(name) for name in ("loss_sum", "tokens")] if isinstance(metrics, Mapping) else [None]
+    if not whole or not isinstance(loss, Tensor) or not all(map(_is_one_number, [loss, *numbers])):
+        raise ValueError(
+            f"the loss function returned {_words(returned)}; it must return {FORMS}, where the loss is a tensor of one "
+            "number, and metrics a dict with two numbers, from which pretrain reports the mean over the global batch: "
+            "loss_sum, the sum of this microbatch's losses on this rank, and tokens, the number of them"
+        )
     if len(returned) == 2 and cp > 1:
         raise ValueError(
             f"the loss function returned (loss, metrics), and with parallel.cp = {cp} a rank cannot form the mean of a "
             "sample, of which it holds a part; return (sum of losses, number of tokens, metrics) of this rank's "
             "positions, and the mean is formed over cp"
         )
-    loss, metrics = returned[0], returned[-1]
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(
-            f"the loss function returned {_words(loss)} as its loss; it must be a tensor of one number: with two items "
-            "the mean over tokens, with three their sum"
-        )
-    if not isinstance(metrics, Mapping):
-        raise ValueError(
-            f"the loss function returned {_words(metrics)} as its metrics; they must be a dict with {_KEYS}"
-        )
-    if missing := [key for key in REPORTED if key not in metrics]:
-        given = ", ".join(map(str, metrics)) or "no keys"
-        raise ValueError(
-            f"the loss function's metrics have {given}, and not {' and '.join(missing)}; pretrain reports the mean "
-            f"over the global batch from {_KEYS}: add them (others may stay)"
-        )
-    for key in REPORTED:
-        value = metrics[key]
-        if value.numel() != 1 if isinstance(value, Tensor) else not isinstance(value, Real):
-            raise ValueError(f"the loss function's metrics have {_words(value)} as {key}; it must be one number")
+
+
+def _is_one_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
 
 
 def _words(value: Any) -> str:
-    """The value in words: `a tensor of shape (4, 16)`, `4 items`, `None`, `a dict`."""
+    """The value in words: `a tensor of shape (4, 16)`, `(1.5, a dict with loss_sum)`, `None`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):
-        return f"{len(value)} items" if len(value) != 1 else "one item"
-    return "None" if value is None else f"a value of type {type(value).__name__}"
+        return f"({', '.join(map(_words, value))})"
+    if isinstance(value, Mapping):
+        return f"a dict with {', '.join(f'{key}: {_words(item)}' for key, item in value.items()) or 'no keys'}"
+    return f"{value}" if value is None or isinstance(value, Real) else f"a {type(value).__name__}"

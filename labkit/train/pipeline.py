@@ -27,8 +27,8 @@ from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.cuda_graphs import TrainingGraphs, build_graphs
 from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step, parts_of
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
-from labkit.train.preflight import transport_of
 from labkit.train.reporting.router_metrics import RouterMetrics
+from labkit.train.run_schedule import transport_of
 
 
 class Pipeline:
@@ -42,7 +42,7 @@ class Pipeline:
         forward_step: ForwardStep,
         schedule: Schedule,
     ) -> None:
-        """schedule: fits the batch and the layers (`labkit.train.preflight.check_schedule`). Nothing is communicated.
+        """schedule: fits the batch and the layers (`train.run_schedule.check_schedule`). Nothing is communicated.
 
         The loss is scaled and normalised as `config.optim` says.
 

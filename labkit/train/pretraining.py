@@ -1,9 +1,13 @@
-"""`pretrain`: the training loop, in the four steps of Megatron's `megatron/training/training.py`.
+"""`pretrain`: a training run on one rank, from its configuration to its last step, in the order in which it happens.
 
-1. `initialize`: schedule and process groups.
-2. `setup_model_and_optimizer`: model chunks wrapped for data parallelism, AdamW, learning rate.
-3. `build_data_iterators`: training iterator, validation and test splits.
-4. `train`: steps, validations, the test at the end.
+`pretrain` has the four steps of Megatron's `megatron/training/training.py`. Each is a function below, in this order:
+
+1. `initialize` joins the other ranks, checks the configuration, and makes the schedule and the process groups. The
+   ranks then compare what the run needs with what their machines have, because afterwards they allocate.
+2. `setup_model_and_optimizer` makes the model chunks of this rank, wraps them for data parallelism, and makes AdamW
+   over their gradient buffers. The learning rate is a function of the step.
+3. `build_data_iterators` opens the samples. Every data-parallel rank reads its own microbatches of one global batch.
+4. `train` restores a checkpoint if there is one, and runs the steps, validations and saves.
 
 `pretrain` runs inside a rank: by `labkit.launch.run(pretrain, 4, config)`, or by a plain call in a script of torchrun.
 A plain call elsewhere trains on one process.
@@ -12,7 +16,7 @@ A plain call elsewhere trains on one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,19 +53,19 @@ from labkit.parallel.random import seed_default_generators
 from labkit.schedules.ir import Schedule
 from labkit.te.spec import EngineSpec
 from labkit.train.checkpoint.resume import Progress, continues_folder
-from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
+from labkit.train.evaluation import Evaluations, ProcessNonLossData
 from labkit.train.forward_step import Batch, ForwardStep, forward_step_of, gpt_forward_step
 from labkit.train.interruption import RunInterrupted, listening
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.pipeline import Pipeline
-from labkit.train.preflight import check_schedule, look, problems, refuse, run_folder, schedule_of
+from labkit.train.preflight import check_machines, problems, refuse, run_folder
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
+from labkit.train.run_schedule import check_schedule, schedule_of
 from labkit.train.stepping import Observer, train_step
 
 if TYPE_CHECKING:
     from labkit.train.checkpoint.checkpoints import Checkpoints
-    from labkit.train.reporting.profiling import Profile
 
 DatasetsProvider = Callable[[RunConfig], tuple[Any, Any, Any]]
 
@@ -100,7 +104,7 @@ class Run:
     """Named timers of this rank."""
 
 
-def _look(
+def _check_before_launch(
     world_size: int, device: str, config: RunConfig, *, schedule: Schedule | None = None,
     model_provider: ModelProvider | None = None, model_type: str | None = None,
     extra_args_provider: type | None = None, **_: Any,
@@ -124,7 +128,7 @@ def declared(
     return config.with_extra(extra_args_provider)
 
 
-@before_launch(_look)
+@before_launch(_check_before_launch)
 def pretrain(
     config: RunConfig,
     *,
@@ -204,20 +208,24 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     if schedule is None:
         schedule = schedule_of(config, world_size)
     check_schedule(schedule, config, world_size)
-    ends = embedding_ends(config, schedule)
-    device = info.rank_info().device  # of a process on its own: a GPU if there is one
-    if world_size == 1 and not torch.distributed.is_initialized():
-        groups = single_process_groups(config.parallel, device=device)
-    else:
-        groups = initialize_model_parallel(config.parallel, device=device, ends=ends)
+    groups = _process_groups(config, schedule, world_size)
     try:
-        look(config, groups, schedule, own_model=own_model)
+        check_machines(config, groups, schedule, own_model=own_model)
     except BaseException:
         groups.close()
         raise
     seed_default_generators(config.train.seed, groups)  # for code of the user that draws
     timers = Timers(config.train.timing_log_level, profiled=config.train.profile != "none")
     return Run(config, groups, schedule, timers)
+
+
+def _process_groups(config: RunConfig, schedule: Schedule, world_size: int) -> ParallelGroups:
+    """Return the groups of the layout; the schedule says which pipeline ranks share a word embedding."""
+    ends = embedding_ends(config, schedule)
+    device = info.rank_info().device  # of a process on its own: a GPU if there is one
+    if world_size == 1 and not torch.distributed.is_initialized():
+        return single_process_groups(config.parallel, device=device)
+    return initialize_model_parallel(config.parallel, device=device, ends=ends)
 
 
 def _world_size(config: RunConfig) -> int:
@@ -292,7 +300,7 @@ class Data:
     """The sources of a rank's batches."""
 
     train: Callable[[int], Iterator[Batch]]
-    """Makes the endless microbatches of this rank behind so many consumed samples."""
+    """Makes the endless microbatches of this rank that follow so many consumed samples."""
     validation: Callable[[], Iterator[Batch]]
     """Makes a new iterator, so that every validation sees the same batches."""
     test: Callable[[], Iterator[Batch]] | None
@@ -330,17 +338,49 @@ def train(
 ) -> TrainResult:
     """Step 4: run `train.steps` optimizer steps, a validation every `eval_interval`, validation and test at the end.
 
-    The steps begin behind the checkpoint that `checkpoint.load` names, if there is one.
+    The steps begin after the checkpoint that `checkpoint.load` names, if there is one.
     """
-    config = run.config
+    config, timers, steps = run.config, run.timers, run.config.train.steps
     pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
     if observer is not None:
         observer.on_model(run.groups, chunks, run.schedule)
+
     with checkpoints_of(run, chunks, optimizer) as checkpoints:
-        start = checkpoints.load(pipeline.loss_scaler) if checkpoints is not None else Progress()
-        return _train_from(
-            start, run, pipeline, optimizer, lr_schedule, data, checkpoints, process_non_loss_data, observer
-        )
+        resumed = Progress() if checkpoints is None else checkpoints.load(pipeline.loss_scaler)
+        continues = checkpoints is not None and continues_folder(config, checkpoints.resumed)
+        batches = data.train(resumed.consumed_samples)
+        with watched(run, pipeline, resumed, continues=continues) as (report, profiled):
+            evaluations = Evaluations(pipeline, data.validation, data.test, report, process_non_loss_data)
+            evaluations.make_up_for_missing(resumed.step)
+            for step in range(resumed.step + 1, steps + 1):  # as metrics, messages and the screen count, from 1
+                report.begin_step(step)
+                lr = lr_schedule(step - 1 - report.skipped_steps)  # a skipped step does not advance the learning rate
+                with profiled(step), timers("step"):
+                    result = train_step(
+                        pipeline, optimizer, timers, batches,
+                        step=step - 1, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
+                    )  # fmt: skip
+                if pipeline.graphs is not None:
+                    report.graphs(step, pipeline.graphs)
+                report.step(step, result, lr)
+                progress = resumed.after(step, config.train.global_batch_size, report.skipped_steps)
+
+                if result.stop and step < steps:  # SIGTERM leaves no time for a validation
+                    finish_param_sync(chunks)
+                    saved = None if checkpoints is None else checkpoints.save_now(progress, pipeline.loss_scaler)
+                    raise RunInterrupted(step, steps, saved)
+                evaluations.validate_if_due(step)
+                if checkpoints is not None:
+                    checkpoints.poll()  # an asynchronous save may have been written
+                    if checkpoints.due(step):
+                        checkpoints.save(progress, pipeline.loss_scaler)
+
+            evaluations.test()
+            if config.optim.distributed_optimizer:
+                finish_param_sync(chunks)
+            if checkpoints is not None:
+                checkpoints.finish()  # before the folder of the run counts as finished
+    return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps, resumed.step)
 
 
 def checkpoints_of(
@@ -355,81 +395,41 @@ def checkpoints_of(
     return Checkpoints(run.config, run.groups, chunks, optimizer, say=info.announce)
 
 
-def _train_from(
-    start: Progress,
-    run: Run,
-    pipeline: Pipeline,
-    optimizer: MegatronOptimizer,
-    lr_schedule: LearningRate,
-    data: Data,
-    checkpoints: Checkpoints | None,
-    process_non_loss_data: ProcessNonLossData | None,
-    observer: Observer | None,
-) -> TrainResult:
-    """Run the steps behind `start`."""
-    config, timers, chunks = run.config, run.timers, pipeline.chunks
-    continues = checkpoints is not None and continues_folder(config, checkpoints.resumed)
-    batches, samples = data.train(start.consumed_samples), config.train.global_batch_size
+@contextmanager
+def watched(
+    run: Run, pipeline: Pipeline, resumed: Progress, *, continues: bool
+) -> Iterator[tuple[Report, Callable[[int], AbstractContextManager[None]]]]:
+    """Open all that accompanies the steps and changes none of their numbers, and close it after the last one.
+
+    Rank 0 holds the run's folder, the recorder collects Events if the configuration asks for them, and CUDA graphs are
+    released at the end. Yields the report of the run, and a context for each step that profiles the chosen ones.
+
+    continues: the run appends to the files of the run that saved the checkpoint `resumed`.
+    """
+    config, groups = run.config, run.groups
     with (
-        run_folder(config, run.groups, continues_after=start.step if continues else None),
-        closing(pipeline.graphs) if pipeline.graphs is not None else nullcontext(),
-        recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
-        _profile_of(run) as profile,
+        run_folder(config, groups, continues_after=resumed.step if continues else None),
+        nullcontext() if pipeline.graphs is None else closing(pipeline.graphs),
+        recording(groups.rank) if _records(config) else nullcontext() as recorder,
+        _profile(run) as profiled,
         Report(
-            config, run.groups, timers, recorder, pipeline.router_metrics, run.schedule,
-            resumed_after=start.step, skipped_steps=start.skipped_steps, append=continues,
+            config, groups, run.timers, recorder, pipeline.router_metrics, run.schedule,
+            resumed_after=resumed.step, skipped_steps=resumed.skipped_steps, append=continues,
         ) as report,
     ):  # fmt: skip
-        missing = report.missing_evaluations(start.step)
-        evaluates = config.train.eval_steps > 0
-        if evaluates and "validation_loss" in missing and validates_after(config.train, start.step):
-            validate(pipeline, data.validation(), report, start.step, process_non_loss_data)
-        for done in range(start.step, config.train.steps):
-            step = done + 1  # metrics, messages and the screen count steps from 1
-            report.begin_step(step)
-            lr = lr_schedule(done - report.skipped_steps)  # a skipped step does not advance the learning rate
-            with nullcontext() if profile is None else profile.step(step), timers("step"):
-                result = train_step(
-                    pipeline, optimizer, timers, batches,
-                    step=done, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
-                )  # fmt: skip
-            if pipeline.graphs is not None:
-                report.graphs(step, pipeline.graphs)
-            report.step(step, result, lr)
-            if result.stop and step < config.train.steps:  # no time for a validation; after the last step all is done
-                finish_param_sync(chunks)
-                saved = None
-                if checkpoints is not None:
-                    saved = checkpoints.save_now(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)
-                raise RunInterrupted(step, config.train.steps, saved)
-            if evaluates and validates_after(config.train, step):
-                with report.naming_what_is_kept():
-                    validate(pipeline, data.validation(), report, step, process_non_loss_data)
-                if pipeline.graphs is not None:
-                    report.graphs(step, pipeline.graphs)
-            if checkpoints is not None:
-                checkpoints.poll()
-                if checkpoints.due(step):
-                    checkpoints.save(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)
-        untested = start.step < config.train.steps or "test_loss" in missing
-        if untested and evaluates and data.test is not None:
-            with report.naming_what_is_kept():
-                means = evaluate(pipeline, data.test(), config.train.eval_steps)
-                report.evaluation(config.train.steps, "test", means)
-        if config.optim.distributed_optimizer:
-            finish_param_sync(chunks)
-        if checkpoints is not None:
-            checkpoints.finish()  # before the folder of the run counts as finished
-    return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps, start.step)
+        yield report, profiled
 
 
-def _profile_of(run: Run) -> AbstractContextManager[Profile | None]:
-    """Return the profile of this rank's steps; None without `train.profile`."""
+@contextmanager
+def _profile(run: Run) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+    """Yield the context of a step; it does nothing without `train.profile`."""
     if run.config.train.profile == "none":
-        return nullcontext()
+        yield lambda step: nullcontext()
+        return
     from labkit.train.reporting.profiling import Profile  # imports a part of torch that other runs do without
 
-    return Profile(run.config.train, run.groups.rank, run.groups.device)
+    with Profile(run.config.train, run.groups.rank, run.groups.device) as profile:
+        yield profile.step
 
 
 def _records(config: RunConfig) -> bool:

@@ -18,9 +18,9 @@ from fake_device.stand_ins import without_numbers
 from labkit.config import RunConfig
 from labkit.train.forward_step import forward_step_of
 from labkit.train.pipeline import Pipeline
-from labkit.train.preflight import schedule_of
 from labkit.train.pretraining import Run, setup_model_and_optimizer
 from labkit.train.reporting.metrics import Timers
+from labkit.train.run_schedule import schedule_of
 from labkit.train.stepping import train_step
 
 

@@ -1,4 +1,4 @@
-"""`DynamicLossScaler` against megatron-core's `DynamicGradScaler`, on random sequences of good and bad steps."""
+"""An adaptive `LossScaler` against megatron-core's `DynamicGradScaler`, on random sequences of good and bad steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.train.loss_scaler import DynamicLossScaler
+from labkit.train.loss_scaler import BACKOFF, GROWTH, LossScaler
 
 pytestmark = pytest.mark.oracle
 megatron = pytest.importorskip("megatron.core.optimizer.grad_scaler", reason="needs megatron-core (extra: oracles)")
@@ -34,15 +34,9 @@ def theirs(**arguments: float) -> object:
     min_scale=st.sampled_from([1.0, 16.0, 1024.0]),
 )
 def test_the_same_scales_step_by_step(steps: list[bool], interval: int, hysteresis: int, min_scale: float) -> None:
-    common = {
-        "min_scale": min_scale,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": interval,
-        "hysteresis": hysteresis,
-    }
-    reference = theirs(initial_scale=4096.0, **common)
-    ours = DynamicLossScaler(4096.0, **common)
+    common = {"min_scale": min_scale, "growth_interval": interval, "hysteresis": hysteresis}
+    reference = theirs(initial_scale=4096.0, growth_factor=GROWTH, backoff_factor=BACKOFF, **common)
+    ours = LossScaler(4096.0, adaptive=True, **common)
     for found_inf in steps:
         reference.update(found_inf)
         ours.update(found_inf)

@@ -23,6 +23,7 @@ from labkit.config import ConfigError, RunConfig, presets
 from labkit.data.datasets import build_datasets
 from labkit.launch import RankError, info, run
 from labkit.parallel.parameters.parameter_record import main_grad_of
+from labkit.plan.memory_need import rank_memories
 from labkit.train import pretrain
 from labkit.train.checkpoint import checkpoints as checkpoints_module
 from labkit.train.checkpoint.checkpoints import Checkpoints
@@ -30,8 +31,8 @@ from labkit.train.checkpoint.manifest import CheckpointError, read_manifest, wri
 from labkit.train.checkpoint.rank_state import RankState
 from labkit.train.interruption import RunInterrupted
 from labkit.train.loss_scaler import build_loss_scaler
-from labkit.train.preflight import rank_memories, schedule_of
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
+from labkit.train.run_schedule import schedule_of
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 8, "layers": 4, "vocab_size": 1024}
 DROPOUT = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)

@@ -14,8 +14,9 @@ import pytest
 from labkit.config import RunConfig, presets
 from labkit.data.gpt_data import SPLITS, GPTDataset
 from labkit.launch import run
+from labkit.plan.memory_need import TORCH_BYTES, rank_memories
 from labkit.train import pretrain
-from labkit.train.preflight import TORCH_BYTES, rank_memories, schedule_of
+from labkit.train.run_schedule import schedule_of
 
 WIDE = {"steps": 2, "hidden": 512, "layers": 4, "seq_length": 256, "global_batch_size": 8, "record_events": False}
 UNFUSED = {"micro_batch_size": 8, "attention_backend": "unfused", "seq_length": 512}

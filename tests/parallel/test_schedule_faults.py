@@ -17,7 +17,7 @@ from labkit.models import ChunkSpec, build_model_chunk, stage_contents
 from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.preflight import schedule_of
+from labkit.train.run_schedule import schedule_of
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 MICROBATCHES = MATRIX["MICROBATCHES"]

@@ -14,8 +14,8 @@ import pytest
 from labkit.config import RunConfig
 from labkit.launch import run
 from labkit.train import compare, pretrain
-from labkit.train.preflight import schedule_of
 from labkit.train.reporting.measured import follows, pipeline_events
+from labkit.train.run_schedule import schedule_of
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 GPIPE, ONE_F_ONE_B, INTERLEAVED_2, INTERLEAVED_4, ZERO_BUBBLE_H1, ZBV, DUALPIPE_V = MATRIX["SCHEDULES"]

@@ -15,7 +15,7 @@ from labkit.cli import main
 from labkit.config import presets
 from labkit.config.choices import SCHEDULES
 from labkit.schedules import Schedule, ScheduleError, interleaved, one_f_one_b, simulate, zero_bubble_h1
-from labkit.train.preflight import transport_of
+from labkit.train.run_schedule import transport_of
 
 RANK_0 = "1 1 1 1 2 2 2 2 1 1 | 1 -2 1 -2 2 -2 2 -2 2 -1 2 -1 | -1 -1 -2 -2 -2 -2 -1 -1 -1 -1"
 """Rank 0 of pp 4, vpp 2, 8 microbatches in groups of 4: the golden row of the sources."""

@@ -9,7 +9,7 @@ import pytest
 from labkit.config import RunConfig, presets
 from labkit.plan.activations import paper_layer_bytes
 from labkit.plan.memory import RankMemory, rank_memory, share_of
-from labkit.train.preflight import schedule_of
+from labkit.train.run_schedule import schedule_of
 
 
 def memory(config: RunConfig, world_size: int, place: int = 0, device: str = "cpu") -> RankMemory:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from labkit.config import RunConfig, ScheduleConfig
 from labkit.schedules import Action, Schedule, ScheduleError, build_schedule, gpipe, one_f_one_b, simulate
 from labkit.schedules.ir import read_schedule
-from labkit.train.preflight import schedule_problem
+from labkit.train.run_schedule import schedule_problem
 
 SIZES = {"pp": st.integers(1, 8), "microbatches": st.integers(1, 12)}
 

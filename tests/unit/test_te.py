@@ -26,8 +26,8 @@ from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules import one_f_one_b, zero_bubble_h1
 from labkit.te import linear
 from labkit.train import pretrain
-from labkit.train.preflight import check_schedule
 from labkit.train.pretraining import layer_spec_with
+from labkit.train.run_schedule import check_schedule
 
 GPT2 = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16)
 LLAMA = replace(

@@ -6,7 +6,7 @@ from torch import nn
 
 from labkit.config import presets
 from labkit.train import pretrain
-from labkit.train.forward_step import checked_forward_step, gpt_forward_step
+from labkit.train.forward_step import FORMS, checked_forward_step, gpt_forward_step
 
 CONFIG = presets.tiny().override(
     {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 2, "steps": 1}
@@ -22,26 +22,34 @@ def step_with(loss_func):
 
 
 @pytest.mark.parametrize(
-    ("loss_func", "message"),
+    ("loss_func", "returned"),
     [
-        (lambda loss: (loss.mean(), {"lm loss": 1.0}), "metrics have lm loss, and not loss_sum and tokens"),
-        (lambda loss: (loss.sum(), loss.numel(), {"loss_sum": 1.0}), "metrics have loss_sum, and not tokens"),
-        (lambda loss: (loss.mean(), None), "None as its metrics"),
-        (lambda loss: (loss.mean(), {**good(loss), "tokens": loss}), r"shape \(1, 16\) as tokens"),
-        (lambda loss: loss.mean(), r"returned a tensor of shape \(\); it must return \(loss, metrics\) or"),
-        (lambda loss: (loss.mean(), 1, 2, {}), "returned 4 items"),
-        (lambda loss: (loss, good(loss)), r"shape \(1, 16\) as its loss"),
-        (None, "None as its loss function on the last stage"),
+        (lambda loss: (loss.mean(), {"lm loss": 1.0}), "(a tensor of shape (), a dict with lm loss: 1.0)"),
+        (lambda loss: (loss.sum(), 16, {"loss_sum": 1.0}), "(a tensor of shape (), 16, a dict with loss_sum: 1.0)"),
+        (lambda loss: (loss.mean(), None), "(a tensor of shape (), None)"),
+        (lambda loss: (loss.mean(), {"loss_sum": 1.0, "tokens": loss}), "tokens: a tensor of shape (1, 16))"),
+        (lambda loss: loss.mean(), "a tensor of shape ()"),
+        (lambda loss: (loss.mean(), 1, 2, {}), "(a tensor of shape (), 1, 2, a dict with no keys)"),
+        (lambda loss: (loss, good(loss)), "(a tensor of shape (1, 16), a dict"),
+        (lambda loss: (1.0, good(loss)), "(1.0, a dict"),
     ],
 )
-def test_a_loss_function_of_the_wrong_form_is_one_sentence(loss_func, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_loss_function_of_the_wrong_form_is_one_sentence_that_shows_what_came_and_what_must(loss_func, returned):
+    with pytest.raises(ValueError) as refused:
         pretrain(CONFIG, forward_step=step_with(loss_func))
+    assert returned in str(refused.value) and FORMS in str(refused.value)
 
 
-def test_a_forward_step_that_returns_no_pair_is_one_sentence():
-    with pytest.raises(ValueError, match=r"forward_step returned a tensor.*must return two things"):
-        pretrain(CONFIG, forward_step=lambda batches, model: gpt_forward_step(batches, model)[0])
+@pytest.mark.parametrize(
+    ("forward_step", "message"),
+    [
+        (step_with(None), "None as its loss function on the last stage"),
+        (lambda batches, model: gpt_forward_step(batches, model)[0], r"returned a tensor.*\(output, loss function\)"),
+    ],
+)
+def test_a_forward_step_of_the_wrong_form_is_one_sentence(forward_step, message):
+    with pytest.raises(ValueError, match=message):
+        pretrain(CONFIG, forward_step=forward_step)
 
 
 def test_both_forms_train_alike():

@@ -15,9 +15,11 @@ from labkit.config import ConfigError, presets
 from labkit.launch import Ranks, forkserver, machine, run
 from labkit.launch import rank_pool as pool
 from labkit.launch.machine import GIB, Memory
+from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES
 from labkit.schedules import gpipe
 from labkit.train import compare, pretrain
-from labkit.train.preflight import CUDA_BYTES, TORCH_BYTES, attention_problem, graph_problem, memory_problem, problems
+from labkit.train.device_rules import attention_problem, graph_problem
+from labkit.train.preflight import memory_problem, problems
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from labkit.config import RunConfig, presets
 from labkit.launch import run
 from labkit.train import pretrain
+from labkit.train.device_rules import profile_problem
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.preflight import profile_problem
 from labkit.train.reporting.profiling import Profile
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 2, "steps": 4}
@@ -95,7 +95,7 @@ def nvtx(monkeypatch) -> list[str]:
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: told.append("cudaProfilerStop"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda record_shapes: nullcontext())
-    monkeypatch.setattr("labkit.train.preflight._ON_DEVICE", ())
+    monkeypatch.setattr("labkit.train.preflight.device_problems", lambda *_: [])
     return told
 
 

@@ -14,7 +14,7 @@ from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS
 from labkit.graphs.scope import captures_layers, layer_scope
-from labkit.train.preflight import schedule_problem
+from labkit.train.run_schedule import schedule_problem
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
 """dtype -> (optim.precision, largest difference that is equal)."""

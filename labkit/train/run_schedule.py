@@ -1,0 +1,99 @@
+"""The schedule of a run: built as the configuration says, and held against the run that shall follow it.
+
+A schedule fits if it is for the run's pipeline ranks and microbatches, goes backward, and places stages such that the
+model can be divided over them. `labkit.config` has checked the named schedules; a file or a schedule of the user's own
+can break each of these rules.
+"""
+
+from __future__ import annotations
+
+from labkit.config import RunConfig
+from labkit.config.errors import counted
+from labkit.graphs.order_table import capture_order
+from labkit.graphs.scope import captures_layers
+from labkit.plan.stages import stage_contents
+from labkit.schedules.builders import build_schedule, without_backward
+from labkit.schedules.ir import KINDS, Schedule
+from labkit.schedules.lowering import Transport
+from labkit.schedules.verifier import verify
+
+TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
+"""`schedule.batch_p2p_comm` -> the transport by which the runtime moves tensors between stages."""
+
+
+def transport_of(config: RunConfig) -> Transport:
+    """Return the transport between stages. `overlap_p2p_comm` needs `posted`, which overlaps."""
+    return "posted" if config.schedule.overlap_p2p_comm else TRANSPORTS[config.schedule.batch_p2p_comm]
+
+
+def schedule_of(config: RunConfig, world_size: int) -> Schedule:
+    """Build the schedule that a configuration names, for `world_size` ranks.
+
+    Raises ValueError if the schedule cannot be built, and ScheduleError for a file without a valid schedule.
+    """
+    microbatches, parallel = config.num_microbatches(world_size), config.parallel
+    return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
+
+
+def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> None:
+    """Raise ValueError if the schedule does not fit batch, stages or layers of the run."""
+    microbatches, parallel = config.num_microbatches(world_size), config.parallel
+    if schedule.pp != parallel.pp:
+        raise ValueError(
+            f"{schedule.name} is for {counted(schedule.pp, 'pipeline rank')}, but parallel.pp is {parallel.pp}"
+        )
+    if schedule.num_microbatches != microbatches:
+        batch = config.train.global_batch_size
+        fitting = batch * schedule.num_microbatches // microbatches
+        raise ValueError(
+            f"{schedule.name} is for {counted(schedule.num_microbatches, 'microbatch')}, but global_batch_size {batch} "
+            f"makes {microbatches} on each data-parallel rank; set it to {fitting}"
+        )
+    if schedule.forward_only:
+        raise ValueError(f"{schedule.name} has no backward, so there would be nothing to learn from")
+    held = {len(schedule.stages_of(rank)) for rank in range(schedule.pp)}
+    if 0 in held:
+        raise ValueError(f"{schedule.name} leaves a pipeline rank without a stage; give every rank at least one")
+    if parallel.vpp > 1 and held != {parallel.vpp}:
+        words = " or ".join(str(number) for number in sorted(held)) + (" stage" if held == {1} else " stages")
+        raise ValueError(
+            f"{schedule.name} has {words} a rank, but parallel.vpp is {parallel.vpp}; set vpp to 1: then "
+            "the schedule decides the number of model chunks"
+        )
+    if config.model.transformer_impl == "transformer_engine" and (schedule.kinds == KINDS.index("W")).any():
+        raise ValueError(
+            f"{schedule.name} puts weight gradients into actions of their own, and Transformer Engine's layers compute "
+            "them with the input gradients; choose another schedule, or set model.transformer_impl to local"
+        )
+    if config.graph.cuda_graph_impl != "none" and captures_layers(config.graph):
+        for rank in range(schedule.pp):
+            split = config.graph.cuda_graph_impl != "transformer_engine"
+            capture_order(schedule, rank, weight_gradients=split)
+    stage_contents(config, schedule.num_stages)
+
+
+def schedule_problem(config: RunConfig, world_size: int) -> str:
+    """Return why the configured schedule cannot run on `world_size` ranks, or an empty string."""
+    return checked_schedule(config, world_size)[1]
+
+
+def checked_schedule(
+    config: RunConfig, world_size: int, schedule: Schedule | None = None
+) -> tuple[Schedule | None, str]:
+    """Return the given or else the configured schedule, and why it cannot drive the run (an empty string if it can).
+
+    A schedule file is verified over the transport of the run. So is a named schedule over `even_odd`, which could hang.
+    The runtime verifies a given schedule.
+    """
+    own, given = config.schedule, schedule is not None
+    named = f"schedule.name = {own.name!r}: " if own.path is None else f"schedule.path = {own.path!r}: "
+    try:
+        schedule = schedule or schedule_of(config, world_size)
+        check_schedule(schedule, config, world_size)
+        transport = transport_of(config)
+        if not given and (own.path is not None or transport == "even_odd"):
+            verify(schedule, transport)
+            verify(without_backward(schedule), transport)  # validations run it
+    except (ValueError, OSError) as error:
+        return None, f"{'' if given else named}{error}"
+    return schedule, ""
