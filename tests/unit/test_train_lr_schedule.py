@@ -95,9 +95,7 @@ def test_build_takes_the_length_of_the_run_and_a_tenth_of_it_for_the_tail():
     lr=st.sampled_from((0.0, 1e-3)),
     floor=st.sampled_from((0.0, 1e-3, 2e-3)),
 )
-def test_what_the_rules_let_pass_has_a_rate_at_every_step(
-    style, warmup, decay, tail, steps, lr, floor
-):
+def test_what_the_rules_let_pass_has_a_rate_at_every_step(style, warmup, decay, tail, steps, lr, floor):
     tail = tail if style == "wsd" else None  # elsewhere it is refused for having no effect
     decay, floor = (None, 0.0) if style == "constant" else (decay, floor)  # likewise
     optim = OptimConfig(
