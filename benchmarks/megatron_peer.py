@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labkit.config import RunConfig
 from labkit.models import GPTModel
 from labkit.parallel import Group, ParallelGroups
-from labkit.parallel.data_parallel.gradients import clip_grad_norm
+from labkit.parallel.data_parallel.gradients import clip_factor, gradient_statistics
 from labkit.parallel.data_parallel.optimizer import Optimizer, parameter_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import gather_parameter
@@ -219,12 +219,13 @@ def make_step(
     """
     microbatches = config.train.global_batch_size // config.train.micro_batch_size
     run, [model] = make_schedule(config, groups, [ours], microbatches)
-    optimizer = Optimizer(parameter_groups([model]), config.optim)
+    optimizer = Optimizer(parameter_groups([model]), config.optim, layout=groups)
 
     def step() -> float | None:
         losses = run(list(islice(batches, microbatches)))
-        clip_grad_norm([model], groups, config.optim.clip_grad)
-        optimizer.step(config.optim.lr)
+        pieces, others = optimizer.gradient_pieces(), optimizer.uncounted_pieces()
+        norm = gradient_statistics(pieces, others, optimizer.norm_groups, groups.device).norm
+        optimizer.step(config.optim.lr, clip_factor(norm, config.optim.clip_grad))
         return sum(losses) / len(losses) if losses else None
 
     return step, model

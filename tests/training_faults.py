@@ -187,8 +187,8 @@ DISTRIBUTED_OPTIMIZER = [
     ),
     Fault(
         "a piece forgets where in its parameter it begins",
-        "_all_pieces",
-        "at - start",
+        "pieces_of_rank",
+        "first - start",
         "0",
         "tests/unit/test_shard_map.py",
     ),

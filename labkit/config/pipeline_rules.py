@@ -100,7 +100,7 @@ def _microbatches(found: Findings) -> None:
     if there is None:
         return
     if _interleaves(found):
-        if rule := _group_rule(s.microbatch_group_size or p.pp, p.pp, there):
+        if rule := group_size_rule(s.microbatch_group_size or p.pp, p.pp, there):
             found.add("schedule.microbatch_group_size", f"{rule} (None means pp = {p.pp})")
         if s.all_warmup and there != p.pp:
             rule = f"needs as many microbatches a step as parallel.pp = {p.pp}, and there are {there}"
@@ -110,13 +110,26 @@ def _microbatches(found: Findings) -> None:
         found.add("schedule.name", f"{rule}; raise train.global_batch_size, or choose another")
 
 
-def _group_rule(size: int, pp: int, microbatches: int) -> str:
-    """Group size N of the interleaved schedule: pp <= N <= M, and M mod N is 0 or at least pp."""
-    left = microbatches % size
+def group_size_rule(size: int, pp: int, microbatches: int) -> str:
+    """Return the rule that a group size N of the interleaved schedule breaks, with legal sizes, or an empty string.
+
+    pp <= N <= M, and M mod N is 0 or at least pp. A rank runs N microbatches on one chunk before the next chunk. With
+    N < pp the second chunk needs the first microbatch before it is back from the last rank. A short last group has the
+    same trouble.
+    """
+
+    def is_legal(n: int) -> bool:
+        return microbatches % n == 0 or microbatches % n >= pp
+
+    if pp <= size <= microbatches and is_legal(size):
+        return ""
+    legal = [str(n) for n in range(pp, microbatches + 1) if is_legal(n)]
+    choices = ", ".join(legal[:8]) + (", .." if len(legal) > 8 else "")
     if size < pp:
-        return f"must be at least parallel.pp = {pp}, or a stage waits for a microbatch that is behind it"
-    if size > microbatches:
-        return f"must be at most the {microbatches} microbatches of a step; raise train.global_batch_size"
-    if 0 < left < pp:
-        return f"leaves a last group of {left} of {microbatches} microbatches, which must be none or at least pp = {pp}"
-    return ""
+        rule = f"must be at least pp = {pp}, or a stage waits for a microbatch that is not back yet"
+    elif size > microbatches:
+        rule = f"must be at most the {microbatches} microbatches of a step"
+    else:
+        left = microbatches % size
+        rule = f"leaves a last group of {left} of {microbatches} microbatches, shorter than pp = {pp}"
+    return f"{rule}; choose one of {choices}" if legal else f"{rule}; raise train.global_batch_size"

@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from labkit.parallel.data_parallel.bucket_layout import ParameterSpec as ParameterSpec
     from labkit.parallel.data_parallel.bucket_layout import Piece as Piece
     from labkit.parallel.data_parallel.bucket_layout import default_bucket_size as default_bucket_size
-    from labkit.parallel.data_parallel.bucket_layout import owned_bytes as owned_bytes
     from labkit.parallel.data_parallel.bucket_layout import pieces_of_rank as pieces_of_rank
     from labkit.parallel.data_parallel.bucket_layout import plan_buckets as plan_buckets
     from labkit.parallel.data_parallel.bucket_layout import shard_range as shard_range
@@ -96,9 +95,7 @@ if TYPE_CHECKING:
     from labkit.parallel.data_parallel.grad_buffers import GradBuffer as GradBuffer
     from labkit.parallel.data_parallel.grad_buffers import Reduction as Reduction
     from labkit.parallel.data_parallel.grad_buffers import own_part as own_part
-    from labkit.parallel.data_parallel.gradients import clip_grad_norm as clip_grad_norm
     from labkit.parallel.data_parallel.gradients import finalize_model_grads as finalize_model_grads
-    from labkit.parallel.data_parallel.gradients import global_grad_norm as global_grad_norm
     from labkit.parallel.data_parallel.naive import NaiveDataParallel as NaiveDataParallel
     from labkit.parallel.deallocation import custom_backward as custom_backward
     from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor

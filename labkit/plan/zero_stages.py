@@ -57,7 +57,7 @@ class BytesPerParameter:
 def bytes_per_parameter(
     *, param_dtype: str = "bf16", grad_dtype: str = "fp32", dp: int = 1, stage: int = 1
 ) -> BytesPerParameter:
-    """Return the closed form for AdamW over `dp` ranks under ZeRO stage `stage`. `owned_bytes` counts the padding.
+    """Return the closed form for AdamW over `dp` ranks under ZeRO stage `stage`.
 
     Raises ValueError for an unknown type or stage, or dp below 1.
     """

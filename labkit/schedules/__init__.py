@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from labkit.schedules.verifier import interpret as interpret
     from labkit.schedules.verifier import verify as verify
     from labkit.schedules.zero_bubble import dualpipe_v as dualpipe_v
-    from labkit.schedules.zero_bubble import merge_backward as merge_backward
     from labkit.schedules.zero_bubble import split_backward as split_backward
     from labkit.schedules.zero_bubble import zbv as zbv
     from labkit.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1

@@ -31,6 +31,7 @@ from itertools import zip_longest
 import numpy as np
 
 from labkit.config.errors import counted
+from labkit.config.pipeline_rules import group_size_rule
 from labkit.schedules.ir import KINDS, Schedule
 
 ScheduleTable = Sequence[tuple[int, int]]
@@ -82,13 +83,11 @@ def get_pp_rank_microbatches(
 
 
 def legal_group_size(group_size: int | None, pp: int, microbatches: int) -> int:
-    """The group size of an interleaved schedule; pp if `group_size` is None.
-
-    A rank runs N microbatches on one chunk before the next chunk. With N < p, the second chunk needs the first
-    microbatch before it is back from the last rank. A short last group has the same trouble.
+    """Return the group size of an interleaved schedule; pp if `group_size` is None.
 
     Raises:
-        ValueError: unless p <= N <= M and the last group, of M mod N microbatches, is full or at least p long.
+        ValueError: fewer microbatches than ranks, and a size that `labkit.config.pipeline_rules.group_size_rule` gives
+            a rule for.
     """
     size = pp if group_size is None else group_size
     require_positive(microbatch_group_size=size, pp=pp, microbatches=microbatches)
@@ -97,15 +96,8 @@ def legal_group_size(group_size: int | None, pp: int, microbatches: int) -> int:
             f"{counted(microbatches, 'microbatch')} on {pp} pipeline ranks: an interleaved schedule needs at least "
             f"{pp}; raise microbatches to {pp}, or set vpp to 1 (1f1b)"
         )
-    left = microbatches % size
-    if not pp <= size <= microbatches or 0 < left < pp:
-        trouble = f", which leaves a last group of {left}, shorter than {pp}" if pp <= size <= microbatches else ""
-        allowed = [n for n in range(pp, microbatches + 1) if microbatches % n == 0 or microbatches % n >= pp]
-        shown = ", ".join(map(str, allowed[:8])) + (", .." if len(allowed) > 8 else "")
-        raise ValueError(
-            f"the microbatch group size is {size}{trouble}: with {pp} pipeline ranks and {microbatches} microbatches "
-            f"choose one of {shown}"
-        )
+    if rule := group_size_rule(size, pp, microbatches):
+        raise ValueError(f"the microbatch group size is {size}; it {rule}")
     return size
 
 

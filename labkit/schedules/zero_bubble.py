@@ -2,10 +2,9 @@
 
     split_backward(s, weight="after")   0F0 0B0 0F1 0B1  ->  0F0 0I0 0W0 0F1 0I1 0W1
     split_backward(s, weight="end")     0F0 0B0 0F1 0B1  ->  0F0 0I0 0F1 0I1 0W0 0W1
-    merge_backward(either)                               ->  0F0 0B0 0F1 0B1
 
 The previous stage waits for I alone. A W right after its I only lets the gradient leave earlier. A later W fills time
-in which the rank would wait, and keeps its activations alive longer. Splitting or merging keeps a legal schedule legal:
+in which the rank would wait, and keeps its activations alive longer. Splitting keeps a legal schedule legal:
 an action that waits for a gradient waits for I, and I stands where B was.
 
 `zero_bubble_h1` has one stage a rank. `zbv` and `dualpipe_v` run over a V of 2 p stages. Rank r holds stage r on the
@@ -19,7 +18,6 @@ from typing import Literal
 import numpy as np
 
 from labkit.config.errors import counted
-from labkit.schedules.dependencies import positions
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.tables import Phase, from_programs, require_positive
 
@@ -41,19 +39,6 @@ def split_backward(schedule: Schedule, *, weight: Literal["after", "end"]) -> Sc
     late = np.arange(len(source)) >= len(schedule)  # the new W
     order = np.lexsort((late, source, ranks) if weight == "after" else (source, late, ranks))
     return _rows(schedule, f"{schedule.name}, split", source[order], kinds[order])
-
-
-def merge_backward(schedule: Schedule) -> Schedule:
-    """Replace each I by B and drop its W, if this W follows on the same rank. Everything else stays."""
-    at = positions(schedule)
-    inputs, weights = at[_I], at[_W]
-    pairs = (inputs >= 0) & (inputs < weights) & (schedule.ranks[inputs] == schedule.ranks[weights])
-    kinds = schedule.kinds.copy()
-    kinds[inputs[pairs]] = _B
-    kept = np.ones(len(schedule), dtype=bool)
-    kept[weights[pairs]] = False
-    source = np.flatnonzero(kept)
-    return _rows(schedule, schedule.name.removesuffix(", split"), source, kinds[source])
 
 
 def _rows(schedule: Schedule, name: str, source: np.ndarray, kinds: np.ndarray) -> Schedule:

@@ -22,7 +22,6 @@ from labkit.models.chunks import build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import initialize_model_parallel
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
-from labkit.parallel.data_parallel.gradients import global_grad_norm
 from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.train import pretrain
@@ -40,27 +39,25 @@ def small(**changes: Any) -> RunConfig:
 
 
 class Watcher:
-    """The norm as a call of its own gives it, and the biases of this rank, step by step."""
+    """The biases of this rank, step by step."""
 
     def __init__(self) -> None:
-        self.norms: list[float] = []
         self.biases: list[dict[str, list[float]]] = []
 
     def on_model(self, groups: Any, chunks: Sequence[nn.Module], schedule: Any) -> None:
         self.groups = groups
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        if not hasattr(chunks[0], "param_gather") or chunks[0].param_gather is None:  # else a rank has its part alone
-            self.norms.append(global_grad_norm(chunks, self.groups))
+        pass
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
         pairs = [(router.name, router.expert_bias) for router in routers_of(chunks)]
         self.biases.append({name: bias.tolist() for name, bias in pairs if bias is not None})
 
 
-def trained(config: RunConfig) -> tuple[list[dict[str, Any]], list[float], list[dict[str, list[float]]]]:
+def trained(config: RunConfig) -> tuple[list[dict[str, Any]], list[dict[str, list[float]]]]:
     watcher = Watcher()
-    return pretrain(config, observer=watcher).metrics, watcher.norms, watcher.biases
+    return pretrain(config, observer=watcher).metrics, watcher.biases
 
 
 @cache
@@ -109,11 +106,9 @@ def test_metrics_are_those_of_one_process(on_ranks, world_size: int, layout: dic
     """Loss, clipped norm, load of every expert of every layer and the routers' losses; the same on every rank."""
     results = on_ranks(trained, world_size, small(**layout))
     check_same(results[0][0], alone(biased=False))
-    for metrics, norms, _ in results:
+    for metrics, _ in results:
         for line, other in zip(metrics, results[0][0], strict=True):
             assert {k: v for k, v in line.items() if k != "timers"} == {k: v for k, v in other.items() if k != "timers"}
-        for norm, line in zip(norms, metrics):
-            assert norm == pytest.approx(line["grad_norm"], rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +126,7 @@ def test_biases_are_those_of_one_process_on_every_rank(on_ranks, world_size: int
     results = on_ranks(trained, world_size, small(**BIASED, **layout))
     check_same(results[0][0], alone(biased=True))
     for step, line in enumerate(results[0][0]):
-        held = [biases[step] for _, _, biases in results]
+        held = [biases[step] for _, biases in results]
         assert sorted({name for names in held for name in names}) == ["layers.0.mlp.router", "layers.2.mlp.router"]
         for name, bias in (pair for names in held for pair in names.items()):
             assert bias == line[f"moe/{name.partition('.mlp')[0]}/expert_bias"]

@@ -176,7 +176,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"all_warmup": True, "pp": 2}, None, "schedule.all_warmup", "= 1, and only the interleaved schedule reads"),
     ({"all_warmup": True, "pp": 2, "schedule.name": "zbv"}, None, "schedule.all_warmup", "set that above 1, or"),
     ({"all_warmup": True, "pp": 2, "vpp": 2}, 2, "schedule.all_warmup", "parallel.pp = 2, and there are 16; leave it"),
-    ({"pp": 4, "vpp": 2, "microbatch_group_size": 2}, 4, "schedule.microbatch_group_size", "at least parallel.pp = 4"),
+    ({"pp": 4, "vpp": 2, "microbatch_group_size": 2}, 4, "schedule.microbatch_group_size", "at least pp = 4"),
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 17}, 2, "schedule.microbatch_group_size", "16 microbatches"),
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 5}, 2, "schedule.microbatch_group_size", "a last group of 1 of 16"),
     ({"pp": 4, "vpp": 2, "global_batch_size": 2}, 4, "schedule.microbatch_group_size", "raise train.global_batch_size"),

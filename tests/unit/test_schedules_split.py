@@ -14,7 +14,6 @@ from random_schedules import random_legal_schedule
 from labkit.schedules import (
     Schedule,
     ScheduleError,
-    merge_backward,
     one_f_one_b,
     simulate,
     split_backward,
@@ -36,28 +35,14 @@ def test_what_the_passes_do():
     assert _rows(split_backward(whole, weight="end")) == ["0F0 0I0 0F1 0I1 0W0 0W1"]
     mixed = Schedule.from_csv("0F0,0F1,0I0,0B1,0W0")
     assert _rows(split_backward(mixed, weight="end")) == ["0F0 0F1 0I0 0I1 0W0 0W1"]
-    assert _rows(merge_backward(mixed)) == ["0F0 0F1 0B0 0B1"]
 
 
 @given(SEEDS, WEIGHTS)
-def test_merging_undoes_splitting_and_both_stay_legal(seed, weight):
+def test_splitting_leaves_no_whole_backward_and_stays_legal(seed, weight):
     drawn = random_legal_schedule(seed)
-    whole = merge_backward(drawn)
-    assert not set("IW") & set("".join(_rows(whole)))
-    split = split_backward(whole, weight=weight)
+    split = split_backward(drawn, weight=weight)
     assert "B" not in "".join(_rows(split))
-    assert merge_backward(split) == whole
-    for schedule in (whole, split):
-        assert verify(schedule).schedule.placement_of_stages.tolist() == drawn.placement_of_stages.tolist()
-
-
-@given(SEEDS)
-def test_an_input_gradient_without_its_weight_gradient_stays(seed):
-    rows = [row.split() for row in _rows(split_backward(merge_backward(random_legal_schedule(seed)), weight="after"))]
-    lost = rows[0].pop(next(i for i, cell in enumerate(rows[0]) if "W" in cell))
-    merged = merge_backward(Schedule("broken", 20, 9, rows))
-    assert lost.replace("W", "I") in _rows(merged)[0].split()
-    assert "W" not in "".join(_rows(merged))
+    assert verify(split).schedule.placement_of_stages.tolist() == drawn.placement_of_stages.tolist()
 
 
 def test_splitting_alone_sends_gradients_earlier_and_filling_gaps_needs_a_schedule():

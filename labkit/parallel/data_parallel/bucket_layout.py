@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -223,29 +223,5 @@ def shard_map(plan: BucketLayout, dp: int) -> list[Piece]:
 
     The pieces of a parameter cover it: every element has exactly one owner.
     """
-    return sorted(_all_pieces(plan, dp), key=lambda piece: piece.start)
-
-
-def _all_pieces(plan: BucketLayout, dp: int) -> Iterator[Piece]:
-    """Yield the pieces parameter by parameter. Only ranks that own a part are visited, so many ranks cost little."""
-    for number, bucket in enumerate(plan.buckets):
-        low, high = shard_range(bucket.start, bucket.end, dp=dp, rank=0)
-        size = high - low
-        for name in bucket.names:
-            start, end = plan.ranges[name]
-            at = start
-            while at < end:
-                rank = (at - low) // size
-                stop = min(end, low + (rank + 1) * size)
-                yield Piece(rank, number, name, at, stop, at - start)
-                at = stop
-
-
-def owned_bytes(plan: BucketLayout, dp: int, rank: int, bytes_per_element: int) -> tuple[int, int]:
-    """Return (all bytes, bytes of padding) on `rank` of one sharded tensor of the buffer's length, such as a moment.
-
-    The padding comes from the alignment of parameters and from the equal parts of buckets.
-    """
-    total = sum(bucket.end - bucket.start for bucket in plan.buckets) // dp
-    owned = sum(piece.numel for piece in pieces_of_rank(plan, dp, rank))
-    return total * bytes_per_element, (total - owned) * bytes_per_element
+    pieces = [piece for rank in range(dp) for piece in pieces_of_rank(plan, dp, rank)]
+    return sorted(pieces, key=lambda piece: piece.start)

@@ -7,7 +7,7 @@ parameter's record says how to reduce and count it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -178,15 +178,6 @@ def split_gradient(gradient: Tensor, counted: int) -> tuple[list[Tensor], list[T
     return [flat[:counted]], [flat[counted:]]
 
 
-def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:
-    """Gradients of the elements that this rank counts (`counted_elements`)."""
-    return [
-        grad
-        for parameter in parameters
-        for grad in split_gradient(main_grad_of(parameter), counted_elements(parameter, groups))[0]
-    ]
-
-
 class GradientStatistics(NamedTuple):
     """Norm and finiteness of the gradient of the whole model, and the wish to stop; bit-identical on all ranks."""
 
@@ -244,40 +235,3 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """Return max_norm / (norm + 1e-6) if that is below 1, else 1; also 1 for a norm that is not finite."""
     factor = max_norm / (norm + 1e-6)
     return factor if factor < 1.0 and math.isfinite(norm) else 1.0
-
-
-def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> float:
-    """Return the L2 norm of the gradient of the whole model, bit-identical on every rank.
-
-    Every element of the model counts once (`counted_elements`). Data-parallel replicas hold the same gradients after
-    `finalize_model_grads`, so only one replica is summed. Dense parameters are summed over tp x pp, experts over etp x
-    ep x pp. If these are the same ranks, one collective sums both, else two do. The host waits for each. Squares are
-    added in float64 in the order of ranks.
-    """
-    kinds: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-    for parameter in _parameters(chunks):
-        kinds[is_expert(parameter)].append(parameter)
-    dense, experts = (counted_gradients(kinds[kind], groups) for kind in (False, True))
-    if groups.mp.ranks == groups.tp_ep_pp.ranks:
-        return gradient_statistics([*dense, *experts], (), (groups.mp,), groups.device).norm
-    norms = [
-        gradient_statistics(counted, (), (group,), groups.device).norm
-        for counted, group in ((dense, groups.mp), (experts, groups.tp_ep_pp))
-    ]
-    return math.hypot(*norms)
-
-
-def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm: float) -> float:
-    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1. Return the norm before clipping.
-
-    With a norm that is not finite the gradients stay as they are: the caller skips the step.
-
-    Raises:
-        ValueError: max_norm is not positive.
-    """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be above 0; for no clipping leave the call out")
-    norm = global_grad_norm(chunks, groups)
-    if (factor := clip_factor(norm, max_norm)) < 1.0:
-        scale_gradients(chunks, factor)
-    return norm
