@@ -91,7 +91,7 @@ def iteration(
         for chunk in pipeline.chunks:
             chunk.zero_grad_buffer()
         with token_ids_checked_late(device):
-            reports[:] = pipeline.run(data)
+            reports[:] = pipeline.forward_backward(data)
         pipeline.finalize_grads()
         return reports[0]
 

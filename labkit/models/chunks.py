@@ -129,8 +129,7 @@ def build_model_chunks(
     if schedule is None:
         microbatches, vpp = config.num_microbatches(groups.world_size), groups.config.vpp
         schedule = build_schedule(config.schedule, pp=groups.pp.size, vpp=vpp, microbatches=microbatches)
-    if schedule.pp != groups.pp.size:
-        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
+    schedule.check_pp(groups.pp.size)
     contents = stage_contents(config, schedule.num_stages)
     _check_embedding_group(config, schedule, groups)
     rng = model_parallel_seed(config.train.seed, groups) if draws(config.model, config.moe) else None

@@ -15,7 +15,7 @@ from labkit.comm.groups import ParallelGroups
 from labkit.schedules.builders import interleaved, one_f_one_b
 from labkit.schedules.ir import Schedule
 from labkit.schedules.lowering import Transport
-from labkit.schedules.microbatches import Shape, TensorShape
+from labkit.schedules.microbatches import Shape, TensorShape, equal_parts, stage_shapes
 from labkit.schedules.runtime import ForwardStep, PipelineRuntime, chunks_of
 
 _REFUSED = {
@@ -288,23 +288,24 @@ def _shape(
     variable: bool,
 ) -> TensorShape:
     length, batch, hidden = sizes
+    split = groups.config.split_rank
     _check_sizes(seq_length=length, micro_batch_size=batch, hidden_size=hidden, decoder_seq_length=decoder_seq_length)
     if groups.pp.size == 1:
         return None
     if shape is not None:
         return _split_over_tensor_parallel(groups, shape) if sequence_parallel else shape
     if length is not None and batch is not None and hidden is not None:
-        return _sequence_shapes(
-            groups,
-            seq_length=length,
-            micro_batch_size=batch,
-            hidden_size=hidden,
+        return stage_shapes(
+            length,
+            batch,
+            hidden,
+            cp=groups.cp.size,
+            tp=groups.tp.size if sequence_parallel else 1,
+            split_rank=split,
             decoder_seq_length=decoder_seq_length,
-            sequence_parallel=sequence_parallel,
         )
     if not variable:
         raise ValueError("give tensor_shape, or seq_length, micro_batch_size and hidden_size, or variable_seq_lengths")
-    split = groups.config.split_rank
     return None if split is None else lambda stage: [()] * (1 if stage < split else 2)
 
 
@@ -314,42 +315,9 @@ def _check_sizes(**sizes: object) -> None:
             raise ValueError(f"{name} = {size!r}: must be an integer of at least 1; give it as in {name}=128")
 
 
-def _sequence_shapes(
-    groups: ParallelGroups,
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    hidden_size: int,
-    decoder_seq_length: int | None,
-    sequence_parallel: bool,
-) -> TensorShape:
-    """(S, B, H) of the tensors that stages send, from the sizes of a whole sample, as Megatron computes it.
-
-    S is divided by the context-parallel size, and by the tensor-parallel size under sequence parallelism. Stages from
-    `split_rank` on send two tensors: the decoder's hidden states (`decoder_seq_length`) and the encoder's output.
-    Raises ValueError for a length that cannot be divided.
-    """
-
-    def shape(length: int) -> Shape:
-        whole = (_part(length, groups.cp.size, "cp"), micro_batch_size, hidden_size)
-        return _split_over_tensor_parallel(groups, whole) if sequence_parallel else whole
-
-    split = groups.config.split_rank
-    if split is None:
-        return shape(seq_length)
-    encoder, decoder = shape(seq_length), shape(seq_length if decoder_seq_length is None else decoder_seq_length)
-    return lambda stage: [encoder] if stage < split else [decoder, encoder]
-
-
 def _split_over_tensor_parallel(groups: ParallelGroups, shape: TensorShape) -> Shape:
     """One shape with its S divided by the tensor-parallel size. Raises ValueError if that is impossible."""
     if callable(shape) or not shape or not all(isinstance(size, int) for size in shape):
         raise ValueError("sequence_parallel divides one tensor_shape: divide several shapes yourself")
     length, *rest = (int(size) for size in shape)  # pyright: ignore[reportArgumentType]
-    return (_part(length, groups.tp.size, "tp, sequence_parallel"), *rest)
-
-
-def _part(length: int, parts: int, axis: str) -> int:
-    if length % parts:
-        raise ValueError(f"{length} positions cannot be cut into {parts} equal parts ({axis})")
-    return length // parts
+    return (equal_parts(length, groups.tp.size, "tp, sequence_parallel"), *rest)

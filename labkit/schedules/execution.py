@@ -47,8 +47,8 @@ class RankSetup:
     """The (stage, microbatch) pairs whose forward keeps everything; None leaves recomputation to the model."""
 
 
-class Execution:
-    """One step: `loop` for a single stage, `walk` for a program."""
+class RankStep:
+    """One step of a rank: `run_microbatches` of a single stage, or `run_program`."""
 
     def __init__(self, setup: RankSetup, losses: MicrobatchLosses, sync: GradientSync, *, forward_only: bool) -> None:
         self.setup, self.losses, self.sync, self.forward_only = setup, losses, sync, forward_only
@@ -64,7 +64,7 @@ class Execution:
         self.graphed = [list(filter(has_graphs, chunk.modules())) for chunk in setup.chunks]
         """By chunk, the modules that have one CUDA graph for each microbatch, and so must know the next microbatch."""
 
-    def loop(self, iterator: Any, count: int) -> None:
+    def run_microbatches(self, iterator: Any, count: int) -> None:
         """Forward and backward of each of `count` microbatches in turn, gradients synchronised with the last."""
         self.readers = [reader(iterator, range(count))]
         with self.sync:
@@ -76,7 +76,7 @@ class Execution:
                     last = microbatch == count - 1
                     self._compute(Compute(Action(0, "B", microbatch), chunk=0, needs=None, gives=None, ends_chunk=last))
 
-    def walk(self, program: Program, iterators: list[Any]) -> None:
+    def run_program(self, program: Program, iterators: list[Any]) -> None:
         """Run the program."""
         self.weight_gradients = WeightGradStore()
         self.readers = [reader(iterator, program.forwards(chunk)) for chunk, iterator in enumerate(iterators)]
@@ -86,7 +86,7 @@ class Execution:
 
     # ---- communication ----
 
-    def _start(self, communication: Communication) -> None:
+    def _start_transfers(self, communication: Communication) -> None:
         """Start sends of what was made, and receives."""
         transfers = communication.transfers
         works = start(self.setup.p2p, [self._op(transfer) for transfer in transfers])
@@ -104,15 +104,15 @@ class Execution:
             "forward" if message.kind == "F" else "backward",
         )
 
-    def _wait(self, communication: Communication) -> None:
+    def _wait_for(self, communication: Communication) -> None:
         for transfer in communication.transfers:
             payload = self.under_way.pop(transfer).wait()
             if transfer.operation == "recv":
                 self.messages[transfer.message] = payload
 
     def _exchange(self, communication: Communication) -> None:
-        self._start(communication)
-        self._wait(communication)
+        self._start_transfers(communication)
+        self._wait_for(communication)
 
     # ---- computation ----
 
@@ -206,11 +206,11 @@ class Execution:
         (self.sync.gather if sync.verb == "gather" else self.sync.synchronise)(sync.chunk)
 
 
-_RUN: dict[str, Callable[[Execution, Any], None]] = {
-    **dict.fromkeys("FBIW", Execution._compute),
-    **dict.fromkeys(("post", "send"), Execution._start),
-    **dict.fromkeys(("recv", "sent"), Execution._wait),
-    "exchange": Execution._exchange,
-    **dict.fromkeys(("gather", "synchronise"), Execution._sync),
+_RUN: dict[str, Callable[[RankStep, Any], None]] = {
+    **dict.fromkeys("FBIW", RankStep._compute),
+    **dict.fromkeys(("post", "send"), RankStep._start_transfers),
+    **dict.fromkeys(("recv", "sent"), RankStep._wait_for),
+    "exchange": RankStep._exchange,
+    **dict.fromkeys(("gather", "synchronise"), RankStep._sync),
 }
 """Method that runs each kind of instruction."""

@@ -1,9 +1,8 @@
-"""Synchronise gradients and gather parameters, chunk by chunk, while a schedule runs.
+"""Synchronise the gradients and gather the parameters of a rank's chunks, while its program runs.
 
 Backwards only accumulate inside a `no_sync` context. It is left for the backward that completes a chunk's gradients,
-where the hooks of the data-parallel wrapper may then communicate. A `grad_sync_func` replaces these hooks: it is
-launched at points that all ranks of the pipeline reach at about the same time (see below). Communication slows down the
-computation beside it, and one slow rank would hold up all others.
+where the hooks of the data-parallel wrapper may then communicate. A `grad_sync_func` replaces these hooks: the program
+launches it at places that all ranks of the pipeline reach at about the same time (`sync_places.py`).
 
 Without interleaving Megatron's first rank leaves it to the hooks of its last backward even so, since it ends last.
 """
@@ -13,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
-
-from labkit.schedules.ir import Action, Schedule
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 SyncFunc = Callable[[list[Any]], None]
@@ -116,47 +113,3 @@ def _one_each(function: SyncFunc | Sequence[SyncFunc] | None, chunks: Sequence[A
     if function is None:
         return []
     return [function] * len(chunks) if callable(function) else list(function)
-
-
-# ---- places in a row ----
-
-
-def places_of_synchronisation(
-    schedule: Schedule, rank: int, actions: Sequence[Action], chunks: Sequence[int]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
-
-    Collectives slow computation down, so Megatron starts them at the same time on all ranks. The gradients of a chunk
-    start after the rank's backward number k + pp_rank, with k the chunk's last: backward reaches rank 0 last. The
-    parameters of the chunk behind chunk c start before the forward number k - pp_rank, with k the first of c. In
-    general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
-    looped. Gradients whose place is not reached start after the last action; chunks 0 and 1 are gathered before the
-    first.
-    """
-    after: list[list[int]] = [[] for _ in actions]
-    before: list[list[int]] = [[] for _ in actions]
-    if schedule.forward_only:
-        return [()] * len(actions), [()] * len(actions)
-    lags = schedule.derived("lags", _lags)
-    stages = schedule.stages_of(rank)
-    backwards = [i for i, action in enumerate(actions) if action.kind in "BW"]
-    last = {chunks[i]: k for k, i in enumerate(backwards)}
-    for chunk, k in sorted(last.items()):
-        due = k + lags[stages[chunk]]
-        after[backwards[due] if due < len(backwards) else -1].append(chunk)
-    forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
-    first = {chunks[i]: k for k, i in reversed(list(enumerate(forwards)))}
-    before[0] = list(range(len(stages)))[:2]
-    for chunk, k in sorted(first.items()):
-        if 1 < chunk + 1 < len(stages):
-            before[forwards[max(0, k - lags[stages[chunk]])]].append(chunk + 1)
-    return [tuple(sorted(c)) for c in after], [tuple(sorted(c)) for c in before]
-
-
-def _lags(schedule: Schedule) -> list[int]:
-    """By stage, how many stages above the lowest one of its chunk number it is."""
-    chunks = {stage: chunk for rank in range(schedule.pp) for chunk, stage in enumerate(schedule.stages_of(rank))}
-    lowest: dict[int, int] = {}
-    for stage in range(schedule.num_stages):
-        lowest.setdefault(chunks[stage], stage)
-    return [stage - lowest[chunks[stage]] for stage in range(schedule.num_stages)]

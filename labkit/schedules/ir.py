@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from labkit.config.errors import no_file
+from labkit.config.errors import counted, no_file
 
 T = TypeVar("T")
 
@@ -159,6 +159,11 @@ class Schedule:
     def pp(self) -> int:
         """Number of ranks."""
         return len(self.offsets) - 1
+
+    def check_pp(self, pp: int) -> None:
+        """Raise ValueError unless the schedule is for a pipeline of `pp` ranks."""
+        if self.pp != pp:
+            raise ValueError(f"{self.name} is for {counted(self.pp, 'pipeline rank')}, but parallel.pp is {pp}")
 
     @property
     def forward_only(self) -> bool:

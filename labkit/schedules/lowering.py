@@ -43,9 +43,9 @@ import numpy as np
 
 from labkit.comm.posting_order import Operation, channel, even_odd_place
 from labkit.schedules.dependencies import consumers, producers
-from labkit.schedules.gradient_sync import places_of_synchronisation
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.simulator import Timeline, simulate
+from labkit.schedules.sync_places import sync_places
 
 Transport = Literal["posted", "batched", "even_odd", "blocking"]
 """Way in which messages travel: see the table above."""
@@ -227,7 +227,7 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
     else:
         before = _exchanges(_slots(schedule, rank, transport, steps, receives_ahead == 0), transport)
         after = [[] for _ in steps]
-    grad_sync, param_gather = places_of_synchronisation(schedule, rank, actions, chunks)
+    grad_sync, param_gather = sync_places(schedule, rank, actions, chunks)
     program: list[Instruction] = []
     for i, step in enumerate(steps):
         program += [Sync("gather", chunk) for chunk in param_gather[i]]

@@ -21,7 +21,7 @@ from labkit.comm.handshake import handshake
 from labkit.comm.p2p import MessageSpec, P2PCommunicator, second_communicator
 from labkit.events import active_recorder
 from labkit.schedules.builders import without_backward
-from labkit.schedules.execution import Execution, RankSetup
+from labkit.schedules.execution import RankSetup, RankStep
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.lowering import Program, Transport, check_transport, lower
@@ -203,14 +203,14 @@ class PipelineRuntime:
             non_loss=collect_non_loss_data,
         )
         sync = GradientSync(() if forward_only else chunks, **self.sync_functions)
-        step = Execution(self.setup, losses, sync, forward_only=forward_only)
+        step = RankStep(self.setup, losses, sync, forward_only=forward_only)
         with step.timed("forward-backward", 1), torch.set_grad_enabled(not forward_only):
             if self._is_plain:
-                step.loop(iterators[0], wanted)
+                step.run_microbatches(iterators[0], wanted)
             else:
                 program = self._program(forward_only)
                 self._meet(program, forward_only)
-                step.walk(program, iterators)
+                step.run_program(program, iterators)
         if (recorder := active_recorder()) is not None:
             recorder.settle()
         self.num_tokens = losses.num_tokens
@@ -223,8 +223,7 @@ def _check_fit(schedule: Schedule, groups: ParallelGroups, chunks: Sequence[Any]
     recomputes: chunks must be able to leave out recomputation.
     """
     rank = groups.pp.rank
-    if schedule.pp != groups.pp.size:
-        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
+    schedule.check_pp(groups.pp.size)
     if groups.config.split_rank is not None and schedule.num_stages != schedule.pp:
         raise ValueError(
             f"split_rank puts encoder and decoder on different ranks, and {schedule.name} has several stages on a "

@@ -59,7 +59,7 @@ class LayerGraphs:
     """Graphs of the layers, captured before a training step when a capture is due."""
 
     finalizes = False
-    """`run` leaves gradients that `finalize_model_grads` has yet to complete."""
+    """`forward_backward` leaves gradients that `finalize_model_grads` has yet to complete."""
 
     def __init__(
         self, run: Run, helper: CudaGraphHelper, warmup_steps: int, *, groups: ParallelGroups, captures_anew: bool
@@ -86,7 +86,7 @@ class LayerGraphs:
         found = self.helper.memory()
         return [] if found is None else [found]
 
-    def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
+    def forward_backward(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """Run one global batch; returns the reports of the loss function. Evaluation is eager."""
         if forward_only:
             return self._run(batches, forward_only=True)
@@ -193,7 +193,7 @@ class FullIterationGraphs:
         """Memory of this rank's graphs: training and validation each have a pool."""
         return [found for one in (self.training, self.validation) if (found := one.memory()) is not None]
 
-    def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
+    def forward_backward(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """Run one global batch; the first steps of either kind are eager."""
         return (self.validation if forward_only else self.training)(batches)
 

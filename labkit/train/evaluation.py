@@ -87,7 +87,7 @@ def _is_last_that_computes_the_loss(pipeline: Pipeline) -> bool:
 def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> dict[str, float]:
     """Return `Pipeline.means` over `steps` global batches, without gradients and dropout; the same on every rank."""
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
-        reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
+        reports = [report for _ in range(steps) for report in pipeline.forward_backward(batches, forward_only=True)]
     means = pipeline.means(reports)
     if ids.late:  # the host has waited for the loss
         ids.look_together(pipeline.groups.world)
@@ -100,7 +100,7 @@ def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[
     Return its results by microbatch; [] on ranks that do not compute the loss.
     """
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
-        collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
+        collected = pipeline.forward_backward(batches, forward_only=True, collect_non_loss_data=True)
     if ids.late:
         ids.look_together(pipeline.groups.world)
     return collected

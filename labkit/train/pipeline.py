@@ -1,4 +1,8 @@
-"""`Pipeline`: one rank's chunks, schedule and runtime, as the training loop calls them in each step."""
+"""`Pipeline`: what a training step asks of one rank's model: forward and backward, means of losses, final gradients.
+
+The schedule of the run orders the microbatches, for one stage or many. `PipelineRuntime` runs it; CUDA graphs, if there
+are any, replay what they have captured of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.layers import Precision
 from labkit.plan.sizes import decoder_length
 from labkit.schedules.ir import Schedule
-from labkit.schedules.microbatches import TensorShape
+from labkit.schedules.microbatches import TensorShape, stage_shapes
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.cuda_graphs import TrainingGraphs, build_graphs
 from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step, parts_of
@@ -32,7 +36,7 @@ from labkit.train.run_schedule import transport_of
 
 
 class Pipeline:
-    """One rank's model chunks under a schedule; made once, run every step."""
+    """One rank's model chunks under the schedule of the run; made once, used in every step."""
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class Pipeline:
         self.graphs: TrainingGraphs | None = None
         """The CUDA graphs of the run, if there are any."""
         if config.graph.cuda_graph_impl != "none":
-            self.graphs = build_graphs(config, groups, self.chunks, schedule, self._run, self._run_and_finalize)
+            self.graphs = build_graphs(config, groups, self.chunks, schedule, self._eager, self._eager_and_finalized)
         held = [getattr(chunk, "precision", None) for chunk in chunks]
         self._precisions = [p for p in held if isinstance(p, Precision) and type(p) is not Precision]
         """Those that keep a history of each step, as fp8 does."""
@@ -81,8 +85,8 @@ class Pipeline:
         )
 
     def _synchronisation(self) -> dict[str, Any]:
-        """Functions that start gradients and parameters at fixed places of the schedule, so that ranks and chunks keep
-        in step. A lone stage needs none: the hooks of its wrapper start them."""
+        """Return the functions that start to reduce gradients and to gather parameters at fixed places of the schedule,
+        so that ranks and chunks keep in step. A lone stage needs none: the hooks of its wrapper start both."""
         optim, found = self.config.optim, {}
         if self.groups.pp.size > 1 or len(self.chunks) > 1:
             if optim.overlap_grad_reduce:
@@ -98,22 +102,23 @@ class Pipeline:
 
     @property
     def num_tokens(self) -> Tensor | None:
-        """With `optim.calculate_per_token_loss`, this rank's loss tokens in the last run, for `finalize_model_grads`;
-        None where each microbatch's loss was a mean already."""
+        """With `optim.calculate_per_token_loss` the loss tokens of this rank in its last step, for
+        `finalize_model_grads`; None where each microbatch's loss was a mean already."""
         return self._runtime.num_tokens if self.config.optim.calculate_per_token_loss else None
 
-    def run(
+    def forward_backward(
         self, batches: Iterator[Batch], *, forward_only: bool = False, collect_non_loss_data: bool = False
     ) -> list[Any]:
-        """All microbatches of one global batch; the loss function's reports on the rank of the last stage, else [].
+        """Run all microbatches of one global batch; return the loss function's reports on the rank of the last stage,
+        else [].
 
-        With CUDA graphs a training run after the warm-up steps captures them first.
+        With CUDA graphs the first training step after the warm-up captures them.
         """
         if self.graphs is None or collect_non_loss_data:
-            return self._run(batches, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
-        return self.graphs.run(batches, forward_only=forward_only)
+            return self._eager(batches, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
+        return self.graphs.forward_backward(batches, forward_only=forward_only)
 
-    def _run(
+    def _eager(
         self, batches: Iterator[Batch], *, forward_only: bool = False, collect_non_loss_data: bool = False
     ) -> list[Any]:
         iterators: list[Iterator[Batch]] = [batches]
@@ -123,7 +128,7 @@ class Pipeline:
         return self._runtime.run(iterators, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
 
     def means(self, reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Means over the global batch that `reports` are of, the same on every rank: `loss` and the family's others.
+        """Return means over the global batch of `reports`, the same on every rank: `loss` and the family's others.
 
         `loss` is the sum of all losses over the number of tokens, of all microbatches and data-parallel ranks. Without
         any token it is NaN, as in Megatron-LM, and rank 0 says why. The others (`parts_of`) are means of those
@@ -149,8 +154,8 @@ class Pipeline:
         return {"loss": math.nan, **means}
 
     def finalize_grads(self) -> None:
-        """After a training run: make every `main_grad` the gradient of the global batch. A graph of the whole iteration
-        has done so already."""
+        """Make every `main_grad` the gradient of the global batch, after the last backward. A graph of the whole
+        iteration has done so already."""
         if self.graphs is None or not self.graphs.finalizes:
             self._finalize()
 
@@ -159,21 +164,21 @@ class Pipeline:
             precision.end_step()
         finalize_model_grads(self.chunks, self.groups, num_tokens=self.num_tokens, last_stage=self.last_stage)
 
-    def _run_and_finalize(self, batches: Iterator[Batch]) -> list[Any]:
-        reports = self._run(batches)
+    def _eager_and_finalized(self, batches: Iterator[Batch]) -> list[Any]:
+        reports = self._eager(batches)
         self._finalize()
         return reports
 
 
 def shapes_between_stages(config: RunConfig) -> TensorShape:
-    """Shape of the tensor that a stage sends, (S / cp, B, H); with sequence parallelism S / (cp tp).
-
-    With `split_rank` a function from the stage: those of the decoder send their hidden states and the encoder's output.
-    """
-    parallel, model, split = config.parallel, config.model, config.parallel.split_rank
-    parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-    encoder = (model.seq_length // parts, config.train.micro_batch_size, model.hidden)
-    if split is None:
-        return encoder
-    decoder = (decoder_length(model) // parts, *encoder[1:])
-    return lambda stage: [encoder] if stage < split else [decoder, encoder]
+    """Return the shapes of the tensors that stages of the configured model send (`stage_shapes`)."""
+    parallel, model = config.parallel, config.model
+    return stage_shapes(
+        model.seq_length,
+        config.train.micro_batch_size,
+        model.hidden,
+        cp=parallel.cp,
+        tp=parallel.tp if parallel.sequence_parallel else 1,
+        split_rank=parallel.split_rank,
+        decoder_seq_length=decoder_length(model),
+    )

@@ -38,10 +38,7 @@ def schedule_of(config: RunConfig, world_size: int) -> Schedule:
 def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> None:
     """Raise ValueError if the schedule does not fit batch, stages or layers of the run."""
     microbatches, parallel = config.num_microbatches(world_size), config.parallel
-    if schedule.pp != parallel.pp:
-        raise ValueError(
-            f"{schedule.name} is for {counted(schedule.pp, 'pipeline rank')}, but parallel.pp is {parallel.pp}"
-        )
+    schedule.check_pp(parallel.pp)
     if schedule.num_microbatches != microbatches:
         batch = config.train.global_batch_size
         fitting = batch * schedule.num_microbatches // microbatches

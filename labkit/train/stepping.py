@@ -100,7 +100,7 @@ def train_step(
         chunk.zero_grad_buffer()
     device = pipeline.groups.device
     with timers.phase("forward-backward"), token_ids_checked_late(device) as ids:
-        reports = pipeline.run(batches)
+        reports = pipeline.forward_backward(batches)
     means, scale = pipeline.means(reports), scaler.scale
     with timers.phase("finalize-grads"):
         pipeline.finalize_grads()

@@ -58,14 +58,14 @@ def test_no_microbatch_makes_the_host_wait(changes: dict[str, Any]) -> None:
     for chunk in pipeline.chunks:
         chunk.zero_grad_buffer()
     with token_ids_checked_late("cuda") as ids, waits_are_errors():
-        pipeline.run(batches)
+        pipeline.forward_backward(batches)
         pipeline.finalize_grads()
     ids.look()
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), waits_are_errors():
         torch.ones(1, device="cuda").item()  # the mode sees what it is to see
     if not changes:
         with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), waits_are_errors():
-            pipeline.run(batches)  # outside the block every check waits
+            pipeline.forward_backward(batches)  # outside the block every check waits
 
 
 @pytest.mark.parametrize("changes", [{}, FULL], ids=["eager", "full iteration"])

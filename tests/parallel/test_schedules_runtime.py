@@ -303,7 +303,7 @@ def _refusals():
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent(on_ranks):
-    needles = ["for 4 ranks, the pipeline has 2", "2 stages on rank", "wait for each other", "transport is 'ring'",
+    needles = ["for 4 pipeline ranks, but", "2 stages on rank", "wait for each other", "transport is 'ring'",
                "over blocking transfers", "num_microbatches is 3"]  # fmt: skip
     for messages in on_ranks(_refusals, 2):
         assert [needle in message for needle, message in zip(needles, messages, strict=True)] == [True] * 6, messages

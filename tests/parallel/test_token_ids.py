@@ -162,7 +162,7 @@ def waits_of_a_step(microbatches: int, late: bool, changes: dict[str, Any]) -> t
     with as_on_a_gpu(late), pytest.MonkeyPatch.context() as patch:
         pipeline, optimizer, batches = pipeline_of(small(microbatches, **changes))
         inside = 0
-        run = pipeline.run
+        run = pipeline.forward_backward
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
@@ -171,7 +171,7 @@ def waits_of_a_step(microbatches: int, late: bool, changes: dict[str, Any]) -> t
             inside = len(waits.seen) - before
             return found
 
-        patch.setattr(pipeline, "run", counted)
+        patch.setattr(pipeline, "forward_backward", counted)
         given, waits = [next(batches) for _ in range(3 * microbatches)], Waits(patch)
         batches = iter(given)  # the iterator pins what it copies to a GPU
         for step in range(3):  # with a graph: an eager step, a capture, a replay

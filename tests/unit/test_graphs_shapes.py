@@ -144,7 +144,7 @@ def test_validation_may_have_any_shape_and_changes_nothing():
     graphs.losses(3)
     for chunk in graphs.pipeline.chunks:
         chunk.eval()
-    graphs.pipeline.run(cut(graphs.batches, [8] * 8), forward_only=True)
+    graphs.pipeline.forward_backward(cut(graphs.batches, [8] * 8), forward_only=True)
     for chunk in graphs.pipeline.chunks:
         chunk.train()
     assert graphs.losses(2) and graphs.pipeline.graphs.num_captures == 1

@@ -380,7 +380,7 @@ def test_tied_weights_on_ranks_that_no_group_joins_are_refused() -> None:
         build_model_chunks(config, groups, turned)
     groups = initialize_model_parallel(config.parallel, rank=1, world_size=4, ends=(1, 2))
     assert build_model_chunks(config, groups, turned)[0].pre_process
-    with pytest.raises(ValueError, match="V is for 2 ranks, the pipeline has 4"):
+    with pytest.raises(ValueError, match=r"V is for 2 pipeline ranks, but parallel\.pp is 4"):
         build_model_chunks(config, groups, V)
 
 
