@@ -44,7 +44,7 @@ class RankMemory:
     """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward. It is at least
     the temporaries of the update, which comes when no activations are left."""
     checkpoint: int = 0
-    """Copy of the state that an asynchronous save writes behind the next steps; it stays for the saves to come."""
+    """Copy of the state that an asynchronous save writes during the next steps; it stays for the saves to come."""
 
     @property
     def total(self) -> int:
@@ -85,7 +85,7 @@ def checkpoint_bytes(config: RunConfig, world_size: int, schedule: Schedule, pp_
 def _parameters_and_replicas(
     config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(parameters on a rank, ranks that hold the same) for dense layers and for routed experts."""
+    """Return (parameters on a rank, ranks that hold the same) for dense layers and for routed experts."""
     parallel = config.parallel
     etp = parallel.tp if parallel.etp is None else parallel.etp
     experts = _expert_parameters(config, schedule, pp_rank, etp)
@@ -154,35 +154,32 @@ def _activations(config: RunConfig, schedule: Schedule, pp_rank: int, device: Li
     share, contents = share_of(config, device), stage_contents(config, schedule.num_stages)
     held = {stage: contents[stage] for stage in schedule.stages_of(pp_rank)}
     moe = _most_that_is_kept(config.moe)
-    kept = np.zeros((2, schedule.num_stages))
-    for stage, holds in held.items():
-        kept[0, stage] = _stage_bytes(config, share, holds, moe)
-        kept[1, stage] = _stage_bytes(_nothing_recomputed(config), share, holds, moe)
     row = slice(schedule.offsets[pp_rank], schedule.offsets[pp_rank + 1])
     kinds, stages = schedule.kinds[row], schedule.stages[row]
-    sizes = kept[_whole(config, schedule, pp_rank), stages]
+    sizes = _kept_on(held, config, share, moe, schedule.num_stages)[stages]
+    if count := config.model.num_microbatches_with_partial_activation_checkpoints:
+        keeps_all = config.replaced({"model.recompute_granularity": "none"})
+        whole = kept_whole(schedule, pp_rank, count)
+        is_whole = np.array([(a.stage, a.microbatch) in whole for a in schedule.actions(pp_rank)])
+        sizes = np.where(is_whole, _kept_on(held, keeps_all, share, moe, schedule.num_stages)[stages], sizes)
     signs = np.array([1, -1, 0, -1])[kinds]  # F keeps activations; B frees them, or W of a split backward
     peak = int(np.cumsum(signs * sizes).max())
     return peak + max(_beside(config, share, holds, moe) for holds in held.values())
 
 
+def _kept_on(
+    held: dict[int, StageContents], config: RunConfig, share: Share, moe: MoEConfig, num_stages: int
+) -> np.ndarray:
+    """(S,): bytes that one microbatch keeps on each stage of the rank, 0 for the stages of other ranks."""
+    kept = np.zeros(num_stages)
+    for stage, holds in held.items():
+        kept[stage] = _stage_bytes(config, share, holds, moe)
+    return kept
+
+
 def _most_that_is_kept(moe: MoEConfig) -> MoEConfig:
     """Remove a capacity without padding: only the routing decides its bytes, at most those without a capacity."""
     return moe if moe.pad_to_capacity else replace(moe, capacity_factor=None)
-
-
-def _nothing_recomputed(config: RunConfig) -> RunConfig:
-    return config.replaced({"model.recompute_granularity": "none"})
-
-
-def _whole(config: RunConfig, schedule: Schedule, pp_rank: int) -> np.ndarray:
-    """1 for each action of the rank whose microbatch keeps everything in spite of recomputation, else 0."""
-    count = config.model.num_microbatches_with_partial_activation_checkpoints
-    row = slice(schedule.offsets[pp_rank], schedule.offsets[pp_rank + 1])
-    if not count:
-        return np.zeros(row.stop - row.start, dtype=int)
-    whole = kept_whole(schedule, pp_rank, count)
-    return np.array([(a.stage, a.microbatch) in whole for a in schedule.actions(pp_rank)], dtype=int)
 
 
 def _stage_bytes(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
