@@ -151,12 +151,13 @@ def build_model_chunks(
 
 
 def model_type(family: str) -> type[GPTModel]:
-    """The class of the models of a family."""
+    """Return the class of the models of a family."""
     return resolve_name(FAMILIES[family].model)
 
 
 def embedding_ends(config: RunConfig, schedule: Schedule) -> tuple[int, int]:
-    """Pipeline ranks of the first and the last stage that hold the word embedding; the output layer may be a copy.
+    """Return the pipeline ranks of the first and the last stage that hold the word embedding; the output layer may be a
+    copy.
 
     An encoder-decoder with an output layer of its own has its second copy on the decoder's first stage.
     """

@@ -95,7 +95,7 @@ def _parameters_and_replicas(
 
 
 def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int, int]:
-    """Bytes of weights, gradients, optimizer state and, while the update runs, of widened gradients. edp ranks share
+    """Return bytes of weights, gradients, optimizer state and, in the update, of widened gradients. edp ranks share
     experts; dp x cp ranks share everything else."""
     optim, precision = config.optim, config.optim.precision
     weights = gradients = optimizer = update = 0
@@ -114,7 +114,7 @@ def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int)
 
 
 def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
-    """Bytes of a bucket's gradients, which gloo copies for the reduce-scatter.
+    """Return the bytes of a bucket's gradients, which gloo copies for the reduce-scatter.
 
     The first bucket closes late in a backward, when few activations are left, so the copy is not added to their peak.
     """
@@ -126,7 +126,7 @@ def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
 
 
 def _expert_parameters(config: RunConfig, schedule: Schedule, pp_rank: int, etp: int) -> int:
-    """Parameters of the routed experts on one rank."""
+    """Return the parameters of the routed experts on one rank."""
     if not config.moe.num_experts:
         return 0
     contents = stage_contents(config, schedule.num_stages)
@@ -150,7 +150,7 @@ def share_of(config: RunConfig, device: Literal["cpu", "cuda"] = "cpu") -> Share
 
 
 def _activations(config: RunConfig, schedule: Schedule, pp_rank: int, device: Literal["cpu", "cuda"]) -> int:
-    """Most bytes that microbatches in flight keep on the rank, plus the temporaries of one backward."""
+    """Return the most bytes that microbatches in flight keep on the rank, plus the temporaries of one backward."""
     share, contents = share_of(config, device), stage_contents(config, schedule.num_stages)
     held = {stage: contents[stage] for stage in schedule.stages_of(pp_rank)}
     moe = _most_that_is_kept(config.moe)
@@ -170,7 +170,7 @@ def _activations(config: RunConfig, schedule: Schedule, pp_rank: int, device: Li
 def _kept_on(
     held: dict[int, StageContents], config: RunConfig, share: Share, moe: MoEConfig, num_stages: int
 ) -> np.ndarray:
-    """(S,): bytes that one microbatch keeps on each stage of the rank, 0 for the stages of other ranks."""
+    """Return (S,): the bytes that one microbatch keeps on each stage of the rank, 0 for the stages of other ranks."""
     kept = np.zeros(num_stages)
     for stage, holds in held.items():
         kept[stage] = _stage_bytes(config, share, holds, moe)
@@ -183,7 +183,7 @@ def _most_that_is_kept(moe: MoEConfig) -> MoEConfig:
 
 
 def _stage_bytes(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
-    """Bytes that one microbatch keeps on a stage."""
+    """Return the bytes that one microbatch keeps on a stage."""
     if config.model.family == "t5":
         return t5_stage_bytes(config.model, share, holds)
     layers = layers_activation_bytes(config.model, share, holds.layers, moe)
@@ -191,7 +191,8 @@ def _stage_bytes(config: RunConfig, share: Share, holds: StageContents, moe: MoE
 
 
 def _beside(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
-    """Bytes of the temporaries in the backward of a stage: a recomputed piece, and the widest operation's gradients.
+    """Return the bytes of the temporaries in the backward of a stage: a recomputed piece, and the widest operation's
+    gradients.
 
     The widest operation needs three times its largest tensor: its gradients and a copy.
     """

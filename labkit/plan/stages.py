@@ -62,7 +62,8 @@ def _from_text(text: str, num_layers: int, num_stages: int) -> list[StageContent
 
 
 def _halves(model: ModelConfig, num_stages: int, split: int | None) -> list[StageContents]:
-    """Stages before `split` hold equal shares of the encoder, the others of the decoder; a lone stage holds both."""
+    """Return the contents of both halves: stages before `split` hold equal shares of the encoder, the others of the
+    decoder; a lone stage holds both."""
     if num_stages == 1:
         return [StageContents(range(all_layers(model)), embedding=True, loss=True)]
     if split is None or not 0 < split < num_stages:
@@ -78,7 +79,8 @@ def _halves(model: ModelConfig, num_stages: int, split: int | None) -> list[Stag
 
 
 def _equal_share(num_layers: int, stage: int, num_stages: int, standalone_embedding_stage: bool) -> range:
-    """Layers s L / S to (s + 1) L / S of stage s of S. A standalone embedding stage has none and is not counted."""
+    """Return layers s L / S to (s + 1) L / S of stage s of S. A standalone embedding stage has none and is not
+    counted."""
     if standalone_embedding_stage:
         if num_stages == 1:
             raise ValueError("standalone_embedding_stage needs a second stage for the layers; set pp to 2 or more")

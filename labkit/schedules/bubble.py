@@ -73,12 +73,12 @@ class BubbleSplit:
 
 
 def split_timeline(timeline: Timeline) -> BubbleSplit:
-    """The split of a simulated Timeline."""
+    """Return the split of a simulated Timeline."""
     return _split(timeline.schedule, timeline.start, timeline.end)
 
 
 def bubble_split(events: Iterable[Event], schedule: Schedule) -> BubbleSplit:
-    """The split of a measured step, in seconds; time 0 is the start of the first action.
+    """Return the split of a measured step, in seconds; time 0 is the start of the first action.
 
     events: every action of `schedule` once, by its name, as `labkit.train.pipeline_events` gives them. Other events
         are ignored. Raises ValueError if one is missing or doubled, or if a rank ran another order.
@@ -87,7 +87,8 @@ def bubble_split(events: Iterable[Event], schedule: Schedule) -> BubbleSplit:
 
 
 def measured_columns(events: Iterable[Event], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Measured start and end of every action of `schedule` (A,), the first start at 0. Errors as in `bubble_split`."""
+    """Return measured start and end of every action of `schedule` (A,), the first start at 0. Errors as in
+    `bubble_split`."""
     at = positions(schedule)
     start, end = np.full((2, len(schedule)), np.nan)
     for event in events:
@@ -219,7 +220,7 @@ def explain_gap(predicted: Timeline, measured: Iterable[Event]) -> Gap:
 
 
 def _message_waits(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """By rank (P,), idle time in which the inputs of the next action were already computed.
+    """Return, by rank (P,), the idle time in which the inputs of the next action were already computed.
 
     Its message was then under way, or nothing but the rank itself delayed the action."""
     needed = awaited(schedule)

@@ -119,7 +119,7 @@ def _forwards_then_by_turns(row: np.ndarray, warmup: int, forwards: np.ndarray, 
 
 
 def without_backward(schedule: Schedule) -> Schedule:
-    """The forwards of `schedule` alone, in their order, for evaluation.
+    """Return the forwards of `schedule` alone, in their order, for evaluation.
 
     Program of every rank, with v stages on it: `(m v)F`, which is `mF` for GPipe, 1F1B and ZB-H1.
     Bubble, one stage a rank: fraction (p - 1)/(m + p - 1).
@@ -142,7 +142,7 @@ def without_backward(schedule: Schedule) -> Schedule:
 
 
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
-    """The schedule that a config names, by a row of `labkit.config.choices`, or that in the file at `config.path`.
+    """Return the schedule that a config names, by a row of `labkit.config.choices`, or that in the file at `config.path`.
 
     `auto` is 1f1b for one model chunk a rank and interleaved for more. A file, and a row that says so, fix the number
     of stages of a rank, so `vpp` may stay at 1.

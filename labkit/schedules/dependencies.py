@@ -25,8 +25,8 @@ _MOST_CELLS = 1000
 
 
 def positions(schedule: Schedule) -> np.ndarray:
-    """Index of each action in the schedule's columns, by kind, stage and microbatch (4, S, M). A missing action has -1;
-    a doubled action has its last index."""
+    """Return the index of each action in the schedule's columns, by kind, stage and microbatch (4, S, M). A missing
+    action has -1; a doubled action has its last index."""
     at = np.full((4, schedule.num_stages, schedule.num_microbatches), -1, dtype=np.int32)
     flat = at.reshape(-1)
     for row in _rows(schedule):
@@ -36,7 +36,8 @@ def positions(schedule: Schedule) -> np.ndarray:
 
 
 def dependencies(schedule: Schedule, at: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Two columns (A,): index of the action that each action needs from the neighbouring stage, and from its own stage.
+    """Return two columns (A,): index of the action that each action needs from the neighbouring stage, and from its own
+    stage.
 
     -1 means none. The schedule must be complete; `at` is its `positions`, if already known."""
     at = positions(schedule) if at is None else at
@@ -123,7 +124,8 @@ def _incomplete(schedule: Schedule, missing: list[str], marks: dict[tuple[int, i
 
 
 def _missing(lacking: list[tuple[str, np.ndarray]]) -> list[str]:
-    """A sentence for each of the first true cells (S, M), by kind, and a last sentence that counts the others."""
+    """Return a sentence for each of the first true cells (S, M), by kind, and a last sentence that counts the
+    others."""
     named = [
         f"{Action(s, kind, m)} is missing"
         for kind, cells in lacking
@@ -134,7 +136,7 @@ def _missing(lacking: list[tuple[str, np.ndarray]]) -> list[str]:
 
 
 def _first_missing(schedule: Schedule) -> list[str]:
-    """The first missing forwards, found without a table of all cells."""
+    """Return the first missing forwards, found without a table of all cells."""
     forward = schedule.kinds == _F
     there = set(zip(schedule.stages[forward].tolist(), schedule.microbatches[forward].tolist(), strict=True))
     sizes = (schedule.num_stages, schedule.num_microbatches)
@@ -144,7 +146,8 @@ def _first_missing(schedule: Schedule) -> list[str]:
 
 
 def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:
-    """Marks for at most ten actions that are doubled, both whole and split, or on another rank than their stage."""
+    """Return marks for at most ten actions that are doubled, both whole and split, or on another rank than their
+    stage."""
     counts = np.zeros((4, schedule.num_stages, schedule.num_microbatches), dtype=np.int64)
     cell = (schedule.kinds, schedule.stages, schedule.microbatches)
     np.add.at(counts, cell, 1)

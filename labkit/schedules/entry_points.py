@@ -15,7 +15,7 @@ from labkit.comm.groups import ParallelGroups
 from labkit.schedules.builders import interleaved, one_f_one_b
 from labkit.schedules.ir import Schedule
 from labkit.schedules.lowering import Transport
-from labkit.schedules.microbatches import Shape, TensorShape, equal_parts, stage_shapes
+from labkit.schedules.message_shapes import Shape, TensorShape, equal_parts, stage_shapes
 from labkit.schedules.runtime import ForwardStep, PipelineRuntime, chunks_of
 
 _REFUSED = {
@@ -89,7 +89,7 @@ class StepArguments(TypedDict, total=False):
 def get_forward_backward_func(
     pp_size: int | None = None, vp_size: int | None = None, *, groups: ParallelGroups | None = None
 ) -> Callable[..., list[Any]]:
-    """The entry point for a layout: no pipelining at pp 1, 1F1B with one model chunk a rank, else interleaving.
+    """Return the entry point for a layout: no pipelining at pp 1, 1F1B with one model chunk a rank, else interleaving.
 
     Sizes not given come from `groups`. Raises ValueError if the call gives neither.
     """
@@ -141,7 +141,7 @@ def forward_backward_pipelining_without_interleaving(
     groups: ParallelGroups,
     **arguments: Unpack[StepArguments],
 ) -> list[Any]:
-    """One step under 1F1B; returns the metrics of every microbatch on the last stage, [] elsewhere.
+    """Run one step under 1F1B; return the metrics of every microbatch on the last stage, [] elsewhere.
 
     forward_step_func: (data iterator, chunk) -> (output, loss function).
     model, data_iterator: one chunk and its iterator, or lists of one (of chunks also an `nn.ModuleList`).
@@ -171,7 +171,7 @@ def forward_backward_pipelining_with_interleaving(
     groups: ParallelGroups,
     **arguments: Unpack[StepArguments],
 ) -> list[Any]:
-    """One step under interleaved 1F1B; returns the metrics of every microbatch on the last rank, [] elsewhere.
+    """Run one step under interleaved 1F1B; return the metrics of every microbatch on the last rank, [] elsewhere.
 
     forward_step_func: (data iterator, chunk) -> (output, loss function).
     model, data_iterator: one chunk and its iterator for each virtual stage of the rank, the earliest stage first, in
@@ -198,7 +198,7 @@ def forward_backward_pipelining_with_interleaving(
 
 @lru_cache(maxsize=16)
 def _plain(pp: int, microbatches: int) -> Schedule:
-    """Cached with its `derived` values, because every step makes a runtime of its own."""
+    """Return a schedule that is kept with its `derived` values, because every step makes a runtime of its own."""
     return one_f_one_b(pp, microbatches)
 
 
@@ -316,7 +316,7 @@ def _check_sizes(**sizes: object) -> None:
 
 
 def _split_over_tensor_parallel(groups: ParallelGroups, shape: TensorShape) -> Shape:
-    """One shape with its S divided by the tensor-parallel size. Raises ValueError if that is impossible."""
+    """Return one shape with its S divided by the tensor-parallel size. Raises ValueError if that is impossible."""
     if callable(shape) or not shape or not all(isinstance(size, int) for size in shape):
         raise ValueError("sequence_parallel divides one tensor_shape: divide several shapes yourself")
     length, *rest = (int(size) for size in shape)  # pyright: ignore[reportArgumentType]

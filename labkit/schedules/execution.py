@@ -30,7 +30,7 @@ from labkit.schedules.microbatches import MicrobatchLosses, reader
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankSetup:
-    """Everything that the steps of a rank have in common; `PipelineRuntime` describes its arguments."""
+    """What all steps of a rank have in common; `PipelineRuntime` describes these arguments."""
 
     chunks: Sequence[Any]
     num_stages: int
@@ -53,19 +53,21 @@ class RankStep:
     def __init__(self, setup: RankSetup, losses: MicrobatchLosses, sync: GradientSync, *, forward_only: bool) -> None:
         self.setup, self.losses, self.sync, self.forward_only = setup, losses, sync, forward_only
         self.messages: dict[StageMessage, Payload] = {}
-        """Made and not yet sent, or received and not yet read, or made for a stage on this rank and not yet read."""
+        """Messages that were made and not yet sent, or that were received or made for a stage on this rank and not yet
+        read."""
         self.under_way: dict[Transfer, P2PWork] = {}
         self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
         """(stage, microbatch) -> inputs and outputs of its forward, kept for the backward."""
         device = setup.p2p.groups.device
         self.span = StreamClock(device).span if device.type == "cuda" and active_recorder() is not None else span
-        """Makes an Event: by the host's clock, or on a GPU of when the work ran there."""
+        """Makes an Event: by the host's clock, or on a GPU by the time at which the work ran there."""
         has_graphs = lambda m: "current_microbatch" in vars(m) or hasattr(type(m), "current_microbatch")  # noqa: E731
         self.graphed = [list(filter(has_graphs, chunk.modules())) for chunk in setup.chunks]
         """By chunk, the modules that have one CUDA graph for each microbatch, and so must know the next microbatch."""
 
     def run_microbatches(self, iterator: Any, count: int) -> None:
-        """Forward and backward of each of `count` microbatches in turn, gradients synchronised with the last."""
+        """Run forward and backward of each of `count` microbatches in turn; gradients are synchronised with the
+        last."""
         self.readers = [reader(iterator, range(count))]
         with self.sync:
             if not self.forward_only:
@@ -77,7 +79,7 @@ class RankStep:
                     self._compute(Compute(Action(0, "B", microbatch), chunk=0, needs=None, gives=None, ends_chunk=last))
 
     def run_program(self, program: Program, iterators: list[Any]) -> None:
-        """Run the program."""
+        """Run the instructions of the program one by one."""
         self.weight_gradients = WeightGradStore()
         self.readers = [reader(iterator, program.forwards(chunk)) for chunk, iterator in enumerate(iterators)]
         with self.sync:
@@ -87,7 +89,7 @@ class RankStep:
     # ---- communication ----
 
     def _start_transfers(self, communication: Communication) -> None:
-        """Start sends of what was made, and receives."""
+        """Start the sends and the receives of one instruction."""
         transfers = communication.transfers
         works = start(self.setup.p2p, [self._op(transfer) for transfer in transfers])
         self.under_way |= zip(transfers, works, strict=True)
@@ -135,7 +137,7 @@ class RankStep:
         return nullcontext() if self.setup.timers is None else timed(self.setup.timers, name, log_level)
 
     def _event(self, step: Compute) -> AbstractContextManager[None]:
-        """An Event for the step, or a profiler's range, if somebody observes."""
+        """Return the context of an action: an Event or a profiler's range if somebody observes, else nothing."""
         if not observers:
             return nullcontext()
         action = step.action
@@ -181,7 +183,7 @@ class RankStep:
                 chunk.set_activation_checkpointing(True)
 
     def _backward(self, step: Compute, received: Payload | None) -> Payload:
-        """B or I: the gradients of the stage's inputs, none on the first stage."""
+        """Run B or I; return the gradients of the stage's inputs, none on the first stage."""
         key = (step.action.stage, step.action.microbatch)
         inputs, outputs = self.saved.pop(key)
         if received is None:
@@ -196,7 +198,7 @@ class RankStep:
         return tuple([x.new_zeros(x.shape) if x.grad is None else x.grad for x in inputs or ()])
 
     def _weight(self, step: Compute, received: Payload | None) -> Payload:
-        """W: the weight gradients that I put off; the activations they were kept for go with them."""
+        """Run W: the weight gradients that I deferred; the activations that were kept for them are freed."""
         self.weight_gradients.run((step.action.stage, step.action.microbatch))
         return ()
 

@@ -18,7 +18,8 @@ SyncFunc = Callable[[list[Any]], None]
 
 
 def check_sync_functions(count: int, **given: Any) -> None:
-    """Each is None, one function, or a list of `count` functions (of one, where it is a context): else ValueError."""
+    """Raise ValueError unless each is None, one function, or a list of `count` functions (of one, where it is a
+    context)."""
     for name, value in given.items():
         if value is None or callable(value):
             continue
@@ -42,7 +43,7 @@ class GradientSync:
         grad_sync_func: SyncFunc | Sequence[SyncFunc] | None,
         param_sync_func: SyncFunc | Sequence[SyncFunc] | None,
     ) -> None:
-        """chunks: of the rank; none of them where nothing goes backward, and then nothing is done.
+        """chunks: those of the rank; none of them where nothing goes backward, and then nothing is done.
 
         no_sync_func: one for all chunks, or one each; None takes each chunk's own `no_sync`, where it has one.
         grad_sync_func, param_sync_func: one for all chunks, or one each. Without the first, gradients are left to the
@@ -82,7 +83,7 @@ class GradientSync:
         self._unfinished.discard(chunk)
 
     def _hold_again(self, chunk: int) -> None:
-        """A context that other chunks share holds for their backwards again."""
+        """Enter a context that other chunks share again, for their backwards."""
         if 0 < len(self._no_sync) < len(self._chunks) and self._unfinished:
             self._hold(self._context(chunk))
 
@@ -97,7 +98,7 @@ class GradientSync:
             self._let_go(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
-        """Hold the other chunks again."""
+        """Enter the context again that the other chunks share with this one."""
         if not self._launch:
             self._hold_again(chunk)
 

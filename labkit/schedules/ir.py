@@ -191,7 +191,7 @@ class Schedule:
         return self.to_text()
 
     def actions(self, rank: int) -> list[Action]:
-        """The row of `rank`, in the order it runs."""
+        """Return the row of `rank`, in the order it runs."""
         self._require_rank(rank)
         return list(self._iterate(rank))
 
@@ -200,7 +200,7 @@ class Schedule:
             raise ValueError(f"rank {rank} is not in this schedule: it has ranks 0 to {self.pp - 1}")
 
     def action(self, index: int) -> Action:
-        """The action at `index` of the columns."""
+        """Return the action at `index` of the columns."""
         return Action(int(self.stages[index]), KINDS[self.kinds[index]], int(self.microbatches[index]))
 
     def _iterate(self, rank: int) -> Iterator[Action]:
@@ -209,7 +209,7 @@ class Schedule:
         return (Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in zip(*columns, strict=True))
 
     def derived(self, what: str, compute: Callable[[Schedule], T]) -> T:
-        """`compute(self)`, kept under the name `what`. The columns never change, so the value stays true."""
+        """Return `compute(self)`, kept under the name `what`. The columns never change, so the value stays true."""
         if what not in self._derived:
             self._derived[what] = compute(self)
         return self._derived[what]
@@ -218,24 +218,25 @@ class Schedule:
         return self.__dict__ | {"_derived": {}}  # a schedule travels to ranks without what they can compute
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(rank, position in its row) of the action at `index` of the columns."""
+        """Return (rank, position in its row) of the action at `index` of the columns."""
         rank = int(np.searchsorted(self.offsets, index, side="right")) - 1
         return rank, index - int(self.offsets[rank])
 
     def placement(self, stage: int) -> int:
-        """The rank that runs `stage`. If a broken schedule has it on several, the rank with most of its actions."""
+        """Return the rank that runs `stage`. If a broken schedule has it on several, the rank with most of its
+        actions."""
         return int(self.placement_of_stages[stage])
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages on `rank` in ascending order; a stage's position here is its model chunk."""
+        """Return the stages on `rank` in ascending order; a stage's position here is its model chunk."""
         return np.flatnonzero(self.placement_of_stages == rank).tolist()
 
     def chunk(self, stage: int) -> int:
-        """Model chunk of `stage` on its rank."""
+        """Return the model chunk of `stage` on its rank."""
         return self.stages_of(self.placement(stage)).index(stage)
 
     def order(self, rank: int) -> list[int | float]:
-        """The row as signed chunk numbers, as Transformer Engine's `_order`: c + 1 forward, -(c + 1) backward.
+        """Return the row as signed chunk numbers, as Transformer Engine's `_order`: c + 1 forward, -(c + 1) backward.
 
         The weight gradient of a split backward is its input gradient's number minus one half.
         """
@@ -257,7 +258,7 @@ class Schedule:
         return self.derived("signed_chunks", _signed_chunks)
 
     def to_text(self) -> str:
-        """The name, then one line per rank: `rank 0: 0F0 0F1 0B0 0B1`."""
+        """Return the name, then one line per rank: `rank 0: 0F0 0F1 0B0 0B1`."""
         return "\n".join([self.name, *(f"rank {r}: " + " ".join(map(str, self._iterate(r))) for r in range(self.pp))])
 
     @classmethod
@@ -281,7 +282,7 @@ class Schedule:
         return cls(name, *_counted(rows), rows)
 
     def to_csv(self) -> str:
-        """One row per rank, cells are actions: no header, no rank column, no blank cells."""
+        """Return one row per rank, cells are actions: no header, no rank column, no blank cells."""
         return "".join(",".join(map(str, self._iterate(rank))) + "\n" for rank in range(self.pp))
 
     @classmethod
@@ -304,7 +305,7 @@ class Schedule:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule in the UTF-8 file at `path`, with or without a byte order mark and with any line ends.
+    """Return the schedule in the UTF-8 file at `path`, with or without a byte order mark and with any line ends.
 
     A file in which no line begins with `rank R:` is CSV. Its schedule has the name of the file, without the suffix.
 
@@ -326,7 +327,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a file; `splitlines` would also end one at U+2028 or a form feed, inside a name."""
+    """Return the lines of a file; `splitlines` would also end one at U+2028 or a form feed, inside a name."""
     return re.split(r"\r\n?|\n", text)
 
 
@@ -340,7 +341,8 @@ def _signed_chunks(schedule: Schedule) -> np.ndarray:
 
 
 def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
-    """The action in `cell`. The error for a cell that holds one of `separators` says that commas separate actions."""
+    """Return the action in `cell`. The error for a cell that holds one of `separators` says that commas separate
+    actions."""
     if not cell.strip():
         raise ScheduleError(f"{where} is blank: remove the cell, idle time is not written down")
     try:
@@ -351,7 +353,8 @@ def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
 
 
 def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """Numbers of stages and microbatches, from the highest of each. Refuses a number that must be a typing mistake."""
+    """Return the numbers of stages and microbatches, from the highest of each. Refuses a number that must be a typing
+    mistake."""
     flat = [action for row in rows for action in row]
     stages, microbatches = (1 + max((getattr(a, of) for a in flat), default=-1) for of in ("stage", "microbatch"))
     if stages * microbatches > 1000 * len(flat):
@@ -363,7 +366,7 @@ def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
 
 
 def _majority_rank(stages: np.ndarray, offsets: np.ndarray, num_stages: int) -> np.ndarray:
-    """Rank of each stage (S,): the rank with most of its actions, and of several such ranks the last.
+    """Return the rank of each stage (S,): the rank with most of its actions, and of several such ranks the last.
 
     A stage that no rank runs goes to rank stage mod pp. The function counts rank by rank and needs no table of stages
     and ranks.
@@ -381,14 +384,14 @@ def _majority_rank(stages: np.ndarray, offsets: np.ndarray, num_stages: int) -> 
 
 
 def _read_only(column: np.ndarray) -> np.ndarray:
-    """A read-only view of the same memory, so that `derived` values stay true."""
+    """Return a read-only view of the same memory, so that `derived` values stay true."""
     column = column.view()
     column.flags.writeable = False
     return column
 
 
 def grid(schedule: Schedule, marks: dict[tuple[int, int], str] | None = None, *, limit: int = 24) -> str:
-    """The rows as text, one line per rank.
+    """Return the rows as text, one line per rank.
 
     `marks` puts brackets round the cell at (rank, position) and its sentence under the grid. Each row shows `limit`
     cells round the first marked cell, and `..` in the place of the others.

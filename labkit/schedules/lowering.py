@@ -193,7 +193,7 @@ class Program:
         return {transfer.peer for each in transfers for transfer in each}
 
     def forwards(self, chunk: int) -> list[int]:
-        """The microbatches of a chunk's forwards, in their order."""
+        """Return the microbatches of a chunk's forwards, in their order."""
         return [step.action.microbatch for step in self.steps if step.chunk == chunk and step.action.kind == "F"]
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ def _messages(schedule: Schedule, rank: int) -> tuple[list[StageMessage | None],
 
 
 def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> list[StageMessage | None]:
-    """The messages from the actions `produced` to the actions `consumed`; None if either index is -1."""
+    """Return the messages from the actions `produced` to the actions `consumed`; None if either index is -1."""
     source, target = schedule.ranks[produced], schedule.ranks[consumed]
     columns = (
         schedule.kinds[produced],
@@ -286,7 +286,8 @@ def _send(message: StageMessage) -> Transfer:
 def _posted_receives(
     steps: Sequence[Compute], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
 ) -> list[list[Instruction]]:
-    """The receive of each action's message, and posts of later receives. A rank posts receives in the sender's order.
+    """Return the receive of each action's message, and posts of later receives. A rank posts receives in the sender's
+    order.
 
     The first receive from a sender is posted only when its message is needed. NCCL connects two ranks at their first
     message, so an earlier post would block until the sender sends. A rank posts later ones when it must wait anyway.
@@ -313,7 +314,7 @@ def _posted_receives(
 
 
 def _ended_sends(steps: Sequence[Compute]) -> list[list[Instruction]]:
-    """The sends that end before each action, and after the last action.
+    """Return the sends that end before each action, and after the last action.
 
     A message from a peer proves that the peer has read everything that its earlier actions consumed. So the sends of
     those messages are complete. They end before this rank waits the next time, or before its next forward or W. They do
@@ -338,7 +339,7 @@ def _ended_sends(steps: Sequence[Compute]) -> list[list[Instruction]]:
 
 # ---- slots ----
 def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> list[list[Instruction]]:
-    """Each slot as one exchange; under `blocking` each transfer as one exchange."""
+    """Return each slot as one exchange; under `blocking` each transfer as one exchange."""
     if transport == "blocking":
         return [[Communication("exchange", (transfer,)) for transfer in slot] for slot in slots]
     return [[Communication("exchange", tuple(slot))] if slot else [] for slot in slots]
@@ -347,7 +348,7 @@ def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> lis
 def _slots(
     schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Compute], varies: bool
 ) -> list[list[Transfer]]:
-    """Transfers of each slot of the rank in the order of posting; there is one slot more than actions.
+    """Return the transfers of each slot of the rank in the order of posting; there is one slot more than actions.
 
     varies: lengths vary, so posting a receive waits for the sizes of its message. Then only the order by moment, with
         a channel for each direction, never waits in a circle.

@@ -18,7 +18,7 @@ from labkit.comm.groups import Group
 
 
 class Reader:
-    """The iterator itself, where microbatches run in order anyway (or None, where the rank has no data)."""
+    """Reads the iterator itself, because microbatches run in order. The iterator is None where a rank has no data."""
 
     def __init__(self, iterator: Any, microbatches: int) -> None:
         self.iterator, self._microbatches = iterator, microbatches
@@ -26,11 +26,11 @@ class Reader:
         """Microbatch of the next forward."""
 
     def _given(self) -> int:
-        """Microbatches that the iterator gave."""
+        """Return the number of microbatches that the iterator gave."""
         return self.wanted
 
     def ran_short(self, stage: int, chunk: int) -> ValueError:
-        """The error where a forward found no more data."""
+        """Return the error of a forward that found no more data."""
         return ValueError(
             f"stage {stage} (chunk {chunk} of its rank) found no data for microbatch {self.wanted}: its data "
             f"iterator had enough for {self._given()} of the {self._microbatches} microbatches of a step. Give each "
@@ -71,69 +71,6 @@ def reader(iterator: Any, order: Sequence[int]) -> Reader:
     return ReorderingReader(iterator, len(order))
 
 
-# ---- shapes ----
-# What stage s sends to stage s + 1 in the forward comes back as gradients of the same shapes, so shapes belong to the
-# border after a stage, not to a direction.
-
-Shape = tuple[int, ...]
-TensorShape = Sequence[int] | Sequence[Sequence[int]] | Callable[[int], Sequence[Sequence[int]]] | None
-"""One shape, a list of shapes, or stage -> the list of what it sends; None is one tensor of varying lengths."""
-
-
-def shapes_of_messages(tensor_shape: TensorShape, num_stages: int) -> list[tuple[Shape, ...]]:
-    """For every stage but the last the shapes of the tensors it sends on. Raises ValueError for no shape at all."""
-    stages = range(num_stages - 1)
-    if tensor_shape is None:
-        return [((),) for _ in stages]
-    if callable(tensor_shape):
-        given = [list(tensor_shape(stage)) for stage in stages]
-    else:
-        listed: list[Any] = list(tensor_shape)
-        several = bool(listed) and not isinstance(listed[0], int)
-        given = [listed if several else [listed] for _ in stages]
-    for stage, shapes in enumerate(given):
-        if not shapes:
-            raise ValueError(f"tensor_shape gives no shape for stage {stage}: a stage sends at least one tensor")
-    return [tuple(tuple(int(size) for size in shape) for shape in shapes) for shapes in given]
-
-
-def stage_shapes(
-    seq_length: int,
-    micro_batch_size: int,
-    hidden_size: int,
-    *,
-    cp: int = 1,
-    tp: int = 1,
-    split_rank: int | None = None,
-    decoder_seq_length: int | None = None,
-) -> TensorShape:
-    """Return the shape of what a stage sends: (S / cp, B, H), with sequence parallelism (S / (cp tp), B, H).
-
-    tp: ranks that divide the sequence; 1 without sequence parallelism.
-    split_rank: first stage of a decoder. The result is then a function from the stage: an encoder stage sends its
-        hidden states, a decoder stage its own, of `decoder_seq_length` (None means `seq_length`), and the encoder's
-        output.
-
-    Raises ValueError for a length that cannot be divided.
-    """
-
-    def shape(length: int) -> Shape:
-        return equal_parts(equal_parts(length, cp, "cp"), tp, "tp, sequence_parallel"), micro_batch_size, hidden_size
-
-    encoder = shape(seq_length)
-    if split_rank is None:
-        return encoder
-    decoder = shape(seq_length if decoder_seq_length is None else decoder_seq_length)
-    return lambda stage: [encoder] if stage < split_rank else [decoder, encoder]
-
-
-def equal_parts(length: int, parts: int, axis: str) -> int:
-    """Return the positions of each part. Raises ValueError if the parts would be unequal; `axis` names the ranks."""
-    if length % parts:
-        raise ValueError(f"{length} positions cannot be cut into {parts} equal parts ({axis})")
-    return length // parts
-
-
 # ---- losses ----
 
 
@@ -153,7 +90,7 @@ class MicrobatchLosses:
         """By microbatch, the weight of its loss on the way backward; 1 where it has none here."""
 
     def loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
-        """The loss of a last stage's output. Its weight is left to the backward: with it the gradients of all
+        """Return the loss of a last stage's output. Its weight is left to the backward: with it the gradients of all
         microbatches add up to those of their mean. Multiplied into the loss, it would be one more operation each way,
         while all ranks wait."""
         if loss_func is None:
@@ -186,7 +123,8 @@ class MicrobatchLosses:
         return loss
 
     def _mean(self, loss_sum: Any, tokens: Any) -> Any:
-        """This rank's part of the microbatch's mean loss, times cp because gradients are averaged over cp as well.
+        """Return this rank's part of the microbatch's mean loss, times cp because gradients are averaged over cp as
+        well.
 
         Its positions and those of the other ranks of cp are parts of the same samples, and may count unequal numbers of
         tokens. The sum is divided by the number in the samples.
@@ -225,6 +163,6 @@ class AttachedLosses:
         self._count, self._tokens = num_microbatches, tokens_per_microbatch if per_token else None
 
     def set_scale(self, loss_scale: Any) -> None:
-        """Before the forwards of a step. loss_scale: what the model's loss is multiplied by for its backward."""
+        """Tell all modules, before the forwards of a step, by which `loss_scale` the model's loss is multiplied."""
         for module in self.modules:
             module.set_aux_loss_scale(loss_scale, num_microbatches=self._count, tokens_per_microbatch=self._tokens)

@@ -25,7 +25,8 @@ from labkit.schedules.execution import RankSetup, RankStep
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.lowering import Program, Transport, check_transport, lower
-from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses, TensorShape, shapes_of_messages
+from labkit.schedules.message_shapes import TensorShape, shapes_of_messages
+from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses
 from labkit.schedules.simulator import kept_whole
 from labkit.schedules.verifier import verify
 
@@ -43,7 +44,7 @@ the first."""
 
 
 def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The model chunks of a list, a tuple or an `nn.ModuleList`; any other model is one chunk."""
+    """Return the model chunks of a list, a tuple or an `nn.ModuleList`; any other model is one chunk."""
     if isinstance(model, Sequence) or type(model) is nn.ModuleList:
         return list(model)  # pyright: ignore[reportArgumentType]
     return [model]
@@ -171,8 +172,8 @@ class PipelineRuntime:
         *,
         collect_non_loss_data: bool = False,
     ) -> list[Any]:
-        """One step: all microbatches through this rank's stages. Returns the metrics of each microbatch on the rank of
-        the last stage, in their order, and [] elsewhere.
+        """Run one step: all microbatches through this rank's stages. Return the metrics of each microbatch, in their
+        order, on the rank of the last stage, and [] elsewhere.
 
         data_iterators: one per chunk, or one for a single chunk; each yields the microbatches in order. None is passed
         on as it is. With `collect_non_loss_data` the loss function is called with `non_loss_data=True` and what it
@@ -240,7 +241,8 @@ def _check_fit(schedule: Schedule, groups: ParallelGroups, chunks: Sequence[Any]
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """True where a single stage runs forward and backward of each microbatch in turn, or forwards in their order."""
+    """Return True where a single stage runs forward and backward of each microbatch in turn, or forwards in their
+    order."""
     count = schedule.num_microbatches
     kinds = "F" if schedule.forward_only else "FB"
     row = [Action(0, kind, microbatch) for microbatch in range(count) for kind in kinds]

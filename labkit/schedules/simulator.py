@@ -60,7 +60,8 @@ class Costs:
     """Share of `activation` (0 to 1) that I of a split backward frees; W frees the rest."""
 
     def table(self, num_stages: int) -> np.ndarray:
-        """Durations by kind and stage (4, S). Raises ValueError for a wrong number of stages or a negative cost."""
+        """Return durations by kind and stage (4, S). Raises ValueError for a wrong number of stages or a negative
+        cost."""
         given = {"forward": self.forward, "input_grad": self.input_grad, "weight_grad": self.weight_grad}
         rows = {name: _per_stage(name, value, num_stages) for name, value in given.items()}
         both = rows["input_grad"] + rows["weight_grad"]
@@ -165,7 +166,7 @@ class Timeline:
         return [max(0, int(self.in_flight(rank)[1].max())) for rank in range(self.schedule.pp)]
 
     def in_flight(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(times, counts): number of activations that are alive on `rank` from each time on.
+        """Return (times, counts): number of activations that are alive on `rank` from each time on.
 
         An activation lives from the start of its forward to the end of its backward, or of W if the backward is split.
         """
@@ -177,14 +178,15 @@ class Timeline:
         return [float(self.memory(rank)[1].max()) for rank in range(self.schedule.pp)]
 
     def memory(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(times, amounts): memory of the activations on `rank` from each time on, in units of `Costs.activation`.
+        """Return (times, amounts): memory of the activations on `rank` from each time on, in units of
+        `Costs.activation`.
 
         Unlike `in_flight`, I of a split backward may free a share.
         """
         return self._curve(rank, self.costs.kept(self.schedule.num_stages))
 
     def _curve(self, rank: int, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Running sum of `changes`, by kind and stage, over the row of `rank`."""
+        """Return the running sum of `changes`, by kind and stage, over the row of `rank`."""
         row = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
         kinds = self.schedule.kinds[row]
         times = np.where(kinds == _F, self.start[row], self.end[row])
@@ -209,7 +211,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 def earliest(
     schedule: Schedule, durations: np.ndarray, messages: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Earliest start and end of every action (A,), given the duration of each (A,).
+    """Return the earliest start and end of every action (A,), given the duration of each (A,).
 
     messages: time of an activation and of a gradient by sending and receiving rank (2, P, P); None means no time.
     Raises ScheduleError as `simulate` does.
@@ -236,7 +238,7 @@ def earliest(
 
 
 def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.ndarray:
-    """Time for which the message that each action reads is under way (A,)."""
+    """Return the time for which the message that each action reads is under way (A,)."""
     delays = np.zeros(len(schedule))
     received = np.flatnonzero(waits >= 0)
     backwards = (schedule.kinds[received] != _F).astype(np.int8)

@@ -14,7 +14,8 @@ from labkit.schedules.ir import Action, Schedule
 def sync_places(
     schedule: Schedule, rank: int, actions: Sequence[Action], chunks: Sequence[int]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
+    """Return, for each action, the chunks whose gradient synchronisation follows it and whose parameter gathering
+    precedes it.
 
     The gradients of a chunk start after the rank's backward number k + pp_rank, with k the chunk's last: backward
     reaches rank 0 last. The parameters of the chunk after chunk c start before the forward number k - pp_rank, with k
@@ -43,7 +44,7 @@ def sync_places(
 
 
 def _lags(schedule: Schedule) -> list[int]:
-    """By stage, how many stages above the lowest one of its chunk number it is."""
+    """Return, by stage, how many stages it is above the lowest one of its chunk number."""
     chunks = {stage: chunk for rank in range(schedule.pp) for chunk, stage in enumerate(schedule.stages_of(rank))}
     lowest: dict[int, int] = {}
     for stage in range(schedule.num_stages):

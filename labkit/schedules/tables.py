@@ -104,7 +104,7 @@ def legal_group_size(group_size: int | None, pp: int, microbatches: int) -> int:
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
-    """(microbatch, model chunk) of every virtual microbatch, M V of them.
+    """Return (microbatch, model chunk) of every virtual microbatch, M V of them.
 
     Microbatches go in groups of N; the last group may be short. A group passes all chunks before the next group starts.
     """
@@ -113,7 +113,7 @@ def get_schedule_table(
 
 
 def table_columns(num_microbatches: int, num_model_chunks: int, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """`get_schedule_table` as two columns (M V,): microbatches and model chunks."""
+    """Return `get_schedule_table` as two columns (M V,): microbatches and model chunks."""
     require_positive(num_microbatches=num_microbatches, num_model_chunks=num_model_chunks, group_size=group_size)
     groups, left = divmod(num_microbatches, group_size)
     grid = (groups, num_model_chunks, group_size)  # of the full groups
@@ -127,19 +127,20 @@ def table_columns(num_microbatches: int, num_model_chunks: int, group_size: int)
 
 
 def get_model_chunk_id(virtual_microbatch_id: int, forward: bool, schedule_table: ScheduleTable) -> int:
-    """Model chunk that the virtual microbatch passes, forward or backward. Numbers from M V on start again at 0."""
+    """Return the model chunk that the virtual microbatch passes, forward or backward. Numbers from M V on start again
+    at 0."""
     chunk = schedule_table[virtual_microbatch_id % len(schedule_table)][1]
     last_chunk = schedule_table[-1][1]
     return chunk if forward else last_chunk - chunk
 
 
 def is_first_microbatch_for_model_chunk(virtual_microbatch_id: int, schedule_table: ScheduleTable) -> bool:
-    """True for microbatch 0 of its chunk; False from M V on."""
+    """Return True for microbatch 0 of its chunk; False from M V on."""
     return virtual_microbatch_id < len(schedule_table) and schedule_table[virtual_microbatch_id][0] == 0
 
 
 def is_last_microbatch_for_model_chunk(virtual_microbatch_id: int, schedule_table: ScheduleTable) -> bool:
-    """True for microbatch M - 1 of its chunk; False from M V on."""
+    """Return True for microbatch M - 1 of its chunk; False from M V on."""
     last_microbatch = schedule_table[-1][0]
     return virtual_microbatch_id < len(schedule_table) and schedule_table[virtual_microbatch_id][0] == last_microbatch
 
@@ -147,7 +148,7 @@ def is_last_microbatch_for_model_chunk(virtual_microbatch_id: int, schedule_tabl
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: ScheduleTable
 ) -> list[int]:
-    """The order of one rank: warm-up forwards, then a forward and a backward by turns, then the last backwards.
+    """Return the order of one rank: warm-up forwards, then a forward and a backward by turns, then the last backwards.
 
     The table of the module's docstring gives, with a warm-up of 5:
 
@@ -178,7 +179,7 @@ def convert_schedule_table_to_order(
 def get_overlap_moe_expert_parallel_comm_order(
     order: Sequence[int], num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
 ) -> list[float]:
-    """The order with every layer as a chunk of its own, so that the layers of two chunks can overlap.
+    """Return the order with every layer as a chunk of its own, so that the layers of two chunks can overlap.
 
     Warm-up and cool-down go layer by layer. In between, a backward and the forward after it run together: the forward
     from its first layer, the backward from its last. In each step the forward comes before the backward.
@@ -215,7 +216,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _layers(chunk: int, num_layers_per_chunk: Sequence[int]) -> list[int]:
-    """Signed layer numbers of a chunk in the order they run: 3 4 5 forward, -5 -4 -3 backward."""
+    """Return signed layer numbers of a chunk in the order they run: 3 4 5 forward, -5 -4 -3 backward."""
     before = sum(num_layers_per_chunk[: abs(chunk) - 1])
     numbers = range(before + 1, before + num_layers_per_chunk[abs(chunk) - 1] + 1)
     return list(numbers) if chunk > 0 else [-number for number in reversed(numbers)]
@@ -244,7 +245,8 @@ def _side_by_side(backward: int, forward: int, num_layers_per_chunk: Sequence[in
 def from_programs(
     name: str, microbatches: int, programs: Sequence[Sequence[Phase]], stage_of: Callable[[int, int], int]
 ) -> Schedule:
-    """The schedule of these programs, one for each rank; `stage_of(rank, chunk)` is the stage of a rank's model chunk.
+    """Return the schedule of these programs, one for each rank; `stage_of(rank, chunk)` is the stage of a rank's model
+    chunk.
 
     Phases with 0 times are left out. The function drops actions of microbatches from `microbatches` on, so a program
     for more microbatches serves too.
@@ -268,7 +270,7 @@ def from_programs(
 
 
 def _row(program: Sequence[Phase]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(kinds, chunks, microbatches) of one rank's actions."""
+    """Return (kinds, chunks, microbatches) of one rank's actions."""
     phases = [(times, words.split()) for times, words in program if times]
     kinds = np.concatenate([np.tile([KINDS.index(word[0]) for word in words], times) for times, words in phases])
     chunks = np.concatenate([np.tile([_chunk(word) for word in words], times) for times, words in phases])

@@ -180,7 +180,7 @@ def _require_memory(schedule: Schedule, limits: Sequence[int]) -> None:
 
 # ---- transports ----
 def certificate(schedule: Schedule, timeline: Timeline) -> bool:
-    """True if each message's moment lies in the slot of its sender and in the slot of its receiver.
+    """Return True if each message's moment lies in the slot of its sender and in the slot of its receiver.
 
     A slot covers the time after the start of the action before it, up to the start of the action after it. The slot of
     the receiver must come no later than the action that reads. `lowering.py` proves that batches then complete.
@@ -264,7 +264,7 @@ class _Channel:
     met: int = 0
 
     def post(self, side: int, op: Op) -> int:
-        """The number of `op` on its side."""
+        """Post `op` on its side; return its number there."""
         self.sides[side].append(op)
         both = min(map(len, self.sides))
         while self.met < both and self.sides[0][self.met].operation != self.sides[1][self.met].operation:
@@ -291,7 +291,7 @@ def interpret(programs: Sequence[Sequence[Sequence[Op]]], *, buffered: bool = Fa
             awake.append(op.peer)
 
     def open_op(rank: int) -> Op | None:
-        """The first operation of the rank's step that is not complete; None if all are."""
+        """Return the first operation of the rank's step that is not complete; None if all are."""
         done = (channel.met > number or (buffered and op.operation == "send") for op, channel, number in waiting[rank])
         return next((op for (op, _, _), complete in zip(waiting[rank], done) if not complete), None)
 
@@ -334,7 +334,7 @@ def _crossed(key: tuple[int, int, int, str], channel: _Channel) -> list[str]:
 
 # ---- the programs of a schedule ----
 def communication(schedule: Schedule, transport: Transport) -> list[list[list[Op]]]:
-    """The sends and receives of a schedule by rank and step, for `interpret`; see `lowering` for the transports.
+    """Return the sends and receives of a schedule by rank and step, for `interpret`; see `lowering` for the transports.
 
     Run those of `posted` with `buffered=True`, those of `even_odd` with `mirrored=True`.
     """
@@ -342,7 +342,8 @@ def communication(schedule: Schedule, transport: Transport) -> list[list[list[Op
 
 
 def placed_communication(schedule: Schedule, transport: Transport) -> list[list[tuple[int, list[Op]]]]:
-    """As `communication`, with the slot before each step: the position of the action that follows it."""
+    """Return the same as `communication`, with the slot before each step: the position of the action that follows
+    it."""
     programs = []
     for rank in range(schedule.pp):
         program = lower(schedule, rank, transport)
@@ -359,7 +360,8 @@ def _in_slots(program: Program, transport: Transport) -> list[tuple[int, list[Op
 
 
 def _posted(program: Program) -> list[tuple[int, list[Op]]]:
-    """Steps of a `posted` program. To read a message, a rank first completes the receives that it posted before."""
+    """Return the steps of a `posted` program. To read a message, a rank first completes the receives that it posted
+    before."""
     posted: defaultdict[int, deque[Transfer]] = defaultdict(deque)
     steps: list[tuple[int, list[Op]]] = []
     position = 0

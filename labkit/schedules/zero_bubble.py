@@ -42,7 +42,7 @@ def split_backward(schedule: Schedule, *, weight: Literal["after", "end"]) -> Sc
 
 
 def _rows(schedule: Schedule, name: str, source: np.ndarray, kinds: np.ndarray) -> Schedule:
-    """The actions at `source`, rank after rank, with these kinds."""
+    """Return the actions at `source`, rank after rank, with these kinds."""
     lengths = np.bincount(schedule.ranks[source], minlength=schedule.pp)
     return Schedule.from_columns(
         name,

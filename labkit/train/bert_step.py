@@ -1,6 +1,6 @@
 """BERT's default `forward_step`: masked words and the order of two sentences, as Megatron-LM's `pretrain_bert.py`.
 
-    loss = mean over masked positions of the cross-entropy of the word behind the mask
+    loss = mean over masked positions of the cross-entropy of the word under the mask
          + mean over samples of the cross-entropy of the order of the two sentences
 
 Both means are of one microbatch. So a microbatch counts as one loss. The reported loss is the mean over the
@@ -13,7 +13,7 @@ A batch has these tensors. Any data set can feed a BERT by giving them.
 |-------------------|----------------|------------------------------------------------------------------------|
 | `tokens_BS`       | [B, S] int64   | `[CLS] first sentence [SEP] second sentence [SEP]` masked, then padding |
 | `types_BS`        | [B, S] int64   | 0 up to the first `[SEP]`, 1 up to the second, 0 for padding            |
-| `labels_BS`       | [B, S] int64   | the word behind a mask; any token id at other positions                |
+| `labels_BS`       | [B, S] int64   | the word under a mask; any token id at other positions                |
 | `loss_mask_BS`    | [B, S] float32 | 1 at masked positions, else 0                                          |
 | `padding_mask_BS` | [B, S] int64   | 1 for tokens, 0 for padding                                            |
 | `is_random_B`     | [B] int64      | 1 if the two sentences have changed places (Megatron-LM's name)         |
@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 
 
 def bert_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    """The default `forward_step` of a BERT: the model's output and the function of its loss."""
+    """Run the default `forward_step` of a BERT; return the model's output and the function of its loss."""
     batch = next(data_iterator)
     output = model(
         batch["tokens_BS"],
@@ -47,7 +47,7 @@ def bert_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Modu
 def bert_loss(
     loss_mask_BS: Tensor, is_random_B: Tensor, output: tuple[Tensor, Tensor | None], non_loss_data: bool = False
 ) -> Any:
-    """(the loss of this microbatch, what to report), the two-item form of a loss.
+    """Return the two-item form of a loss: (the loss of this microbatch, what to report).
 
     output: `loss_BS` and the `logits_B2` of the sentence order; without that head None, and the loss is the first mean.
     non_loss_data: give the tensors themselves by name instead.

@@ -179,7 +179,7 @@ class FullIterationGraphs:
     """A graph of the whole training step, and another of the whole validation step."""
 
     finalizes = True
-    """`run` leaves final gradients, since `finalize_model_grads` is inside the graph."""
+    """`forward_backward` leaves final gradients, since `finalize_model_grads` is inside the graph."""
 
     def __init__(self, training: FullIterationGraph, validation: FullIterationGraph) -> None:
         self.training, self.validation = training, validation

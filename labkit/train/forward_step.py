@@ -1,7 +1,7 @@
-"""The default `forward_step`, and one sentence for whatever a user's own forward step returns that the loop cannot use.
+"""The default forward steps, and one sentence for whatever a user's own forward step returns that the loop cannot use.
 
 Megatron's `pretrain` and labkit's runtime leave the form of a loss to the caller. Here the loop itself reads the
-metrics, to report one mean over the global batch, and is to give no wrong gradients without a word.
+metrics, because it reports one mean over the global batch. A form that would give wrong gradients silently is refused.
 
 Shapes: B micro batch, S sequence.
 """
@@ -30,7 +30,7 @@ gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of t
 
 
 def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """The default `forward_step`: next-token prediction on `tokens_BS`, `labels_BS`, `loss_mask_BS`.
+    """Run the default `forward_step`: next-token prediction on `tokens_BS`, `labels_BS`, `loss_mask_BS`.
 
     Positions are `position_ids_BS` where the batch has them, else those that the model takes this rank to hold.
     """
@@ -40,11 +40,12 @@ def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[
 
 
 def t5_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    """The default `forward_step` of a T5: the mean loss over the tokens of `labels`, as Megatron-LM's `pretrain_t5.py`.
+    """Run the default `forward_step` of a T5, the mean loss over the tokens of `labels` (Megatron-LM's
+    `pretrain_t5.py`).
 
     `labkit.data.masked.t5_samples` names the tensors of a batch; any data set that gives these feeds a T5. Megatron's
     `enc_mask` has a row for each position, this one is [B, S]: 1 for tokens of `text_enc`, 0 for padding. Padding of
-    `text_dec` stands behind its tokens, so causal attention hides it from them.
+    `text_dec` comes after its tokens, so causal attention hides it from them.
     """
     batch = next(data_iterator)
     output = model(batch["text_enc"], batch["text_dec"], enc_mask_BS=batch["enc_mask"], labels_BT=batch["labels"])
@@ -52,12 +53,13 @@ def t5_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[A
 
 
 def forward_step_of(family: str) -> ForwardStep:
-    """The default `forward_step` of a model family."""
+    """Return the default `forward_step` of a model family."""
     return resolve_name(FAMILIES[family].forward_step)
 
 
 def parts_of(model: ModelConfig) -> tuple[str, ...]:
-    """Keys of the default loss function's metrics that a run reports beside the loss, as means over microbatches."""
+    """Return the metrics of the default loss function that a run reports besides the loss, as means over
+    microbatches."""
     if model.family != "bert":
         return ()
     return ("lm_loss", "sop_loss") if model.bert_binary_head else ("lm_loss",)
@@ -70,12 +72,12 @@ def masked_loss(
 @overload
 def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: Literal[True]) -> dict[str, Tensor]: ...
 def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = False) -> Any:
-    """(sum of the loss over counted tokens, number of them, what to report), the three-item form of a loss.
+    """Return the three-item form of a loss: (sum of the loss over counted tokens, number of them, what to report).
 
     Under context parallelism both are of this rank's positions. Ranks may count different numbers of tokens: the
     runtime divides by the sum over `cp`. The report is added up over `cp` as over data-parallel ranks.
 
-    A token whose mask is 0 is left out behind the product: 0 times an infinite loss is NaN.
+    A token whose mask is 0 is left out after the product, because 0 times an infinite loss is NaN.
 
     non_loss_data: give `loss_BS` and `loss_mask_BS` themselves, by name: the loss of every token of the microbatch.
     """
@@ -90,7 +92,7 @@ FORMS = "(loss, metrics) or (sum of losses, number of tokens, metrics)"
 
 
 def checked_forward_step(forward_step: Callable[..., Any], *, cp: int) -> Callable[..., Any]:
-    """`forward_step` with a loss function that raises ValueError where it returns what the loop cannot use.
+    """Return `forward_step` with a loss function that raises ValueError where it returns what the loop cannot use.
 
     cp: context-parallel ranks. With more than one, a loss of two items would have to be this rank's part of the
         sample's mean, as in Megatron; a mean over the rank's own positions makes gradients cp times too large and
@@ -143,7 +145,7 @@ def _is_one_number(value: Any) -> bool:
 
 
 def _words(value: Any) -> str:
-    """The value in words: `a tensor of shape (4, 16)`, `(1.5, a dict with loss_sum)`, `None`."""
+    """Return the value in words: `a tensor of shape (4, 16)`, `(1.5, a dict with loss_sum)`, `None`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):

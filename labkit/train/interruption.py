@@ -46,12 +46,12 @@ class RunInterrupted(Exception):
 
 
 def stop_requested() -> bool:
-    """True if this rank was asked to end the run."""
+    """Return True if this rank was asked to end the run."""
     return _signalled or (status.current is not None and status.current.asked_to_stop)
 
 
 def _in_main_thread() -> bool:
-    """True where Python delivers signals."""
+    """Return True in the thread to which Python delivers signals."""
     return threading.current_thread() is threading.main_thread()
 
 

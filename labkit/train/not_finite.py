@@ -157,8 +157,8 @@ def _parameters(
     """Yield (full name, parameter, depth, own). `own`: this rank's gradient may have been bad before the reduction."""
     seen: set[int] = set()
     for chunk, stage in zip(chunks, stages, strict=True):
-        look = getattr(chunk, "spoiled_before_reduction", None)
-        spoiled = None if look is None else look()
+        noted = getattr(chunk, "spoiled_before_reduction", None)
+        spoiled = None if noted is None else noted()
         for place, (path, parameter) in enumerate(getattr(chunk, "module", chunk).named_parameters()):
             if id(parameter) not in seen:
                 seen.add(id(parameter))

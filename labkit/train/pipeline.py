@@ -26,7 +26,7 @@ from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.layers import Precision
 from labkit.plan.sizes import decoder_length
 from labkit.schedules.ir import Schedule
-from labkit.schedules.microbatches import TensorShape, stage_shapes
+from labkit.schedules.message_shapes import TensorShape, stage_shapes
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.cuda_graphs import TrainingGraphs, build_graphs
 from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step, parts_of

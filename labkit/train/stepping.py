@@ -47,14 +47,14 @@ class Observer(Protocol):
     """
 
     def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
-        """After the model is built."""
+        """See the model after it is built."""
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """After finalisation, before clipping; under fp16 still times the loss scale."""
+        """See the final gradients before clipping; under fp16 the loss scale still multiplies them."""
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """After the update. With `optim.overlap_param_gather` the parts of other ranks are still on their way. Do not
-        wait for them here (`finish_param_sync`): the next forward hides that wait."""
+        """See the model after the update. With `optim.overlap_param_gather` the parts of other ranks are still on their
+        way. Do not wait for them here (`finish_param_sync`): the next forward hides that wait."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def train_step(
 def _norm_and_finite(
     optimizer: MegatronOptimizer, reports: Sequence[dict[str, Any]], ids: TokenIdChecks, device: torch.device
 ) -> GradientStatistics:
-    """The exchange of all ranks; losses and the alarm of token ids must be finite as well."""
+    """Exchange the statistics of all ranks; losses and the alarm of token ids must be finite as well."""
     losses = [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
     others = [*optimizer.uncounted_pieces(), *losses, *ids.alarm()]
     counted, groups = optimizer.gradient_pieces(), optimizer.norm_groups

@@ -96,7 +96,8 @@ class BucketLayout:
 
 
 def default_bucket_size(dp: int) -> int:
-    """Elements of a bucket: 40 million, or a million per rank from 40 ranks on, to keep each rank's part large."""
+    """Return the elements of a bucket: 40 million, or a million per rank from 40 ranks on, to keep each rank's part
+    large."""
     return max(40_000_000, 1_000_000 * dp)
 
 

@@ -76,7 +76,7 @@ def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
 def _sum_replicated_rows(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
     """Sum the gradients of the copies of each key/value head over the neighbours in tp that hold them.
 
-    The copies stay equal for ever, because all take the same sum. One all-reduce serves all layers.
+    The copies stay equal, because all take the same sum. One all-reduce serves all layers.
     """
     by_ranks: dict[int, list[Tensor]] = {}
     for parameter in _parameters(chunks):
@@ -142,7 +142,8 @@ def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """True for a parameter of an expert (`allreduce = False`): cut over etp, with replicas on the ranks of edp."""
+    """Return True for a parameter of an expert (`allreduce = False`): cut over etp, with replicas on the ranks of
+    edp."""
     return not record_of(parameter).allreduce
 
 
@@ -166,7 +167,7 @@ def counted_elements(parameter: nn.Parameter, groups: ParallelGroups) -> int:
 
 
 def is_first_replica(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
-    """True on the first of the ranks that hold the same part of the parameter."""
+    """Return True on the first of the ranks that hold the same part of the parameter."""
     return (groups.edp if is_expert(parameter) else groups.dp_cp).rank == 0
 
 
