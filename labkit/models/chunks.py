@@ -18,8 +18,8 @@ from labkit.config.errors import shown
 from labkit.models.build import LOCAL, LayerSpec
 from labkit.models.gpt import GPTModel, draws
 from labkit.parallel.random import RngTracker, model_parallel_seed
-from labkit.plan.stages import stage_contents
-from labkit.schedules import Schedule, build_schedule
+from labkit.plan.stages import configured_schedule, stage_contents
+from labkit.schedules import Schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """`optim.precision` -> type of parameters and activations."""
@@ -127,8 +127,7 @@ def build_model_chunks(
             "build_model_chunks spec=labkit.train.layer_spec(config.model, config.optim)"
         )
     if schedule is None:
-        microbatches, vpp = config.num_microbatches(groups.world_size), groups.config.vpp
-        schedule = build_schedule(config.schedule, pp=groups.pp.size, vpp=vpp, microbatches=microbatches)
+        schedule = configured_schedule(config, groups.world_size)
     schedule.check_pp(groups.pp.size)
     contents = stage_contents(config, schedule.num_stages)
     _check_embedding_group(config, schedule, groups)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.plan.mamba import mamba_linear_flops, scan_flops
-from labkit.plan.parameters import configured_schedule, expert_parameters, moe_parameters
+from labkit.plan.parameters import expert_parameters, moe_parameters
 from labkit.plan.sizes import DENSE, decoder_length, fc1_width, ffn_width, layer_indices, moe_layers, qkv_width
-from labkit.plan.stages import stage_contents
+from labkit.plan.stages import configured_schedule, stage_contents
 from labkit.schedules import Schedule
 from labkit.schedules.simulator import kept_whole
 

@@ -61,7 +61,7 @@ def rank_memory(
     and tables of positions (rotary angles, T5's buckets). The copy for a checkpoint lies on the host, so it counts
     where the device is the CPU.
 
-    schedule: the schedule of the run, such as `labkit.train.run_schedule.schedule_of(config, world_size)`.
+    schedule: the schedule of the run, such as `configured_schedule(config, world_size)`.
     """
     weights, gradients, optimizer, update = _state(config, world_size, schedule, pp_rank)
     activations = max(update, _activations(config, schedule, pp_rank, device))

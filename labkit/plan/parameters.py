@@ -24,8 +24,8 @@ from labkit.plan.sizes import (
     padded_vocab,
     qkv_width,
 )
-from labkit.plan.stages import stage_contents
-from labkit.schedules import Schedule, build_schedule
+from labkit.plan.stages import configured_schedule, stage_contents
+from labkit.schedules import Schedule
 
 
 def norm_parameters(model: ModelConfig) -> int:
@@ -182,10 +182,3 @@ def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule |
     if both_ends and not in_one_chunk and not model.untie_embeddings_and_output_weights:
         total -= padded_vocab(model, parallel.tp) // parallel.tp * model.hidden
     return total
-
-
-def configured_schedule(config: RunConfig) -> Schedule:
-    """The schedule of the configuration, on as few ranks as the layout needs."""
-    parallel = config.parallel
-    microbatches = config.num_microbatches(parallel.smallest_world_size)
-    return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)

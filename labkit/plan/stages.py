@@ -1,4 +1,4 @@
-"""The layers of each stage of a pipeline. No torch.
+"""The schedule that a configuration names, and the layers of each of its stages. No torch.
 
 The schedule places a stage on a rank (`Schedule.placement`). The number of a stage alone decides its layers, so any
 placement trains the same model.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from labkit.config import ModelConfig, RunConfig
 from labkit.config.pipeline_layout import parse_layout
 from labkit.plan.sizes import all_layers, decoder_layers
+from labkit.schedules import Schedule, build_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,16 @@ class StageContents:
     """True on the stage that embeds tokens (the first; of an encoder-decoder also the decoder's first)."""
     loss: bool
     """True on the stage with the final norm, the output layer and the loss (the last)."""
+
+
+def configured_schedule(config: RunConfig, world_size: int | None = None) -> Schedule:
+    """Return the schedule that a configuration names, for `world_size` ranks; None means as few as the layout needs.
+
+    Raises ValueError if the schedule cannot be built, and ScheduleError for a file without a valid schedule.
+    """
+    parallel = config.parallel
+    microbatches = config.num_microbatches(world_size or parallel.smallest_world_size)
+    return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
 
 
 def stage_contents(config: RunConfig, num_stages: int) -> list[StageContents]:

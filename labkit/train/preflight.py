@@ -23,12 +23,13 @@ from labkit.launch.launcher import MOST_RANKS
 from labkit.output_files import unwritable
 from labkit.plan.memory import RankMemory, rank_memory
 from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES, Need, host_copies, rank_memories, shortage
+from labkit.plan.stages import configured_schedule
 from labkit.schedules import Schedule
 from labkit.train.checkpoint import resume, step_folders
 from labkit.train.device_rules import device_problems, machine_problems
 from labkit.train.reporting.output_folder import RunFolder, folder_problem
 from labkit.train.reporting.tensorboard_writer import tensorboard_problem
-from labkit.train.run_schedule import checked_schedule, schedule_of
+from labkit.train.run_schedule import checked_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ def memory_problem(
     on several machines, so they check their memory themselves. The launcher refuses more ranks than it can start."""
     if config.train.allow_oversubscription or info.under_torchrun() or world_size > MOST_RANKS:
         return ""
-    schedule, kind = schedule or schedule_of(config, world_size), info.device_kind(device)
+    schedule, kind = schedule or configured_schedule(config, world_size), info.device_kind(device)
     ranks, host = rank_memories(config, world_size, schedule, kind), machine.host_memory()
     in_host = ranks if kind == "cpu" else host_copies(config, world_size, schedule)
     found = shortage(config, Need(in_host, TORCH_BYTES), host.available, host.words)

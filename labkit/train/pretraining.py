@@ -50,6 +50,7 @@ from labkit.parallel.data_parallel.optimizer import (
 )
 from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.random import seed_default_generators
+from labkit.plan.stages import configured_schedule
 from labkit.schedules.ir import Schedule
 from labkit.te.spec import EngineSpec
 from labkit.train.checkpoint.resume import Progress, continues_folder
@@ -61,7 +62,7 @@ from labkit.train.pipeline import Pipeline
 from labkit.train.preflight import check_machines, problems, refuse, run_folder
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
-from labkit.train.run_schedule import check_schedule, schedule_of
+from labkit.train.run_schedule import check_schedule
 from labkit.train.stepping import Observer, train_step
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     config.validate(world_size)
     info.announce_connections(config.parallel)
     if schedule is None:
-        schedule = schedule_of(config, world_size)
+        schedule = configured_schedule(config, world_size)
     check_schedule(schedule, config, world_size)
     groups = _process_groups(config, schedule, world_size)
     try:

@@ -1,4 +1,4 @@
-"""The schedule of a run: built as the configuration says, and held against the run that shall follow it.
+"""Does a schedule fit the run that has to follow it?
 
 A schedule fits if it is for the run's pipeline ranks and microbatches, goes backward, and places stages such that the
 model can be divided over them. `labkit.config` has checked the named schedules; a file or a schedule of the user's own
@@ -11,8 +11,8 @@ from labkit.config import RunConfig
 from labkit.config.errors import counted
 from labkit.graphs.order_table import capture_order
 from labkit.graphs.scope import captures_layers
-from labkit.plan.stages import stage_contents
-from labkit.schedules.builders import build_schedule, without_backward
+from labkit.plan.stages import configured_schedule, stage_contents
+from labkit.schedules.builders import without_backward
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.verifier import verify
@@ -24,15 +24,6 @@ TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", Fal
 def transport_of(config: RunConfig) -> Transport:
     """Return the transport between stages. `overlap_p2p_comm` needs `posted`, which overlaps."""
     return "posted" if config.schedule.overlap_p2p_comm else TRANSPORTS[config.schedule.batch_p2p_comm]
-
-
-def schedule_of(config: RunConfig, world_size: int) -> Schedule:
-    """Build the schedule that a configuration names, for `world_size` ranks.
-
-    Raises ValueError if the schedule cannot be built, and ScheduleError for a file without a valid schedule.
-    """
-    microbatches, parallel = config.num_microbatches(world_size), config.parallel
-    return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
 
 
 def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> None:
@@ -85,7 +76,7 @@ def checked_schedule(
     own, given = config.schedule, schedule is not None
     named = f"schedule.name = {own.name!r}: " if own.path is None else f"schedule.path = {own.path!r}: "
     try:
-        schedule = schedule or schedule_of(config, world_size)
+        schedule = schedule or configured_schedule(config, world_size)
         check_schedule(schedule, config, world_size)
         transport = transport_of(config)
         if not given and (own.path is not None or transport == "even_odd"):

@@ -16,11 +16,11 @@ from fake_device.cases import SAMPLES, Case, config_of
 from fake_device.fake_groups import fake_groups
 from fake_device.stand_ins import without_numbers
 from labkit.config import RunConfig
+from labkit.plan.stages import configured_schedule
 from labkit.train.forward_step import forward_step_of
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
 from labkit.train.reporting.metrics import Timers
-from labkit.train.run_schedule import schedule_of
 from labkit.train.stepping import train_step
 
 
@@ -55,7 +55,7 @@ def train(case: Case, audit: Audit) -> None:
     GEMMs of the last one."""
     config, world = config_of(case)
     config.validate(world)
-    schedule = schedule_of(config, world)
+    schedule = configured_schedule(config, world)
     with ExitStack() as stack:
         stack.enter_context(without_numbers(audit))
         groups = stack.enter_context(fake_groups(audit, config.parallel, world, case.rank))

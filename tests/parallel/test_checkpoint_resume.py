@@ -24,6 +24,7 @@ from labkit.data.datasets import build_datasets
 from labkit.launch import RankError, info, run
 from labkit.parallel.parameters.parameter_record import main_grad_of
 from labkit.plan.memory_need import rank_memories
+from labkit.plan.stages import configured_schedule
 from labkit.train import pretrain
 from labkit.train.checkpoint import checkpoints as checkpoints_module
 from labkit.train.checkpoint.checkpoints import Checkpoints
@@ -32,7 +33,6 @@ from labkit.train.checkpoint.rank_state import RankState
 from labkit.train.interruption import RunInterrupted
 from labkit.train.loss_scaler import build_loss_scaler
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
-from labkit.train.run_schedule import schedule_of
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 8, "layers": 4, "vocab_size": 1024}
 DROPOUT = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)
@@ -464,10 +464,10 @@ def test_the_memory_check_counts_the_copy_of_an_asynchronous_save(tmp_path, on_r
     config = config.override({"steps": 1, "checkpoint.dir": str(tmp_path), "checkpoint.asynchronous": True})
     on_ranks(pretrain, 4, config)
     written = sum(t.nbytes for name, t in stored(tmp_path / "step_00000001").items() if not name.startswith("rng."))
-    copies = [rank.checkpoint for rank in rank_memories(config, 4, schedule_of(config, 4), "cpu")]
+    copies = [rank.checkpoint for rank in rank_memories(config, 4, configured_schedule(config, 4), "cpu")]
     assert written * 0.99 <= sum(copies) <= written * most
     synchronous = config.override({"checkpoint.asynchronous": False})
-    assert {r.checkpoint for r in rank_memories(synchronous, 4, schedule_of(config, 4), "cpu")} == {0}
+    assert {r.checkpoint for r in rank_memories(synchronous, 4, configured_schedule(config, 4), "cpu")} == {0}
 
 
 MODEL_CHANGES = {"layers": 2, "hidden": 16, "kv_heads": 2, "activation": "gelu", "seq_length": 8, "num_experts": 4}

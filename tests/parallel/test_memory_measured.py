@@ -15,8 +15,8 @@ from labkit.config import RunConfig, presets
 from labkit.data.gpt_data import SPLITS, GPTDataset
 from labkit.launch import run
 from labkit.plan.memory_need import TORCH_BYTES, rank_memories
+from labkit.plan.stages import configured_schedule
 from labkit.train import pretrain
-from labkit.train.run_schedule import schedule_of
 
 WIDE = {"steps": 2, "hidden": 512, "layers": 4, "seq_length": 256, "global_batch_size": 8, "record_events": False}
 UNFUSED = {"micro_batch_size": 8, "attention_backend": "unfused", "seq_length": 512}
@@ -97,7 +97,7 @@ def test_the_sum_is_what_ranks_reach(name: str) -> None:
     ranks, changes = {**CASES, **LONG}[name]
     config = presets.tiny().override({**WIDE, **changes}).validate(ranks)
     measured = run(peak_bytes, ranks, config, device="cpu", timeout=120)
-    predicted = rank_memories(config, ranks, schedule_of(config, ranks), "cpu")
+    predicted = rank_memories(config, ranks, configured_schedule(config, ranks), "cpu")
     ratios = [need.total / found for need, found in zip(predicted, measured, strict=True)]
     assert all(0.7 < ratio < 1.3 for ratio in ratios), [f"{ratio:.2f}" for ratio in ratios]
     print(name, [f"{ratio:.2f}" for ratio in ratios])

@@ -15,9 +15,9 @@ import pytest
 from labkit.config import RunConfig
 from labkit.models import ChunkSpec, build_model_chunk, stage_contents
 from labkit.parallel.weight_grad_store import WeightGradStore
+from labkit.plan.stages import configured_schedule
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.run_schedule import schedule_of
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 MICROBATCHES = MATRIX["MICROBATCHES"]
@@ -72,7 +72,7 @@ def two_chunks_exchanged(config: RunConfig, observer: Any) -> TrainResult:
 
     def model_provider(config: RunConfig, groups: Any, *, chunk: ChunkSpec, **ends: Any) -> Any:
         if 0 < groups.pp.rank < groups.pp.size - 1:
-            schedule = schedule_of(config, groups.world_size)
+            schedule = configured_schedule(config, groups.world_size)
             other = schedule.stages_of(groups.pp.rank)[1 - chunk.index]
             chunk = replace(chunk, layers=stage_contents(config, schedule.num_stages)[other].layers)
         return build_model_chunk(config, groups, chunk=chunk, **ends)

@@ -13,9 +13,9 @@ import pytest
 
 from labkit.config import RunConfig
 from labkit.launch import run
+from labkit.plan.stages import configured_schedule
 from labkit.train import compare, pretrain
 from labkit.train.reporting.measured import follows, pipeline_events
-from labkit.train.run_schedule import schedule_of
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 GPIPE, ONE_F_ONE_B, INTERLEAVED_2, INTERLEAVED_4, ZERO_BUBBLE_H1, ZBV, DUALPIPE_V = MATRIX["SCHEDULES"]
@@ -111,4 +111,4 @@ def test_forward_only_losses_and_the_order_of_actions(schedule):
             expected = alone.series(name)
             assert [step for step, _ in result.series(name)] == [step for step, _ in expected]
             assert [value for _, value in result.series(name)] == pytest.approx([v for _, v in expected], rel=1e-12)
-    assert follows(pipeline_events([result.events for result in results]), schedule_of(layout, 2))
+    assert follows(pipeline_events([result.events for result in results]), configured_schedule(layout, 2))

@@ -9,12 +9,12 @@ import pytest
 from labkit.config import RunConfig, presets
 from labkit.plan.activations import paper_layer_bytes
 from labkit.plan.memory import RankMemory, rank_memory, share_of
-from labkit.train.run_schedule import schedule_of
+from labkit.plan.stages import configured_schedule
 
 
 def memory(config: RunConfig, world_size: int, place: int = 0, device: str = "cpu") -> RankMemory:
     config.validate(world_size)
-    return rank_memory(config, world_size, schedule_of(config, world_size), place, device)  # type: ignore[arg-type]
+    return rank_memory(config, world_size, configured_schedule(config, world_size), place, device)  # type: ignore[arg-type]
 
 
 def test_gpt2_small_with_adam_in_mixed_precision() -> None:
