@@ -7,7 +7,6 @@ sum with the bytes that are free. Numbers only, no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from labkit.comm.rank_generator import rank_generators
@@ -22,39 +21,6 @@ with torch 2.13: 118 MB after a step of the `tiny` preset (4 and 8 ranks), 3 MB 
 the ranks share the 100 MB with their fork server, so the sum is larger than needed."""
 CUDA_BYTES = 500 << 20
 """GPU memory of a process that has made a CUDA context; not measured, 300 to 600 MB by generation and driver."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """The memory that the processes at one place need together."""
-
-    ranks: Sequence[RankMemory]
-    """Memory of each process's tensors."""
-    torch_bytes: int
-    """Bytes of each process beside its tensors."""
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes of all processes, by use."""
-        names = ("weights", "gradients", "optimizer", "activations", "checkpoint")
-        sums = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
-        if not sums["checkpoint"]:
-            del sums["checkpoint"]
-        return sums | {"torch": self.torch_bytes * len(self.ranks)}
-
-    @property
-    def total(self) -> int:
-        """Bytes of all processes."""
-        return sum(self.parts.values())
-
-    @property
-    def words(self) -> str:
-        """`32 ranks need 975.3 GiB, up to 31.2 each (weights 93.1, ..., torch 3.6)`."""
-        sums = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
-        count, largest = len(self.ranks), max(rank.total for rank in self.ranks) + self.torch_bytes
-        who = "1 rank needs" if count == 1 else f"{count} ranks need"
-        each = "" if count == 1 else f", up to {largest / GIB:.1f} GiB each"
-        return f"{who} {self.total / GIB:.1f} GiB{each} ({sums})"
 
 
 def rank_memories(
@@ -82,23 +48,48 @@ def _by_rank(config: RunConfig, world_size: int, by_place: Sequence[RankMemory])
     return [by_place[decoder.coordinates(rank).get("pp", 0)] for rank in range(world_size)]
 
 
-def shortage(config: RunConfig, need: Need, available: int, where: str) -> str:
-    """Return a sentence with the sum and a way out if `need` is larger than `available` bytes, else an empty string."""
-    if need.total <= available:
+def shortage(config: RunConfig, ranks: Sequence[RankMemory], process_bytes: int, available: int, where: str) -> str:
+    """Return why these ranks do not fit the `available` bytes of a place, and a way out; an empty string if they do.
+
+    process_bytes: bytes that each process needs there beside its tensors. where: the place in words.
+    """
+    parts = _parts(ranks, process_bytes)
+    needed = sum(parts.values())
+    if needed <= available:
         return ""
-    ways = [*_advice(config, need), "--allow-oversubscription (train.allow_oversubscription) to try anyway"]
-    return f"{need.words}; {where} has {available / GIB:.1f} GiB available; take {', '.join(ways[:-1])}, or {ways[-1]}"
+    who, each = "1 rank needs", ""
+    if len(ranks) > 1:
+        largest = max(rank.total for rank in ranks) + process_bytes
+        who, each = f"{len(ranks)} ranks need", f", up to {largest / GIB:.1f} GiB each"
+    sums = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    ways = [
+        *_advice(config, parts, len(ranks)),
+        "--allow-oversubscription (train.allow_oversubscription) to try anyway",
+    ]
+    return (
+        f"{who} {needed / GIB:.1f} GiB{each} ({sums}); {where} has {available / GIB:.1f} GiB available; take "
+        f"{', '.join(ways[:-1])}, or {ways[-1]}"
+    )
 
 
-def _advice(config: RunConfig, need: Need) -> list[str]:
+def _parts(ranks: Sequence[RankMemory], process_bytes: int) -> dict[str, int]:
+    """Return the bytes of all ranks together, by use; `torch` are those of their processes."""
+    names = ("weights", "gradients", "optimizer", "activations", "checkpoint")
+    parts = {name: sum(getattr(rank, name) for rank in ranks) for name in names}
+    if not parts["checkpoint"]:
+        del parts["checkpoint"]
+    return parts | {"torch": process_bytes * len(ranks)}
+
+
+def _advice(config: RunConfig, parts: dict[str, int], ranks: int) -> list[str]:
     """Return settings that make the largest part smaller."""
-    parts, half = need.parts, need.total / 2
+    half = sum(parts.values()) / 2
     if parts["torch"] > half:
         return ["fewer ranks"]
     if parts["activations"] > half:
         recomputes = config.model.recompute_granularity == "full"
         return ["a smaller train.micro_batch_size", *([] if recomputes else ["model.recompute_granularity full"])]
-    sharded = config.optim.distributed_optimizer or len(need.ranks) == 1
+    sharded = config.optim.distributed_optimizer or ranks == 1
     copied = config.checkpoint.asynchronous and parts["weights"] > 0  # on a GPU each save passes through the host
     return [
         "a smaller model",

@@ -22,7 +22,7 @@ from labkit.launch import info, machine
 from labkit.launch.launcher import MOST_RANKS
 from labkit.output_files import unwritable
 from labkit.plan.memory import RankMemory, rank_memory
-from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES, Need, host_copies, rank_memories, shortage
+from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES, host_copies, rank_memories, shortage
 from labkit.plan.stages import configured_schedule
 from labkit.schedules import Schedule
 from labkit.train.checkpoint import resume, step_folders
@@ -96,13 +96,13 @@ def memory_problem(
     schedule, kind = schedule or configured_schedule(config, world_size), info.device_kind(device)
     ranks, host = rank_memories(config, world_size, schedule, kind), machine.host_memory()
     in_host = ranks if kind == "cpu" else host_copies(config, world_size, schedule)
-    found = shortage(config, Need(in_host, TORCH_BYTES), host.available, host.words)
+    found = shortage(config, in_host, TORCH_BYTES, host.available, host.words)
     if kind == "cpu":
         return found
     free = machine.free_gpu_memory()
     for gpu, available in enumerate(free):
         if on_gpu := ranks[gpu :: len(free)]:  # rank r is on GPU r % count
-            found = found or shortage(config, Need(on_gpu, CUDA_BYTES), available, f"GPU {gpu}")
+            found = found or shortage(config, on_gpu, CUDA_BYTES, available, f"GPU {gpu}")
     return found
 
 
@@ -167,7 +167,7 @@ def _places_too_small(config: RunConfig, seen: list[_Seen]) -> list[str]:
         if needed := [one.memory for one in there if one.memory is not None]:
             where = place[1] if len({one.place[0] for one in seen}) == 1 else " of ".join(place[::-1])
             available = min(one.available for one in there)
-            problems.append(shortage(config, Need(needed, torch_bytes=0), available, where))
+            problems.append(shortage(config, needed, 0, available, where))
     return [problem for problem in problems if problem]
 
 
