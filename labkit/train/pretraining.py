@@ -118,7 +118,7 @@ def _check_before_launch(
 def declared(
     config: RunConfig, model_provider: ModelProvider | None, model_type: str | None, extra_args_provider: type | None
 ) -> RunConfig:
-    """The configuration with what a script says of its model and adds to the fields.
+    """Return the configuration with what a script says of its model and adds to the fields.
 
     Raises ValueError for a `model_provider` that cannot be called for a stage, or fields that cannot be added.
     """
