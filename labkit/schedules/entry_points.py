@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 from labkit.comm.groups import ParallelGroups
-from labkit.schedules.builders import interleaved, one_f_one_b
+from labkit.schedules.builders import interleaved
 from labkit.schedules.ir import Schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.message_shapes import Shape, TensorShape, equal_parts, stage_shapes
@@ -159,7 +159,8 @@ def forward_backward_pipelining_without_interleaving(
         raise ValueError("param_sync_func: only the interleaved schedule gathers parameters ahead")
     if arguments.pop("microbatch_group_size_per_vp_stage", None) is not None:
         raise ValueError("microbatch_group_size_per_vp_stage: there are no virtual stages without interleaving")
-    return _run(_plain(groups.pp.size, num_microbatches), chunks, groups, forward_step_func, data_iterator, **arguments)
+    schedule = _schedule(groups.pp.size, 1, num_microbatches)
+    return _run(schedule, chunks, groups, forward_step_func, data_iterator, **arguments)
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -192,19 +193,13 @@ def forward_backward_pipelining_with_interleaving(
     if not isinstance(data_iterator, list | tuple) or len(data_iterator) != len(chunks):
         raise ValueError(f"interleaving needs a list of data iterators, one for each of the {len(chunks)} model chunks")
     group_size = arguments.pop("microbatch_group_size_per_vp_stage", None)
-    schedule = _interleaved(groups.pp.size, len(chunks), num_microbatches, group_size)
+    schedule = _schedule(groups.pp.size, len(chunks), num_microbatches, group_size)
     return _run(schedule, chunks, groups, forward_step_func, data_iterator, **arguments)
 
 
-@lru_cache(maxsize=16)
-def _plain(pp: int, microbatches: int) -> Schedule:
-    """Return a schedule that is kept with its `derived` values, because every step makes a runtime of its own."""
-    return one_f_one_b(pp, microbatches)
-
-
-@lru_cache(maxsize=16)
-def _interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None) -> Schedule:
-    return interleaved(pp, vpp, microbatches, group_size)
+_schedule = lru_cache(maxsize=16)(interleaved)
+"""The schedule of a step: 1F1B for one chunk a rank. It is kept with its `derived` values, because every step makes a
+runtime of its own."""
 
 
 def _run(
@@ -231,7 +226,7 @@ def _run(
     deallocate_pipeline_outputs: bool = False,
     **others: Any,
 ) -> list[Any]:
-    """Make a runtime for `schedule` and run one step."""
+    """Make a runtime for `schedule` and run one step; `others` are those that the runtime takes by the same names."""
     _refuse(others)
     if enable_autocast and dtype is None:
         raise ValueError("enable_autocast=True needs the type to compute in: give dtype=torch.bfloat16 as well")
@@ -257,9 +252,7 @@ def _run(
 
 def _refuse(others: dict[str, Any]) -> None:
     """Remove refused arguments from `others` if they are off. Raise for those that are on, and for unknown names."""
-    taken = {"grad_scaler", "timers", "calculate_per_token_loss", "no_sync_func", "grad_sync_func", "param_sync_func"}
-    taken |= {"num_microbatches_with_partial_activation_checkpoints"}
-    for name in sorted(others.keys() - taken):
+    for name in sorted(others.keys() - StepArguments.__annotations__.keys()):
         if name not in _REFUSED:
             raise TypeError(f"unexpected argument {name!r}")
         value = others.pop(name)
