@@ -133,7 +133,7 @@ class PipelineRuntime:
         )
         self._has_met: set[bool] = set()
         """The kinds of runs, with or without backward, for which the ranks have compared their settings."""
-        self._is_plain = _is_plain(schedule)
+        self._has_backward, self._is_plain = not schedule.forward_only, _is_plain(schedule)
         if not self._is_plain:
             schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
 
@@ -186,7 +186,7 @@ class PipelineRuntime:
             )
         if collect_non_loss_data and not forward_only:
             raise ValueError("collect_non_loss_data gives no loss to go backward from: set forward_only as well")
-        if self.schedule.forward_only and not forward_only:
+        if not (self._has_backward or forward_only):
             raise ValueError(f"{self.schedule.name} has no backward: run it with forward_only=True")
         iterators = list(data_iterators) if isinstance(data_iterators, list | tuple) else [data_iterators]
         chunks = self.setup.chunks

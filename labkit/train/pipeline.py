@@ -29,7 +29,8 @@ from labkit.schedules.ir import Schedule
 from labkit.schedules.message_shapes import TensorShape, stage_shapes
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.cuda_graphs import TrainingGraphs, build_graphs
-from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step, parts_of
+from labkit.train.forward_step import Batch, ForwardStep, parts_of
+from labkit.train.loss_form import checked_forward_step
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
 from labkit.train.reporting.router_metrics import RouterMetrics
 from labkit.train.run_schedule import transport_of

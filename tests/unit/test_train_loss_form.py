@@ -6,7 +6,8 @@ from torch import nn
 
 from labkit.config import presets
 from labkit.train import pretrain
-from labkit.train.forward_step import FORMS, checked_forward_step, gpt_forward_step
+from labkit.train.forward_step import gpt_forward_step
+from labkit.train.loss_form import FORMS, checked_forward_step
 
 CONFIG = presets.tiny().override(
     {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 2, "steps": 1}
