@@ -142,7 +142,7 @@ def without_backward(schedule: Schedule) -> Schedule:
 
 
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
-    """Return the schedule that a config names, by a row of `labkit.config.choices`, or that in the file at `config.path`.
+    """Return the schedule that a config names (a row of `labkit.config.choices`), or that in the file at `config.path`.
 
     `auto` is 1f1b for one model chunk a rank and interleaved for more. A file, and a row that says so, fix the number
     of stages of a rank, so `vpp` may stay at 1.
