@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from labkit.graphs.graphable_module import unwrap_layers as unwrap_layers
     from labkit.graphs.graphable_module import wrap_layers as wrap_layers
     from labkit.graphs.memory import GraphMemoryReport as GraphMemoryReport
-    from labkit.graphs.memory import graph_counts as graph_counts
     from labkit.graphs.memory import graph_objects_made as graph_objects_made
     from labkit.graphs.memory import measure_graphs as measure_graphs
     from labkit.graphs.memory_prediction import LAYER_ORDER as LAYER_ORDER

@@ -11,6 +11,9 @@
 | fragmentation       | the pool's memory beyond its peak                        |                                  |
 | cuBLAS workspaces   | scratch memory of matrix products, outside the pool      | threads that run products        |
 
+A rank with L layers and M microbatches has 2 L M graphs in a pipeline, as Transformer Engine and Megatron capture them.
+Without a pipeline each backward follows its forward at once, so 2 L graphs serve all microbatches.
+
 The microbatches in flight are those of the warm-up and one more: p - r on rank r of p under 1F1B. An eager run has none
 of the first four parts, and may free break points earlier. The rest of the pool is activations, which an eager run
 keeps too.
@@ -21,34 +24,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index
 
 if TYPE_CHECKING:
     import torch
-
-
-class GraphCounts(NamedTuple):
-    """Forward and backward graphs of a rank's layers."""
-
-    one_microbatch: int
-    """2 L: without a pipeline each backward follows its forward, so all microbatches replay the same graphs."""
-    bound: int
-    """2 L PP: under 1F1B a rank has at most PP microbatches in flight."""
-    captured: int
-    """2 L M: graphs for each microbatch, as Transformer Engine and Megatron capture them in a pipeline."""
-
-
-def graph_counts(layers: int, pp: int, microbatches: int) -> GraphCounts:
-    """Number of graphs that a rank with `layers` layers needs and has.
-
-    Raises:
-        ValueError: sizes below 1.
-    """
-    if min(layers, pp, microbatches) < 1:
-        raise ValueError(f"layers={layers}, pp={pp}, microbatches={microbatches}: all must be at least 1")
-    return GraphCounts(2 * layers, 2 * layers * pp, 2 * layers * microbatches)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 from labkit.graphs import (
     GraphMemoryReport,
     LayerMemory,
-    graph_counts,
     graph_objects_made,
     measure_graphs,
     plan_buffers,
@@ -31,13 +30,6 @@ def graphed(inputs, outputs, gradients, pool):
         captured=SimpleNamespace(grad_outputs=gradients),
         pool=pool,
     )
-
-
-def test_counts_of_the_sources():
-    assert graph_counts(layers=4, pp=1, microbatches=8) == (8, 8, 64)
-    assert graph_counts(layers=4, pp=4, microbatches=8) == (8, 32, 64)
-    with pytest.raises(ValueError, match="pp=0"):
-        graph_counts(4, 0, 8)
 
 
 def test_parts_of_a_small_order_by_hand():

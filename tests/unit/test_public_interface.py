@@ -31,7 +31,7 @@ NAMES: dict[str, str] = {
     "events": "Event recording",
     "finetune": "finetune read_task Settings",
     "graphs": """
-        BufferPlan calls_between check_plan CudaGraphHelper fill_store graph_counts graphable_modules
+        BufferPlan calls_between check_plan CudaGraphHelper fill_store graphable_modules
         GraphMemoryReport is_graph_capturing layer_memory LAYER_ORDER make_graphed_callables make_weak_ref
         measure_graphs plan_buffers PlanError play_back predict_graph_memory wrap_layers
     """,
