@@ -52,7 +52,7 @@ def losses(config: RunConfig, by_replica) -> tuple[list[float], list[int], list[
         made = train_step(pipeline, optimizer, run.timers, batches, step=step, lr=1e-3, clip_grad=1.0)
         found[0].append(made.loss)
         graphs = pipeline.graphs
-        helper = None if graphs is None else graphs.helper
+        helper = getattr(graphs, "helper", None)  # graphs of whole iterations have none
         found[1].append(0 if graphs is None else graphs.num_captures)
         found[2].append(helper.seq_length if helper is not None and helper.graphs_created() else 0)
     return found
