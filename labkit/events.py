@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from labkit.output_files import appearing
 
@@ -71,12 +71,12 @@ class EventRecorder:
         """Written into every event from here on."""
         self._events: list[Event] = []
         self._fields: list[tuple[Any, ...]] = []
-        """Of events that nobody has asked for yet: what is recorded should take as little time as can be."""
+        """The fields of events that nobody has asked for yet: an `Event` is made only when somebody asks."""
         self._later: list[tuple[int, Callable[[], Event]]] = []
 
     @property
     def events(self) -> list[Event]:
-        """So far, in order of their end; the list itself, which may be cleared."""
+        """The events so far, in order of their end. This is the list itself, which may be cleared."""
         while self._fields:
             fields, self._fields = self._fields, []
             self._events += [Event(self.rank, *each) for each in fields]
@@ -116,79 +116,85 @@ class EventRecorder:
             self.events.insert(position, event())
 
 
-observers: list[object] = []
-"""Whoever sees what this process does while a block runs: recorders of Events, ledgers, hooks, graph captures. The list
-is nearly always empty. Code between two actions of a pipeline looks here once, and then makes nothing for them."""
-start_observers: list[object] = []
-"""Those of them that must see a transfer start: all but recorders, which are told when it has ended."""
+# ---- who watches ----
+
+watchers: list[object] = []
+"""Whoever watches this process while a block of theirs runs: recorders of Events, profilers, ledgers, `dropped` and
+`delayed` calls, graph captures. All threads share the list, because autograd runs backward on threads of its own.
+
+The list is nearly always empty. Code that must be fast first checks whether it is, and then does nothing for watchers.
+"""
+
+W = TypeVar("W")
 
 
 @contextmanager
-def observing(observer: object, *, starts: bool = True) -> Iterator[None]:
-    """`observer` is one of them inside the block; `starts` says whether it must see transfers start."""
-    lists = (observers, start_observers) if starts else (observers,)
-    for each in lists:
-        each.append(observer)
+def watching(watcher: W) -> Iterator[W]:
+    """Inside the block `watcher` is one of the watchers."""
+    watchers.append(watcher)
     try:
-        yield
+        yield watcher
     finally:
-        for each in lists:
-            each.remove(observer)
+        watchers.remove(watcher)
 
 
-_active: EventRecorder | None = None
+def watchers_of(kind: type[W]) -> list[W]:
+    """The watchers of one kind; the innermost block's is the last."""
+    return [watcher for watcher in watchers if isinstance(watcher, kind)]
+
+
+def innermost(kind: type[W]) -> W | None:
+    """The watcher of one kind whose block is the innermost, or None."""
+    return next((watcher for watcher in reversed(watchers) if isinstance(watcher, kind)), None)
 
 
 def active_recorder() -> EventRecorder | None:
     """The recorder of the innermost `recording`, or None when nothing is recorded."""
-    return _active
+    return innermost(EventRecorder)
 
 
 @contextmanager
 def recording(rank: int) -> Iterator[EventRecorder]:
     """Record everything that this process reports while the block runs."""
-    global _active
-    outer, mine = _active, EventRecorder(rank)
-    _active = mine
-    try:
-        with observing(mine, starts=False):
-            yield mine
-        mine.settle()
-    finally:
-        _active = outer
+    with watching(EventRecorder(rank)) as recorder:
+        yield recorder
+        recorder.settle()
 
 
 @contextmanager
 def not_recording() -> Iterator[None]:
     """Record nothing inside the block: what runs there is no part of the work, or cannot be timed."""
-    global _active
-    outer, _active = _active, None
+    recorders = watchers_of(EventRecorder)
+    for recorder in recorders:
+        watchers.remove(recorder)
     try:
         yield
     finally:
-        _active = outer
+        watchers[:0] = recorders
 
 
 MakeRange = Callable[[str], AbstractContextManager[Any]]
 """A name -> a context that a profiler shows as a range, such as `torch.profiler.record_function`."""
-_make_range: MakeRange | None = None
+
+
+class _Profiler:
+    """The watcher of a `ranging` block."""
+
+    def __init__(self, make_range: MakeRange) -> None:
+        self.make_range = make_range
 
 
 @contextmanager
 def ranging(make: MakeRange) -> Iterator[None]:
     """Inside the block every span, timer and transfer is a range of a profiler."""
-    global _make_range
-    outer, _make_range = _make_range, make
-    try:
-        with observing(make, starts=False):
-            yield
-    finally:
-        _make_range = outer
+    with watching(_Profiler(make)):
+        yield
 
 
 def ranged(name: str) -> AbstractContextManager[Any]:
     """A range with this name; outside `ranging` a context that does nothing."""
-    return nullcontext() if _make_range is None else _make_range(name)
+    profiler = innermost(_Profiler)
+    return nullcontext() if profiler is None else profiler.make_range(name)
 
 
 @contextmanager
@@ -220,8 +226,9 @@ class span:
         self._name, self._kind, self._fields = name, kind, (microbatch, chunk, bytes)
 
     def __enter__(self) -> None:
-        self._recorder, self._range = _active, None if _make_range is None else _make_range(self._name)
-        if self._range is not None:
+        self._recorder = self._range = None
+        if watchers:
+            self._recorder, self._range = active_recorder(), ranged(self._name)
             self._range.__enter__()
         self._start = time.perf_counter()
 

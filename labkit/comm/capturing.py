@@ -22,27 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.events import observing
+from labkit.events import innermost, watchers, watching
 
 T = TypeVar("T")
-
-__all__ = [
-    "BrokenProcessError",
-    "GraphCaptureError",
-    "Recorder",
-    "RefusesDraws",
-    "active_capture",
-    "call_site",
-    "graph_capturing",
-    "graph_warmup",
-    "host_would_wait",
-    "is_graph_capturing",
-    "is_graph_warmup",
-    "process_is_broken",
-    "recorded_call",
-    "refuse_host_sync",
-    "require_whole_process",
-]
 
 
 class GraphCaptureError(RuntimeError):
@@ -60,18 +42,23 @@ class Recorder(Protocol):
         """Run `function` now, unrecorded, and again at each replay."""
         ...
 
-    def transfer(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start a transfer now and at each replay; what is returned records its `wait()` in the same way."""
+    def transfer(self, issue: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Issue a transfer now and at each replay; the returned `Pending` records its `wait()` in the same way."""
         ...
 
 
-class _State:
-    """Of this process."""
+class _Capture:
+    """A capture under way: the watcher of a `graph_capturing` block."""
 
-    capturing: int = 0
-    """Captures under way, one inside the other (a helper's around a backend's)."""
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.recorder = recorder
+
+
+class _State:
+    """What this process remembers beside the captures under way."""
+
     warmup: int = 0
-    recorder: Recorder | None = None
+    """Blocks of `graph_warmup` under way, one inside the other."""
     broken: str | None = None
     """Why nothing can be captured or drawn here any more."""
 
@@ -81,7 +68,7 @@ _state = _State()
 
 def is_graph_capturing() -> bool:
     """True while a graph is being captured: by one of our backends, or by anybody on the current CUDA stream."""
-    if _state.capturing:
+    if watchers and innermost(_Capture) is not None:
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -105,21 +92,18 @@ def require_whole_process() -> None:
 
 def active_capture() -> Recorder | None:
     """The emulated capture that records what this process computes; None outside one, and inside a recorded call."""
-    return _state.recorder
+    capture = innermost(_Capture) if watchers else None
+    return None if capture is None else capture.recorder
 
 
 @contextmanager
 def graph_capturing(recorder: Recorder | None = None) -> Iterator[None]:
-    """Inside the block `is_graph_capturing()` is true; `recorder` is told what dispatch does not see."""
-    outer = _state.recorder
-    _state.capturing += 1
-    _state.recorder = recorder if recorder is not None else outer
-    try:
-        with observing(_state):
-            yield
-    finally:
-        _state.capturing -= 1
-        _state.recorder = outer
+    """Inside the block `is_graph_capturing()` is true; `recorder` is told what dispatch does not see.
+
+    Blocks nest: a helper captures around a backend, which goes on with the helper's recorder if it has none.
+    """
+    with watching(_Capture(active_capture() if recorder is None else recorder)):
+        yield
 
 
 @contextmanager
@@ -135,11 +119,12 @@ def graph_warmup() -> Iterator[None]:
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """For recorders: inside the block `active_capture()` is None, so that what is called there records nothing."""
-    outer, _state.recorder = _state.recorder, None
+    capture = innermost(_Capture) or _Capture(None)  # outside a capture there is nothing to hide
+    hidden, capture.recorder = capture.recorder, None
     try:
         yield
     finally:
-        _state.recorder = outer
+        capture.recorder = hidden
 
 
 def recorded_call(function: Callable[[], T]) -> T:
@@ -148,7 +133,7 @@ def recorded_call(function: Callable[[], T]) -> T:
     For what must follow the device's work although the host does it. On CUDA that is a plain call: what corresponds to
     it there (registered generators) is replayed by the graph itself.
     """
-    recorder = _state.recorder
+    recorder = active_capture()
     return function() if recorder is None else recorder.call(function)
 
 
@@ -228,5 +213,5 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @cache
 def _place(func: Any, name: str) -> int | None:
-    """Of an argument with this name."""
+    """The place of the argument with this name among the arguments of `func`, or None."""
     return next((i for i, argument in enumerate(func._schema.arguments) if argument.name == name), None)

@@ -2,121 +2,99 @@
 
 Each function takes an explicit `Group`; a group of size 1 is the identity and records nothing. Each tensor operation
 has an `_async` form that returns a `Pending`; between the call and `.wait()` the transfer runs in the background.
-Each call
 
+All of them go through `issue`. It calls the function of `gloo.py` or `nccl.py` that moves the bytes, and returns the
+`Pending` that waits for it (`pending.py`). Whenever a call blocks, it names itself in the launcher's status slot, so
+that a hang can be named. While somebody watches (`labkit.events.watchers`), a call also
+
+- is made again at each replay of an emulated graph capture (`capturing.py`),
+- may be changed by `dropped` and `delayed` blocks (`fault_injection.py`),
 - is written into the open `CommLedger` under the current `comm_scope` (`ledger.py`),
-- names itself in the launcher's status slot while it blocks, so that a hang can be named,
-- becomes Events while recording: kind `collective` from issue to completion (`send`, `recv` for messages), and kind
-  `wait` for the blocking part of the asynchronous forms,
-- is recorded by an emulated graph capture as a start and a wait, and made again at each replay
-  (`capturing.py`).
-
-`pending.py` holds a transfer under way. `backends.py` moves the bytes: it replaces slow algorithms of gloo, and passes
-CUDA tensors on gloo through the host.
+- becomes Events: kind `collective` from issue to completion (`send`, `recv` for messages), and kind `wait` for the
+  blocking part of the asynchronous forms.
 
 Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from math import prod
+from types import ModuleType
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.comm import backends
+from labkit.comm import gloo, nccl
 from labkit.comm.capturing import active_capture, refuse_host_sync
+from labkit.comm.fault_injection import dropped as dropped
+from labkit.comm.fault_injection import dropped_result, due_time, in_due_time
 from labkit.comm.groups import Group
-from labkit.comm.ledger import (
-    CommLedger,
-    CommRecord,
-    Scope,
-    book,
-    comm_scope,
-    current_scope,
-    delayed,
-    dropped,
-    is_dropped,
-)
-from labkit.comm.pending import Done, Pending, start
-from labkit.events import start_observers
+from labkit.comm.handshake import checked_by_torch
+from labkit.comm.ledger import CommLedger as CommLedger
+from labkit.comm.ledger import book, dtype_name
+from labkit.comm.ledger import comm_scope as comm_scope
+from labkit.comm.pending import Done, Finish, Pending
+from labkit.events import ranged, watchers
 from labkit.launch import waiting
-
-__all__ = [
-    "CommLedger",
-    "CommRecord",
-    "Message",
-    "Pending",
-    "Scope",
-    "all_gather",
-    "all_gather_async",
-    "all_reduce",
-    "all_reduce_async",
-    "all_to_all",
-    "all_to_all_async",
-    "barrier",
-    "batch",
-    "broadcast",
-    "broadcast_async",
-    "comm_scope",
-    "current_scope",
-    "delayed",
-    "dropped",
-    "gather_objects",
-    "irecv",
-    "isend",
-    "reduce_scatter",
-    "reduce_scatter_async",
-]
 
 OPERATIONS = ("sum", "avg", "max")
 
-P = ParamSpec("P")
+# ---- the start of every transfer ----
 
 
-def recordable(
-    function: Callable[Concatenate[Tensor, Group, P], Pending],
-) -> Callable[Concatenate[Tensor, Group, P], Pending]:
-    """Decorator for a call that an emulated capture records. Each replay starts the call again and waits for it.
+def issue(
+    operation: str, move: Callable[..., Finish], x: Tensor, group: Group, *details: Any, kept: int = 0
+) -> Pending:
+    """Start a transfer, by `move(x, group, *details)`, and return its `Pending`.
 
-    In a group of size 1 nothing travels, and a copy that the call makes is an operation like any other.
+    operation: its name for ledger and Events.
+    move: a function of `gloo.py` or `nccl.py`.
+    kept: bytes of x that stay on this rank, for the ledger.
     """
-
-    @wraps(function)
-    def started(x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Pending:
-        capture = active_capture() if start_observers else None
-        if capture is None or group.size == 1:
-            return function(x, group, *args, **kwargs)
-        return capture.transfer(function, x, group, *args, **kwargs)
-
-    return started
+    if watchers or _start_may_block(x):
+        return _issue_watched(operation, move, x, group, *details, kept=kept)
+    return Pending(operation, x, group, move(x, group, *details))
 
 
-def _kept(x: Tensor, out: Tensor | None) -> Tensor:
-    """The result of a call without communication: x, copied into `out` if `out` is given."""
-    return x if out is None else out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+def _issue_watched(
+    operation: str, move: Callable[..., Finish], x: Tensor, group: Group, *details: Any, kept: int = 0
+) -> Pending:
+    """`issue` for all who watch, with the name of the call in the status slot while it starts."""
+    if (capture := active_capture()) is not None:  # it makes this call now, and again at each replay
+        return capture.transfer(issue, operation, move, x, group, *details, kept=kept)
+    if (own := dropped_result(operation, x, group, *details)) is not None:
+        return Done(own)
+    book(operation, group, x.nbytes, dtype_name(x.dtype), kept)
+    pending = Pending(operation, x, group)
+    pending.due = due_time(operation, group, x.nbytes)
+    with ranged(pending.name), waiting(pending.label):
+        pending.finish = in_due_time(move(x, group, *details), pending.due)
+    return pending
 
 
-def _unknown(op: str) -> ValueError:
-    return ValueError(f"reduction {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
+_CONNECTS_LAZILY = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+"""gloo connects with the first message instead of where a group is made."""
+
+
+def _start_may_block(x: Tensor) -> bool:
+    """True if the start of a transfer of x can wait for another rank.
+
+    Staging waits for a GPU, NCCL connects lazily, and torch's debug mode first compares calls. Every other start
+    returns at once.
+    """
+    return x.is_cuda or _CONNECTS_LAZILY or checked_by_torch()
+
+
+def backend(x: Tensor, group: Group) -> ModuleType:
+    """`gloo.py` or `nccl.py`: host tensors travel by gloo, CUDA tensors too if the group has nothing else."""
+    return gloo if not x.is_cuda or dist.get_backend(group.process_group) == "gloo" else nccl
 
 
 # ---- all-reduce ----
-
-
-@recordable
-def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
-    if op not in OPERATIONS:
-        raise _unknown(op)
-    if group.size == 1:
-        return Done(x)
-    if start_observers and is_dropped("all_reduce", group.name):
-        return Done(x if in_place else x.clone())
-    return start("all_reduce", x, group, lambda: backends.all_reduce(x, group, op, in_place))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Tensor:
@@ -125,87 +103,123 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = Tru
     With `in_place=False` x does not change, and a new tensor is returned without an extra copy. A group of size 1
     returns x itself.
     """
-    return _all_reduce(x, group, op, in_place)._complete(wait_event=False)
+    return all_reduce_async(x, group, op, in_place=in_place).wait(event=False)
 
 
 def all_reduce_async(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Pending:
     """Start `all_reduce`; `.wait()` returns its result."""
-    return _all_reduce(x, group, op, in_place)
+    _check_reduction(op)
+    if group.size == 1:
+        return Done(x)
+    return issue("all_reduce", backend(x, group).all_reduce, x, group, op, in_place)
 
 
-# ---- all-gather ----
+def _check_reduction(op: str) -> None:
+    if op not in OPERATIONS:
+        raise ValueError(f"reduction {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
 
 
-@recordable
-def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | None = None) -> Pending:
+# ---- all-gather, reduce-scatter ----
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
+    """Concatenate the ranks' tensors along `dim` in the order of ranks; a new tensor.
+
+    sizes: rows of each rank, if they differ; then `dim` is 0. Tensor-parallel experts receive different numbers of
+        tokens, and every rank knows all of them. Without `sizes` all tensors have x's shape.
+
+    Raises:
+        ValueError: sizes that do not fit the group or x.
+    """
+    return all_gather_async(x, group, dim, sizes=sizes).wait(event=False)
+
+
+def all_gather_async(
+    x: Tensor, group: Group, dim: int = 0, *, sizes: Sequence[int] | None = None, out: Tensor | None = None
+) -> Pending:
     """Start `all_gather`; `.wait()` returns its result.
 
     out: contiguous; takes the result, along dimension 0. x may be this rank's part of `out`; then nothing is copied.
     """
-    if group.size == 1:
-        return Done(_kept(x, out))
-    if is_dropped("all_gather", group.name):
-        return Done(torch.cat([x] * group.size, dim=dim) if out is None else out)
     dim = dim % max(1, x.dim())
-
-    def finish_of() -> Callable[[], Tensor]:
-        finish = backends.all_gather(x, group, out)
-        return lambda: _join_rows(finish(), dim) if out is None else (finish(), out)[1]
-
-    return start("all_gather", x, group, finish_of)
-
-
-def _join_rows(rows: Tensor, dim: int) -> Tensor:
-    """(size, ..., n at dim, ...) -> (..., size x n at dim, ...)."""
-    if rows.dim() == 1:
-        return rows
-    return rows.flatten(0, 1) if dim == 0 else torch.cat(rows.unbind(0), dim=dim)
+    if group.size == 1:
+        return Done(_alone(x, out))
+    if sizes is not None:
+        _check_sizes(group, sizes, dim, out)
+        if sizes[group.rank] != len(x):
+            raise ValueError(f"sizes gives this rank {sizes[group.rank]} rows; x has {len(x)}")
+    return issue("all_gather", backend(x, group).all_gather, x, group, dim, sizes, out)
 
 
-def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Concatenate the ranks' tensors, all of x's shape, along `dim` in the order of ranks; a new tensor."""
-    return all_gather_async(x, group, dim)._complete(wait_event=False)
+def reduce_scatter(
+    x: Tensor, group: Group, dim: int = 0, op: str = "sum", *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Reduce x over the group and return this rank's part of `dim`: part r of the sum on rank r; a new tensor.
+
+    sizes: rows of each rank's part, if they differ; then `dim` is 0. Without `sizes` all parts are equal.
+
+    Raises:
+        ValueError: `dim` is not a multiple of the group's size, or sizes that do not fit the group or x.
+    """
+    return reduce_scatter_async(x, group, dim, op, sizes=sizes).wait(event=False)
 
 
-# ---- reduce-scatter ----
-
-
-@recordable
 def reduce_scatter_async(
-    x: Tensor, group: Group, dim: int = 0, op: str = "sum", *, out: Tensor | None = None
+    x: Tensor,
+    group: Group,
+    dim: int = 0,
+    op: str = "sum",
+    *,
+    sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Pending:
     """Start `reduce_scatter`; `.wait()` returns its result.
 
     out: contiguous; takes the result. It may be this rank's part of x itself; then nothing is copied.
     """
-    if op not in OPERATIONS:
-        raise _unknown(op)
+    _check_reduction(op)
     if group.size == 1:
-        return Done(_kept(x, out))
-    if x.shape[dim] % group.size:
+        return Done(_alone(x, out))
+    dim = dim % x.dim()
+    if sizes is not None:
+        _check_sizes(group, sizes, dim, out)
+        if sum(sizes) != len(x):
+            raise ValueError(f"sizes add up to {sum(sizes)}; x has {len(x)} rows")
+    elif x.shape[dim] % group.size:
         raise ValueError(
             f"reduce_scatter over {group.name} cuts dimension {dim} of {tuple(x.shape)} into {group.size} equal parts: "
             f"{x.shape[dim]} must be a multiple of {group.size}"
         )
-    rows = torch.stack(x.chunk(group.size, dim=dim)) if dim % x.dim() else x.unflatten(0, (group.size, -1))
-    if is_dropped("reduce_scatter", group.name):
-        return Done(_kept(rows[group.rank], out) if out is not None else rows[group.rank].clone())
-    return start("reduce_scatter", x, group, lambda: backends.reduce_scatter(rows, group, op, out))
+    return issue("reduce_scatter", backend(x, group).reduce_scatter, x, group, dim, op, sizes, out)
 
 
-def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Tensor:
-    """Reduce x over the group and return this rank's part of `dim`: part r of the sum on rank r; a new tensor.
+def _alone(x: Tensor, out: Tensor | None) -> Tensor:
+    """The result in a group of size 1: x, copied into `out` if `out` is given."""
+    return x if out is None else out if out.data_ptr() == x.data_ptr() else out.copy_(x)
 
-    Raises:
-        ValueError: `dim` is not a multiple of the group's size.
-    """
-    return reduce_scatter_async(x, group, dim, op)._complete(wait_event=False)
+
+def _check_sizes(group: Group, sizes: Sequence[int], dim: int, out: Tensor | None) -> None:
+    assert dim == 0 and out is None, "parts of unequal sizes are rows, and make a new tensor"
+    if len(sizes) != group.size:
+        raise ValueError(f"sizes has {len(sizes)} entries; group {group.name} has {group.size} ranks")
 
 
 # ---- all-to-all, broadcast ----
 
 
-@recordable
+def all_to_all(
+    x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
+) -> Tensor:
+    """Send rows of x to every rank, and return the rows of all ranks in the order of ranks.
+
+    `input_splits[i]` rows go to rank i, `output_splits[i]` rows come from it; None cuts into equal parts.
+
+    Raises:
+        ValueError: splits that do not fit the group or x.
+    """
+    return all_to_all_async(x, group, output_splits, input_splits).wait(event=False)
+
+
 def all_to_all_async(
     x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
 ) -> Pending:
@@ -213,13 +227,10 @@ def all_to_all_async(
     if group.size == 1:
         return Done(x)
     _check_splits(x, group, output_splits, input_splits)
-    if is_dropped("all_to_all", group.name):
-        rows = x.shape[0] if output_splits is None else sum(output_splits)
-        left = x.new_zeros(max(0, rows - x.shape[0]), *x.shape[1:])
-        return Done(torch.cat([x[:rows], left]))  # as many rows as expected: this rank's own, then zeros
     splits = [None if s is None else list(s) for s in (output_splits, input_splits)]
-    own = x.shape[0] // group.size if input_splits is None else input_splits[group.rank]
-    return start("all_to_all", x, group, lambda: backends.all_to_all(x, group, *splits), kept=x[:own].nbytes)
+    stay = x.shape[0] // group.size if input_splits is None else input_splits[group.rank]
+    kept = stay * prod(x.shape[1:]) * x.element_size()
+    return issue("all_to_all", backend(x, group).all_to_all, x, group, *splits, kept=kept)
 
 
 def _check_splits(
@@ -234,32 +245,18 @@ def _check_splits(
         raise ValueError(f"without splits the {x.shape[0]} rows of x must be a multiple of the {group.size} ranks")
 
 
-def all_to_all(
-    x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
-) -> Tensor:
-    """Send rows of x to every rank, and return the rows of all ranks in the order of ranks.
-
-    `input_splits[i]` rows go to rank i, `output_splits[i]` rows come from it; None cuts into equal parts.
-
-    Raises:
-        ValueError: splits that do not fit the group or x.
-    """
-    return all_to_all_async(x, group, output_splits, input_splits)._complete(wait_event=False)
+def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
+    """Overwrite x with the tensor of the rank at position `src` of the group; returns x."""
+    return broadcast_async(x, group, src).wait(event=False)
 
 
-@recordable
 def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
     """Start `broadcast`; `.wait()` returns its result."""
     if not 0 <= src < group.size:
         raise ValueError(f"src is a position in group {group.name} of {group.size} ranks, got {src}")
-    if group.size == 1 or is_dropped("broadcast", group.name):
+    if group.size == 1:
         return Done(x)
-    return start("broadcast", x, group, lambda: backends.broadcast(x, group, src))
-
-
-def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
-    """Overwrite x with the tensor of the rank at position `src` of the group; returns x."""
-    return broadcast_async(x, group, src)._complete(wait_event=False)
+    return issue("broadcast", backend(x, group).broadcast, x, group, src)
 
 
 # ---- without tensors ----
@@ -269,7 +266,7 @@ def barrier(group: Group) -> None:
     """Return when every rank of the group has called it."""
     if group.size > 1:
         refuse_host_sync("barrier")
-        book("barrier", group.name, group.size, 0, "none")
+        book("barrier", group)
         with waiting(f"barrier {group.name}"):
             dist.barrier(group.process_group)
 
@@ -279,7 +276,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     refuse_host_sync("gather_objects")
-    book("gather_objects", group.name, group.size, 0, "object")
+    book("gather_objects", group, dtype="object")
     gathered: list[Any] = [None] * group.size
     with waiting(f"gather_objects {group.name}"):
         dist.all_gather_object(gathered, obj, group=group.process_group)
@@ -287,6 +284,26 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
 
 
 # ---- point to point: p2p.py builds on these ----
+
+
+def isend(x: Tensor, group: Group, dst: int) -> Pending:
+    """Start sending x to global rank `dst`. Messages between two ranks of a group arrive in the order of sending."""
+    _check_peer(group, dst)
+    return issue("send", backend(x, group).send, x, group, dst)
+
+
+def irecv(x: Tensor, group: Group, src: int) -> Pending:
+    """Start receiving from global rank `src` into x, whose shape and type must be the sender's; `.wait()` returns x."""
+    _check_peer(group, src)
+    return issue("recv", backend(x, group).recv, x, group, src)
+
+
+def _check_peer(group: Group, peer: int) -> None:
+    own = group.ranks[group.rank]
+    if peer not in group.ranks or peer == own:
+        raise ValueError(
+            f"rank {own} cannot exchange messages with rank {peer}: group {group.name} has ranks {list(group.ranks)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,37 +320,15 @@ class Message:
     """Global rank of the other side."""
 
 
-def _check_peer(group: Group, peer: int, own: int) -> None:
-    if peer not in group.ranks or peer == own:
-        raise ValueError(
-            f"rank {own} cannot exchange messages with rank {peer}: group {group.name} has ranks {list(group.ranks)}"
-        )
-
-
-@recordable
-def isend(x: Tensor, group: Group, dst: int) -> Pending:
-    """Start sending x to global rank `dst`. Messages between two ranks of a group arrive in the order of sending."""
-    _check_peer(group, dst, group.ranks[group.rank])
-    return start("send", x, group, lambda: backends.send(x, group, dst), kind="send")
-
-
-@recordable
-def irecv(x: Tensor, group: Group, src: int) -> Pending:
-    """Start receiving from global rank `src` into x, whose shape and type must be the sender's; `.wait()` returns x."""
-    _check_peer(group, src, group.ranks[group.rank])
-    return start("recv", x, group, lambda: backends.recv(x, group, src), kind="recv")
-
-
 def batch(messages: Sequence[Message]) -> list[Pending]:
     """Start several sends and receives at once; one Pending for each, in order.
 
     On NCCL they form one group call, which cannot deadlock on their order. On gloo each starts by itself. gloo cannot
     deadlock either, since nothing blocks before `wait()`.
     """
-    ops = list(messages)
-    if not ops or backends.on_gloo(ops[0].tensor, ops[0].group):
-        return [(isend if m.operation == "send" else irecv)(m.tensor, m.group, m.peer) for m in ops]
-    for m in ops:
-        _check_peer(m.group, m.peer, m.group.ranks[m.group.rank])
-    finishes = backends.batch_nccl([(m.operation, m.tensor, m.group, m.peer) for m in ops])
-    return [start(m.operation, m.tensor, m.group, lambda f=f: f, kind=m.operation) for m, f in zip(ops, finishes)]
+    if not messages or backend(messages[0].tensor, messages[0].group) is gloo:
+        return [(isend if m.operation == "send" else irecv)(m.tensor, m.group, m.peer) for m in messages]
+    for m in messages:
+        _check_peer(m.group, m.peer)
+    finishes = nccl.batch([(m.operation, m.tensor, m.group, m.peer) for m in messages])
+    return [issue(m.operation, lambda *_, f=f: f, m.tensor, m.group) for m, f in zip(messages, finishes, strict=True)]

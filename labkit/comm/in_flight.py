@@ -1,10 +1,10 @@
 """An all-to-all in two halves. Work between the halves hides it, forward and backward.
 
-    forward    start: rows leave     |  other work            |  wait: what came
-    backward   wait: gradients came  |  the work's backward   |  start: gradients leave
+    forward    start: rows leave         |  other work            |  wait: rows have come
+    backward   wait: gradients have come |  the work's backward   |  start: gradients leave
 
-Autograd runs nodes backward from the last made to the first. Gradients leave in the backward of the second half. Then
-the backward of the work runs, and the backward of the first half waits.
+Autograd runs nodes backward from the last made to the first. So gradients leave in the backward of the second half.
+Then the backward of the work runs, and the backward of the first half waits.
 """
 
 from __future__ import annotations
@@ -18,19 +18,33 @@ from torch.autograd import Function
 from labkit.comm import collectives
 from labkit.comm.groups import Group
 from labkit.comm.ledger import backward_scope, current_scope, forward_scope
+from labkit.comm.pending import Pending
 
-__all__ = ["AllToAllInFlight", "all_to_all_start"]
 
+class AllToAllInFlight:
+    """An all-to-all under way; `wait()` returns the received rows, and may be called once."""
 
-class _Transit:
-    """State that the two halves of an all-to-all share: splits, and the transfer under way in either direction."""
-
-    __slots__ = ("forward", "gradient", "group", "input_splits", "output_splits")
+    __slots__ = ("group", "input_splits", "output_splits", "pending", "ticket")
 
     def __init__(self, group: Group, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None) -> None:
         self.group, self.output_splits, self.input_splits = group, output_splits, input_splits
-        self.forward: collectives.Pending | None = None
-        self.gradient: collectives.Pending | None = None
+        self.pending: Pending | None = None
+        """The transfer: of rows in forward, of their gradients in backward; None before and after."""
+        self.ticket: Tensor | None = None
+        """What ties the second half to the first in the autograd graph: an empty tensor, or in a group of one all
+        rows."""
+
+    def wait(self) -> Tensor:
+        """[sum out, ..]: the rows that the ranks sent to this one, in their order."""
+        ticket, self.ticket = self.ticket, None
+        assert ticket is not None, "one wait for each start"
+        return ticket if self.group.size == 1 else _Arrive.apply(ticket, self)  # type: ignore[return-value]
+
+    def arrived(self) -> Tensor:
+        """Wait for the transfer, and let go of its buffers."""
+        pending, self.pending = self.pending, None
+        assert pending is not None, "a transfer starts in the other half, and is awaited once"
+        return pending.wait()
 
 
 class _Depart(Function):
@@ -41,19 +55,15 @@ class _Depart(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transit: _Transit) -> Tensor:
-        ctx.transit = transit
-        with forward_scope(ctx, transit.group):
-            transit.forward = collectives.all_to_all_async(
-                x, transit.group, transit.output_splits, transit.input_splits
-            )
+    def forward(ctx: Any, x: Tensor, flight: AllToAllInFlight) -> Tensor:
+        ctx.flight = flight
+        with forward_scope(ctx, flight.group):
+            flight.pending = collectives.all_to_all_async(x, flight.group, flight.output_splits, flight.input_splits)
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pending, ctx.transit.gradient = ctx.transit.gradient, None
-        assert pending is not None, "the second half's backward comes first"
-        return pending.wait(), None
+        return ctx.flight.arrived(), None
 
 
 class _Arrive(Function):
@@ -64,35 +74,18 @@ class _Arrive(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, transit: _Transit) -> Tensor:
-        ctx.transit, ctx.layer = transit, current_scope().layer
-        pending, transit.forward = transit.forward, None  # lets go of the transfer's buffers
-        assert pending is not None, "one wait for each start"
-        return pending.wait()
+    def forward(ctx: Any, ticket: Tensor, flight: AllToAllInFlight) -> Tensor:
+        ctx.flight, ctx.layer = flight, current_scope().layer
+        return flight.arrived()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        transit = ctx.transit
+        flight, gradient = ctx.flight, grads[0]
         with backward_scope(ctx):
-            transit.gradient = collectives.all_to_all_async(
-                grads[0], transit.group, transit.input_splits, transit.output_splits
+            flight.pending = collectives.all_to_all_async(
+                gradient, flight.group, flight.input_splits, flight.output_splits
             )
-        return grads[0].new_empty(0), None
-
-
-class AllToAllInFlight:
-    """An all-to-all under way; `wait()` returns the received rows, and may be called once."""
-
-    __slots__ = ("_ticket", "_transit")
-
-    def __init__(self, ticket: Tensor, transit: _Transit | None) -> None:
-        self._ticket, self._transit = ticket, transit
-
-    def wait(self) -> Tensor:
-        """[sum out, ..]: the rows that the ranks sent to this one, in their order."""
-        if self._transit is None:
-            return self._ticket
-        return _Arrive.apply(self._ticket, self._transit)  # type: ignore[no-any-return]
+        return gradient.new_empty(0), None
 
 
 def all_to_all_start(
@@ -105,7 +98,6 @@ def all_to_all_start(
 
     Raises ValueError for splits that do not fit the group or x.
     """
-    if group.size == 1:
-        return AllToAllInFlight(x, None)
-    transit = _Transit(group, output_splits, input_splits)
-    return AllToAllInFlight(_Depart.apply(x, transit), transit)  # type: ignore[arg-type]
+    flight = AllToAllInFlight(group, output_splits, input_splits)
+    flight.ticket = x if group.size == 1 else _Depart.apply(x, flight)  # type: ignore[assignment]
+    return flight

@@ -1,24 +1,23 @@
-"""The record of every collective, with its bytes and its layer, and the hooks that alter collectives in tests.
+"""The record of every collective, with its bytes and its layer.
 
 A `CommLedger` counts the communication of a piece of code. So "two all-reduces forward and two backward per layer"
 (arXiv 1909.08053, section 3) is something to assert. A `comm_scope` says for which layer and in which phase the calls
 are made; names nest by dots, and a query for `layers.3` covers `layers.3.mlp.fc2`.
 
 The scope belongs to a thread, because autograd runs backward passes on threads of its own. Functions store the scope in
-forward and enter it again in backward. Ledgers and hooks belong to the process: they must see those threads too.
+forward and enter it again in backward. A ledger belongs to the process, because it must see those threads too.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from labkit.comm.groups import Group
-from labkit.events import observers, observing, start_observers
+from labkit.events import watchers, watchers_of
 
 
 class Scope(NamedTuple):
@@ -127,9 +126,6 @@ class Selector:
         )
 
 
-_ledgers: list[CommLedger] = []
-
-
 class CommLedger:
     """`with CommLedger() as ledger:` writes down every call to `labkit.comm.collectives` that this process makes.
 
@@ -140,15 +136,11 @@ class CommLedger:
         self.records: list[CommRecord] = []
 
     def __enter__(self) -> CommLedger:
-        _ledgers.append(self)
-        observers.append(self)
-        start_observers.append(self)
+        watchers.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _ledgers.remove(self)
-        observers.remove(self)
-        start_observers.remove(self)
+        watchers.remove(self)
 
     def select(
         self,
@@ -186,109 +178,15 @@ class CommLedger:
         return "\n".join(line.rstrip() for line in aligned)
 
 
-def is_watched() -> bool:
-    """True if a ledger or a hook asks for the scope of calls."""
-    return bool(_ledgers or _hooks)
-
-
-def book(operation: str, group: str, group_size: int, size: int, dtype: str, kept: int = 0) -> None:
-    """Write one call into every open ledger."""
-    if _ledgers:
-        record = CommRecord(operation, group, group_size, size, dtype, *_current.scope, kept)
-        for ledger in _ledgers:
+def book(operation: str, group: Group, size: int = 0, dtype: str = "none", kept: int = 0) -> None:
+    """Write one call into every open ledger. The arguments are fields of `CommRecord`; `size` counts bytes."""
+    ledgers = watchers_of(CommLedger)
+    if ledgers:
+        record = CommRecord(operation, group.name, group.size, size, dtype, *_current.scope, kept)
+        for ledger in ledgers:
             ledger.records.append(record)
 
 
-# ---- hooks: what tests and chapters do to matching calls ----
-
-
-@dataclass(eq=False, slots=True)
-class Hook:
-    """The object that `dropped` and `delayed` give to their block."""
-
-    selector: Selector
-    delay: float | None
-    """Seconds that the call takes at least; None drops the call."""
-    calls: int = 0
-    """Calls that it has dropped so far."""
-    bandwidth: float | None = None
-    """Payload bytes a second of a link that calls use one after another; None is no link."""
-    free_at: float = 0.0
-    """When the link is done with what it was given, on the clock of `time.perf_counter`."""
-
-    def seconds(self, size: int) -> float:
-        """Seconds that a call of `size` bytes takes from now, after the calls that the link has still to carry."""
-        assert self.delay is not None
-        if self.bandwidth is None:
-            return self.delay
-        now = time.perf_counter()
-        self.free_at = max(now, self.free_at) + self.delay + size / self.bandwidth
-        return self.free_at - now
-
-
-_hooks: list[Hook] = []
-
-
-@contextmanager
-def _hooked(hook: Hook) -> Iterator[Hook]:
-    _hooks.append(hook)
-    try:
-        with observing(hook):
-            yield hook
-    finally:
-        _hooks.remove(hook)
-
-
-def dropped(
-    *, operation: str | None = None, group: str | None = None, phase: str | None = None, layer: str | None = None
-) -> AbstractContextManager[Hook]:
-    """Matching calls communicate nothing and leave this rank's own data as the result.
-
-    This plants the fault "somebody forgot the all-reduce" without touching the layer. All ranks of the group must
-    enter it alike, else the others wait for ever. Dropped calls are not booked in the ledger; the hook counts them.
-    """
-    return _hooked(Hook(Selector(operation, group, phase, layer), None))
-
-
-def delayed(
-    seconds: float,
-    *,
-    bandwidth: float | None = None,
-    operation: str | None = None,
-    group: str | None = None,
-    phase: str | None = None,
-    layer: str | None = None,
-) -> AbstractContextManager[Hook]:
-    """Matching calls finish no earlier than `seconds` after they were issued, as on a slow network.
-
-    With a `bandwidth` (payload bytes a second) they share one link, one after another. A call begins when those before
-    it are done, and takes `seconds` plus its bytes over the bandwidth.
-
-    The delay sleeps, so it can be hidden behind computation exactly as a real transfer can, on any number of cores.
-
-    Raises ValueError for a bandwidth that is not positive.
-    """
-    if bandwidth is not None and not bandwidth > 0:
-        raise ValueError(f"a link of {bandwidth} bytes a second carries nothing; give a positive bandwidth")
-    return _hooked(Hook(Selector(operation, group, phase, layer), seconds, bandwidth=bandwidth))
-
-
-def is_dropped(operation: str, group: str) -> bool:
-    """True if a call in the current scope is to be left out."""
-    if not _hooks:
-        return False
-    found = [h for h in _hooks if h.delay is None and h.selector.matches(operation, group, _current.scope)]
-    for hook in found:
-        hook.calls += 1
-    return bool(found)
-
-
-def delay_of(operation: str, group: str, size: int) -> float:
-    """Seconds that a call of `size` bytes in the current scope takes at least; 0 without a hook."""
-    if not _hooks:
-        return 0.0
-    scope = _current.scope
-    return max(
-        (h.seconds(size) for h in _hooks if h.delay is not None and h.selector.matches(operation, group, scope)),
-        default=0.0,
-    )
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")

@@ -36,10 +36,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from labkit.comm.collectives import Message, Pending, batch, comm_scope, irecv, isend
+from labkit.comm.collectives import Message, batch, irecv, isend
 from labkit.comm.groups import Group, ParallelGroups, further_communicator
+from labkit.comm.ledger import comm_scope
+from labkit.comm.pending import Pending
 from labkit.comm.posting_order import Operation, channel, in_posting_order
-from labkit.events import start_observers, timed
+from labkit.events import timed, watchers
 
 Shape = Sequence[int]
 Payload = tuple[Tensor, ...]
@@ -234,8 +236,8 @@ def _buffers(p2p: P2PCommunicator, spec: MessageSpec, shapes: Sequence[Shape]) -
 
 
 def _scope(name: object, phase: str) -> AbstractContextManager[Any]:
-    """Tell an open ledger or hook the name of the message that starts."""
-    return comm_scope(layer=str(name), phase=phase) if name and start_observers else nullcontext()
+    """Tell whoever watches the name of the message that starts."""
+    return comm_scope(layer=str(name), phase=phase) if name and watchers else nullcontext()
 
 
 # ---- an exchange with both neighbours ----
@@ -384,9 +386,10 @@ def send_forward_recv_forward(
     timers: Any = None,
 ) -> Any:
     """Send an activation on and receive another. With `overlap_p2p_comm` returns the `Exchange` under way."""
+    _check_overlap(p2p, overlap_p2p_comm)
     shape = tensor_shape if recv_prev else None
     with timed(timers, "forward-send-forward-recv"):
-        under_way = _start(p2p, overlap_p2p_comm, send_next=output_tensor, recv_prev=shape, dtype=dtype)
+        under_way = exchange(p2p, send_next=output_tensor, recv_prev=shape, dtype=dtype)
         return under_way if overlap_p2p_comm else under_way.wait()[0]
 
 
@@ -401,9 +404,10 @@ def send_backward_recv_backward(
     timers: Any = None,
 ) -> Any:
     """Send a gradient back and receive another. With `overlap_p2p_comm` returns the `Exchange` under way."""
+    _check_overlap(p2p, overlap_p2p_comm)
     shape = tensor_shape if recv_next else None
     with timed(timers, "backward-send-backward-recv"):
-        under_way = _start(p2p, overlap_p2p_comm, send_prev=input_tensor_grad, recv_next=shape, dtype=dtype)
+        under_way = exchange(p2p, send_prev=input_tensor_grad, recv_next=shape, dtype=dtype)
         return under_way if overlap_p2p_comm else under_way.wait()[1]
 
 
@@ -430,17 +434,16 @@ def send_forward_backward_recv_forward_backward(
         ).wait()
 
 
-def _start(p2p: P2PCommunicator, overlap: bool, **messages: Any) -> Exchange:
+def _check_overlap(p2p: P2PCommunicator, overlap: bool) -> None:
     if overlap and p2p.batch_p2p_comm:
         rule = "overlap_p2p_comm needs transfers that complete one by one"
         raise ValueError(f"{rule}: set batch_p2p_comm to False, or leave overlap_p2p_comm off")
-    return exchange(p2p, **messages)
 
 
 def _required(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise ValueError(
-            "there is no gradient to send, and the previous stage would wait for it for ever: the backward has to "
+            "there is no gradient to send, and the previous stage would hang waiting for it: the backward has to "
             "reach the tensor that recv_forward returned (is it detached, or not used?)"
         )
     return gradient

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from labkit.comm.capturing import is_graph_capturing as is_graph_capturing
     from labkit.comm.capturing import is_graph_warmup as is_graph_warmup
     from labkit.comm.collectives import Message as Message
-    from labkit.comm.collectives import Pending as Pending
     from labkit.comm.collectives import all_gather as all_gather
     from labkit.comm.collectives import all_gather_async as all_gather_async
     from labkit.comm.collectives import all_reduce as all_reduce
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from labkit.comm.collectives import isend as isend
     from labkit.comm.collectives import reduce_scatter as reduce_scatter
     from labkit.comm.collectives import reduce_scatter_async as reduce_scatter_async
+    from labkit.comm.fault_injection import delayed as delayed
+    from labkit.comm.fault_injection import dropped as dropped
     from labkit.comm.group_plan import GROUP_KINDS as GROUP_KINDS
     from labkit.comm.group_plan import GROUP_TOKENS as GROUP_TOKENS
     from labkit.comm.group_plan import all_groups as all_groups
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from labkit.comm.ledger import CommLedger as CommLedger
     from labkit.comm.ledger import CommRecord as CommRecord
     from labkit.comm.ledger import comm_scope as comm_scope
-    from labkit.comm.ledger import delayed as delayed
-    from labkit.comm.ledger import dropped as dropped
     from labkit.comm.mixed_radix import MAX_LISTED_RANKS as MAX_LISTED_RANKS
     from labkit.comm.mixed_radix import decompose as decompose
     from labkit.comm.mixed_radix import prefix_product as prefix_product
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     )
     from labkit.comm.p2p import send_forward_recv_backward as send_forward_recv_backward
     from labkit.comm.p2p import send_forward_recv_forward as send_forward_recv_forward
+    from labkit.comm.pending import Pending as Pending
     from labkit.comm.rank_generator import DEFAULT_ORDER as DEFAULT_ORDER
     from labkit.comm.rank_generator import RankGenerator as RankGenerator
     from labkit.comm.rank_generator import generate_masked_orthogonal_groups as generate_masked_orthogonal_groups
@@ -72,8 +72,6 @@ if TYPE_CHECKING:
         generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
     )
     from labkit.comm.rank_generator import rank_generators as rank_generators
-    from labkit.comm.unequal import all_gather_unequal as all_gather_unequal
-    from labkit.comm.unequal import reduce_scatter_unequal as reduce_scatter_unequal
     from labkit.parallel.context.ring_plan import gathered_plan as gathered_plan
     from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
     from labkit.parallel.context.zigzag import zigzag_positions as zigzag_positions

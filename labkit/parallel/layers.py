@@ -26,7 +26,7 @@ from torch.autograd import Function
 from labkit.comm import collectives
 from labkit.comm.groups import Group
 from labkit.comm.ledger import comm_scope, current_scope
-from labkit.events import observers, span, start_observers
+from labkit.events import span, watchers
 from labkit.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -120,13 +120,13 @@ class LinearPlan:
 
     def booked(self, phase: str | None = None) -> AbstractContextManager[Any]:
         """Tell an open ledger that this layer communicates in `phase`; None: the phase already set, or `forward`."""
-        if not start_observers and not is_collecting():  # a weight gradient put off may be observed
+        if not watchers and not is_collecting():  # a weight gradient put off may be observed
             return _UNOBSERVED
         return comm_scope(self.name, phase or current_scope().phase or "forward")
 
     def timed(self, kind: str) -> AbstractContextManager[None]:
         """Record the block as an Event where somebody records."""
-        return span(f"{self.name} {kind}", kind) if observers else _UNOBSERVED
+        return span(f"{self.name} {kind}", kind) if watchers else _UNOBSERVED
 
 
 class _LocalLinear(Function):

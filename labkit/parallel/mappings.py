@@ -31,7 +31,6 @@ from torch.autograd import Function
 from labkit.comm import collectives
 from labkit.comm.groups import Group
 from labkit.comm.ledger import backward_scope, forward_scope, remember_scope
-from labkit.comm.unequal import GatherUnequal, ReduceScatterUnequal
 
 
 def _split(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -131,36 +130,46 @@ class _Gather(Function):
         return _split(grads[0], ctx.group, ctx.dim), None, None
 
 
-class _GatherForPartial(_Gather):
+class _GatherForPartial(Function):
     """Joins the ranks' parts for a layer of which each rank computes a part, so the gradients are partial sums.
 
-    forward   y = all-gather of x_r along dim            [.., n/t, ..] -> [.., n, ..]
-    backward  dL/dx_r = part r of sum_q dL/dy_q          [.., n, ..] -> [.., n/t, ..]
+    forward   y = all-gather of x_r along dim            [.., n_r, ..] -> [.., sum n, ..]
+    backward  dL/dx_r = part r of sum_q dL/dy_q          [.., sum n, ..] -> [.., n_r, ..]
+
+    `sizes` are the n_r, if they differ.
     """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        ctx.dim, ctx.sizes = dim, sizes
+        with forward_scope(ctx, group):
+            return collectives.all_gather(x, group, dim, sizes=sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         with backward_scope(ctx):
-            return collectives.reduce_scatter(grads[0], ctx.group, ctx.dim), None, None
+            return collectives.reduce_scatter(grads[0], ctx.group, ctx.dim, sizes=ctx.sizes), None, None, None
 
 
 class _ReduceScatter(Function):
     """Adds the partial results of all ranks and keeps this rank's part of the sum.
 
-    forward   y_r = part r of sum_q x_q along dim        [.., n, ..] -> [.., n/t, ..]
-    backward  dL/dx_q = all-gather of dL/dy_r            [.., n/t, ..] -> [.., n, ..]
+    forward   y_r = part r of sum_q x_q along dim        [.., sum n, ..] -> [.., n_r, ..]
+    backward  dL/dx_q = all-gather of dL/dy_r            [.., n_r, ..] -> [.., sum n, ..]
+
+    `sizes` are the n_r, if they differ.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.dim = dim
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        ctx.dim, ctx.sizes = dim, sizes
         with forward_scope(ctx, group):
-            return collectives.reduce_scatter(x, group, dim)
+            return collectives.reduce_scatter(x, group, dim, sizes=sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         with backward_scope(ctx):
-            return collectives.all_gather(grads[0], ctx.group, ctx.dim), None, None
+            return collectives.all_gather(grads[0], ctx.group, ctx.dim, sizes=ctx.sizes), None, None, None
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
@@ -197,11 +206,10 @@ def gather_from_sequence_parallel_region(
     """
     if group.size == 1:
         return x
-    if output_split_sizes is not None:
-        assert tensor_parallel_output_grad, "unequal parts are gathered for tensor-parallel layers only"
-        return GatherUnequal.apply(x, group, output_split_sizes)  # type: ignore[no-any-return]
-    function = _GatherForPartial if tensor_parallel_output_grad else _Gather
-    return function.apply(x, group, 0)  # type: ignore[no-any-return]
+    if tensor_parallel_output_grad:
+        return _GatherForPartial.apply(x, group, 0, output_split_sizes)  # type: ignore[no-any-return]
+    assert output_split_sizes is None, "unequal parts are gathered for tensor-parallel layers only"
+    return _Gather.apply(x, group, 0)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -213,9 +221,7 @@ def reduce_scatter_to_sequence_parallel_region(
     """
     if group.size == 1:
         return x
-    if input_split_sizes is not None:
-        return ReduceScatterUnequal.apply(x, group, input_split_sizes)  # type: ignore[no-any-return]
-    return _ReduceScatter.apply(x, group, 0)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, group, 0, input_split_sizes)  # type: ignore[no-any-return]
 
 
 # ---- all-to-all: its own conjugate ----

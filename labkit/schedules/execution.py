@@ -19,7 +19,7 @@ from typing import Any
 
 from labkit.comm.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
 from labkit.comm.stream_clock import StreamClock
-from labkit.events import active_recorder, observers, span, timed
+from labkit.events import active_recorder, span, timed, watchers
 from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.schedules.gradient_sync import GradientSync
@@ -137,8 +137,8 @@ class RankStep:
         return nullcontext() if self.setup.timers is None else timed(self.setup.timers, name, log_level)
 
     def _event(self, step: Compute) -> AbstractContextManager[None]:
-        """Return the context of an action: an Event or a profiler's range if somebody observes, else nothing."""
-        if not observers:
+        """Return the context of an action: an Event or a profiler's range if somebody watches, else nothing."""
+        if not watchers:
             return nullcontext()
         action = step.action
         return self.span(str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk)

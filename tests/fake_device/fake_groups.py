@@ -2,7 +2,7 @@
 
 In the order of ProcessGroupNCCL: a transfer starts after what its caller's stream was given so far, on the group's own
 stream, and `wait` makes the caller's stream wait for its end; the host goes on. A message has a stream for each peer.
-What others would have sent is not computed. labkit's code for NCCL runs as it is (`comm/backends.py`).
+What others would have sent is not computed. labkit's code for NCCL runs as it is (`comm/nccl.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.comm import backends
+from labkit.comm import nccl
 from labkit.launch import run
 from labkit.parallel import Group
 
@@ -25,19 +25,23 @@ pytestmark = pytest.mark.gpu
 Call = Callable[[Tensor, Group], Tensor]
 CALLS: dict[str, Call] = {
     **{
-        f"all_reduce, {op}{', in place' * in_place}": lambda x, group, op=op, in_place=in_place: backends.all_reduce(
+        f"all_reduce, {op}{', in place' * in_place}": lambda x, group, op=op, in_place=in_place: nccl.all_reduce(
             x, group, op, in_place
         )()
         for op, in_place in product(("sum", "avg", "max"), (False, True))
     },
-    "all_reduce of a transposed tensor": lambda x, group: backends.all_reduce(x.t(), group, "sum", True)().t(),
-    "all_gather": lambda x, group: backends.all_gather(x, group)()[0],
-    "all_gather into its own part": lambda x, group: backends.all_gather(x, group, out=x)()[0],
-    "reduce_scatter": lambda x, group: backends.reduce_scatter(x[None], group, "sum")(),
-    "reduce_scatter into its own part": lambda x, group: backends.reduce_scatter(x[None], group, "avg", out=x)(),
-    "all_to_all": lambda x, group: backends.all_to_all(x, group, None, None)(),
-    "all_to_all, uneven": lambda x, group: backends.all_to_all(x, group, [len(x)], [len(x)])(),
-    "broadcast": lambda x, group: backends.broadcast(x, group, 0)(),
+    "all_reduce of a transposed tensor": lambda x, group: nccl.all_reduce(x.t(), group, "sum", True)().t(),
+    "all_gather": lambda x, group: nccl.all_gather(x, group, 0, None, None)(),
+    "all_gather of columns": lambda x, group: nccl.all_gather(x, group, 1, None, None)(),
+    "all_gather into its own part": lambda x, group: nccl.all_gather(x, group, 0, None, x)(),
+    "all_gather of unequal parts": lambda x, group: nccl.all_gather(x, group, 0, [len(x)], None)(),
+    "reduce_scatter": lambda x, group: nccl.reduce_scatter(x, group, 0, "sum", None, None)(),
+    "reduce_scatter of columns": lambda x, group: nccl.reduce_scatter(x, group, 1, "sum", None, None)(),
+    "reduce_scatter into its own part": lambda x, group: nccl.reduce_scatter(x, group, 0, "avg", None, x)(),
+    "reduce_scatter of unequal parts": lambda x, group: nccl.reduce_scatter(x, group, 0, "sum", [len(x)], None)(),
+    "all_to_all": lambda x, group: nccl.all_to_all(x, group, None, None)(),
+    "all_to_all, uneven": lambda x, group: nccl.all_to_all(x, group, [len(x)], [len(x)])(),
+    "broadcast": lambda x, group: nccl.broadcast(x, group, 0)(),
 }
 """Each returns what it was given: the only rank's sum, mean, maximum and part."""
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from labkit.comm import collectives
 from labkit.comm.capturing import GraphCaptureError
 from labkit.comm.in_flight import all_to_all_start
-from labkit.comm.unequal import all_gather_unequal, reduce_scatter_unequal
 from labkit.events import recording
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import CommLedger, Group, comm_scope, dropped
@@ -49,8 +48,8 @@ def uneven(x: Tensor, group: Group) -> Tensor:
 def unequal(x: Tensor, group: Group) -> Tensor:
     """The parts of tensor-parallel experts, which have their own path."""
     sizes = [x.shape[0] - group.size + 1] + [1] * (group.size - 1)
-    own = reduce_scatter_unequal(x, group, sizes)
-    return all_gather_unequal(own * 2, group, sizes) + 1
+    own = collectives.reduce_scatter(x, group, sizes=sizes)
+    return collectives.all_gather(own * 2, group, sizes=sizes) + 1
 
 
 def bucket(x: Tensor, group: Group) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from labkit.comm import collectives
 from labkit.comm.in_flight import all_to_all_start
-from labkit.comm.unequal import all_gather_unequal, reduce_scatter_unequal
 from labkit.events import recording
 from labkit.parallel import CommLedger, Group, all_reduce, comm_scope, dropped
 from labkit.parallel import mappings as m
@@ -143,10 +143,10 @@ def unequal_books() -> None:
     ]
     part = torch.full((2, 1), 1.0 + group.rank)
     with dropped(operation="reduce_scatter", group="etp") as hook:
-        assert torch.equal(reduce_scatter_unequal(part, group, [1, 1]), part[:1])
+        assert torch.equal(collectives.reduce_scatter(part, group, sizes=[1, 1]), part[:1])
     assert hook.calls == 1
     with dropped(operation="all_gather", group="etp"), pytest.raises(ValueError, match="cannot be dropped"):
-        all_gather_unequal(part, group, [2, 2])
+        collectives.all_gather(part, group, sizes=[2, 2])
 
 
 def test_they_are_booked_and_dropped_as_what_they_are(on_ranks) -> None:
@@ -156,7 +156,7 @@ def test_they_are_booked_and_dropped_as_what_they_are(on_ranks) -> None:
 def half_precision() -> list[list[float]]:
     group = whole_world("etp")
     part = torch.tensor([[256.0 if group.rank == 0 else 1.0]] * 2).bfloat16()
-    return reduce_scatter_unequal(part, group, [0, 2, 0, 0]).tolist()
+    return collectives.reduce_scatter(part, group, sizes=[0, 2, 0, 0]).tolist()
 
 
 def test_half_precision_is_summed_in_float32_and_rounded_once(on_ranks) -> None:
@@ -167,10 +167,10 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(on_ranks) -> None:
 def test_unequal_sizes_that_do_not_fit_are_refused() -> None:
     pair, x = Group("etp", (0, 1), 0), torch.ones(3, 2)
     assert m.gather_from_sequence_parallel_region(x, Group("etp", (0,), 0), output_split_sizes=[3]) is x
-    assert reduce_scatter_unequal(x, Group("etp", (0,), 0), [3]) is x
+    assert collectives.reduce_scatter(x, Group("etp", (0,), 0), sizes=[3]) is x
     with pytest.raises(ValueError, match="sizes has 1 entries; group etp has 2 ranks"):
-        all_gather_unequal(x, pair, [3])
+        collectives.all_gather(x, pair, sizes=[3])
     with pytest.raises(ValueError, match="sizes gives this rank 2 rows; x has 3"):
-        all_gather_unequal(x, pair, [2, 1])
+        collectives.all_gather(x, pair, sizes=[2, 1])
     with pytest.raises(ValueError, match="sizes add up to 4; x has 3 rows"):
-        reduce_scatter_unequal(x, pair, [2, 2])
+        collectives.reduce_scatter(x, pair, sizes=[2, 2])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from labkit.comm import backends, collectives
+from labkit.comm import collectives, gloo
 from labkit.events import Event, recording
 from labkit.parallel import Group, delayed, layers
 from labkit.parallel.layers import ColumnParallelLinear
@@ -37,7 +37,7 @@ def sleeping_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(grad_NO, x_NI, main_grad, **how)
 
     monkeypatch.setattr(layers, "weight_gradient", slow)
-    monkeypatch.setattr(backends, "all_reduce", loopback)
+    monkeypatch.setattr(gloo, "all_reduce", loopback)
 
 
 def backward_seconds(collective: float) -> tuple[float, list[Event]]:

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.events import KINDS, Event, active_recorder, read_jsonl, recording, shift_to_zero, span, write_jsonl
+from labkit.events import (
+    KINDS,
+    Event,
+    active_recorder,
+    not_recording,
+    read_jsonl,
+    recording,
+    shift_to_zero,
+    span,
+    watchers,
+    write_jsonl,
+)
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 EVENTS = st.builds(
@@ -48,6 +59,20 @@ def test_nested_spans_end_inside_out_and_recordings_nest():
     assert [event.name for event in inner.events] == ["hidden"]
     work, step = outer.events
     assert step.start <= work.start <= work.end <= step.end
+
+
+def test_not_recording_hides_a_block_from_all_recorders_and_from_nobody_else():
+    somebody = object()
+    with recording(0) as outer, recording(1) as inner:
+        watchers.append(somebody)
+        with not_recording(), span("hidden", "forward"):
+            assert active_recorder() is None and watchers == [somebody]
+        watchers.remove(somebody)
+        assert active_recorder() is inner and watchers == [outer, inner]
+        with span("seen", "forward"):
+            pass
+    assert watchers == []
+    assert [[event.name for event in recorder.events] for recorder in (outer, inner)] == [[], ["seen"]]
 
 
 def test_an_exception_still_ends_the_event_and_the_recording():

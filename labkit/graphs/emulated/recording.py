@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.comm.capturing import GraphCaptureError, call_site, unrecorded
-from labkit.comm.collectives import Pending
 from labkit.comm.ledger import Scope, comm_scope, current_scope
+from labkit.comm.pending import Pending
 from labkit.graphs.emulated.arena import Arena, unmanaged
 from labkit.graphs.emulated.host_syncs import refuse_uncapturable
 
@@ -210,23 +210,23 @@ class AddressRecorder(TorchDispatchMode):
         self.steps.append((function, (), {}))
         return result
 
-    def transfer(self, start: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
-        """Start a transfer now and at each replay. `wait()` of the result is recorded in the same way.
+    def transfer(self, issue: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
+        """Issue a transfer now and at each replay. `wait()` of the result is recorded in the same way.
 
         The transport gets addresses, so that its threads hold no block. `args` keep the sent tensors alive until the
         wait.
         """
-        transfer = _Transfer(start, self._address(args), {k: self._address(v) for k, v in kwargs.items()})
+        transfer = _Transfer(issue, self._address(args), {k: self._address(v) for k, v in kwargs.items()})
         with self._off():
             transfer.begin()
         self.steps.append((transfer.begin, (), {}))
-        self._under_way[transfer] = call_site(start.__code__.co_filename)
+        self._under_way[transfer] = call_site(issue.__code__.co_filename)
         return _RecordedPending(self, transfer, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
 
-    def completed(self, transfer: _Transfer, given: list[Tensor], wait_event: bool) -> Tensor:
+    def completed(self, transfer: _Transfer, given: list[Tensor], event: bool) -> Tensor:
         """Wait for a transfer, now and at each replay; return its result, in a given tensor or in the arena."""
         with self._off():
-            result = transfer.complete(wait_event)
+            result = transfer.complete(event)
             owned = [x for x in given if x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()]
             if owned:
                 placed = _same(owned[0], result)
@@ -234,7 +234,7 @@ class AddressRecorder(TorchDispatchMode):
             else:
                 placed = self._place(result)
                 place = self._address(placed)
-        self.steps.append((transfer.complete_into, (wait_event, place), {}))
+        self.steps.append((transfer.complete_into, (event, place), {}))
         del self._under_way[transfer]
         return placed
 
@@ -284,24 +284,24 @@ def _compute_and_copy(
 class _Transfer:
     """A collective or message of a graph: started, and waited for, once at capture and once in each replay."""
 
-    __slots__ = ("_args", "_kwargs", "_pending", "_scope", "_start")
+    __slots__ = ("_args", "_issue", "_kwargs", "_pending", "_scope")
 
-    def __init__(self, start: Callable[..., Pending], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._start, self._args, self._kwargs = start, args, kwargs
+    def __init__(self, issue: Callable[..., Pending], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._issue, self._args, self._kwargs = issue, args, kwargs
         self._scope: Scope = current_scope()  # under which the ledger books it, each time
         self._pending: Pending | None = None
 
     def begin(self) -> None:
         with comm_scope(*self._scope):
-            self._pending = self._start(*self._args, **self._kwargs)
+            self._pending = self._issue(*self._args, **self._kwargs)
 
-    def complete(self, wait_event: bool) -> Tensor:
+    def complete(self, event: bool) -> Tensor:
         pending, self._pending = self._pending, None
         assert pending is not None, "a transfer is started before it is waited for"
-        return pending._complete(wait_event)  # pyright: ignore[reportPrivateUsage]
+        return pending.wait(event=event)
 
-    def complete_into(self, wait_event: bool, place: Tensor | None) -> None:
-        result = self.complete(wait_event)
+    def complete_into(self, event: bool, place: Tensor | None) -> None:
+        result = self.complete(event)
         if place is not None:
             place.copy_(result)
 
@@ -314,10 +314,9 @@ class _RecordedPending(Pending):
     def __init__(self, recorder: AddressRecorder, transfer: _Transfer, given: list[Tensor]) -> None:
         self._recorder, self._transfer, self._given = recorder, transfer, given
         self._result = None
-        self._finish = None
 
-    def _complete(self, wait_event: bool) -> Tensor:
+    def wait(self, *, event: bool = True) -> Tensor:
         if self._result is None:
-            self._result = self._recorder.completed(self._transfer, self._given, wait_event)
+            self._result = self._recorder.completed(self._transfer, self._given, event)
             self._given = []
         return self._result

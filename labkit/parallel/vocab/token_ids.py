@@ -27,7 +27,7 @@ from torch import Tensor
 from labkit.comm.capturing import is_graph_capturing
 from labkit.comm.collectives import gather_objects
 from labkit.comm.groups import Group
-from labkit.events import start_observers
+from labkit.events import EventRecorder, watchers
 
 LATE_DEVICES = {"cuda"}
 """Types of devices for which `token_ids_checked_late` postpones the look; elsewhere looking costs no wait."""
@@ -159,8 +159,9 @@ def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> Tensor
     """
     if ids.numel() == 0:
         return ids
-    # On a CPU a capture is an observer, so none is asked for in vain; on a GPU anybody may capture.
-    capturing, checks = (ids.is_cuda or bool(start_observers)) and is_graph_capturing(), _Active.checks
+    # On a CPU a capture is a watcher, but most trainings are watched by a recorder alone; on a GPU anybody may capture.
+    may_capture = ids.is_cuda or any(not isinstance(watcher, EventRecorder) for watcher in watchers)
+    capturing, checks = may_capture and is_graph_capturing(), _Active.checks
     if checks is not None and checks.captured == capturing:
         return checks.note(ids, vocab_size, what)
     if not capturing:

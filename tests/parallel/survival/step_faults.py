@@ -28,16 +28,16 @@ from labkit.train.forward_step import gpt_forward_step
 PARTS = {
     "the save": ("labkit/train/checkpoint/",),
     "communication": (
-        "labkit/comm/backends",
         "labkit/comm/capturing",
         "labkit/comm/collectives",
+        "labkit/comm/gloo",
         "labkit/comm/group_mesh",
         "labkit/comm/group_registry",
         "labkit/comm/in_flight",
+        "labkit/comm/nccl",
         "labkit/comm/p2p",
         "labkit/comm/pending",
         "labkit/comm/stream_clock",
-        "labkit/comm/unequal",
         "torch/distributed/",
     ),
     "the update": (
