@@ -32,10 +32,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.comm import collectives
-from labkit.comm.capturing import RefusesDraws, active_capture, is_graph_capturing, refuse_host_sync
+from labkit.comm.capturing import active_capture, is_graph_capturing, refuse_host_sync
 from labkit.comm.groups import Group
 from labkit.comm.ledger import Scope, comm_scope, current_scope
 from labkit.parallel.random import RngTracker
+from labkit.parallel.refused_draws import RefusesDraws
 
 
 @dataclass(frozen=True)
