@@ -3,6 +3,9 @@
 A simulator and a training run write the same `Event`, so both can be drawn on one axis and exported to one trace. Times
 are seconds. Measured ones are `time.perf_counter()`. On one Linux machine that is the same clock in every process, so
 events of several ranks compare without correction.
+
+A recorder is one of the `watchers` of this process. The list is here, below everything that works or communicates, so
+that all of it can ask whether somebody watches.
 """
 
 from __future__ import annotations

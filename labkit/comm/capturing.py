@@ -4,8 +4,8 @@ A recording holds the device's work. Python runs while it is made, and at no rep
 must. Code that makes the host wait for the device cannot be recorded: it is refused here, with the user's line. Code
 whose effect on the host belongs to the device's work, as switching random states, is recorded and called again.
 
-This module lies below everything that asks. The state belongs to the process, not to a thread: on CUDA autograd runs
-backward passes on threads of its own.
+This module lies below everything that asks. A capture is one of the `watchers` of the process (`labkit.events`), not of
+a thread: on CUDA autograd runs backward passes on threads of its own.
 """
 
 from __future__ import annotations

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +249,30 @@ def events_of_calls() -> None:
 
 def test_events_run_from_issue_to_completion_and_waits_only_while_blocked(on_ranks) -> None:
     on_ranks(events_of_calls, 2)
+
+
+def functions_to_torch() -> list[str]:
+    """The functions of labkit on the stack when `dist.all_reduce` is called, the outermost first."""
+    group, found = whole_world(), []
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and (Path(file).stem, name) == ("distributed_c10d", "all_reduce"):
+            while (frame := frame.f_back) is not None:
+                if "/labkit/comm/" in frame.f_code.co_filename:
+                    found.insert(0, frame.f_code.co_name)
+
+    sys.setprofile(watch)
+    try:
+        c.all_reduce(torch.zeros(1 << 19), group)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_while_nobody_watches_an_all_reduce_goes_straight_to_torch(on_ranks) -> None:
+    straight = ["all_reduce", "all_reduce_async", "issue", "all_reduce", "_ring_all_reduce"]
+    assert on_ranks(functions_to_torch, 2) == [straight, straight]
 
 
 def test_a_group_of_size_one_is_the_identity() -> None:
