@@ -167,7 +167,7 @@ def _read_items(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
-    """`operation=all_reduce,group=tp` as the arguments of `labkit.comm.collectives.dropped`."""
+    """`operation=all_reduce,group=tp` as the arguments of `labkit.comm.fault_injection.dropped`."""
     if text is None:
         return None, []
     from labkit.train.parity.comparison_plan import fault_problems

@@ -30,13 +30,10 @@ from torch import Tensor
 
 from labkit.comm import gloo, nccl
 from labkit.comm.capturing import active_capture, refuse_host_sync
-from labkit.comm.fault_injection import dropped as dropped
 from labkit.comm.fault_injection import dropped_result, due_time, in_due_time
 from labkit.comm.groups import Group
 from labkit.comm.handshake import checked_by_torch
-from labkit.comm.ledger import CommLedger as CommLedger
 from labkit.comm.ledger import book, dtype_name
-from labkit.comm.ledger import comm_scope as comm_scope
 from labkit.comm.pending import Done, Finish, Pending
 from labkit.events import ranged, watchers
 from labkit.launch import waiting

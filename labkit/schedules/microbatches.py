@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from labkit.comm.collectives import all_reduce, comm_scope
+from labkit.comm.collectives import all_reduce
 from labkit.comm.groups import Group
+from labkit.comm.ledger import comm_scope
 
 # ---- data ----
 

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.collectives import gather_objects
 from labkit.comm.groups import Group, ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.parallel.data_parallel.gradients import is_expert
 from labkit.parallel.parameters.parameter_record import main_grad_of, name_of, record_of
 from labkit.parallel.vocab.token_ids import TokenIdChecks

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.collectives import all_reduce, broadcast, comm_scope
+from labkit.comm.collectives import all_reduce, broadcast
 from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import RunConfig
 from labkit.launch.info import announce
 from labkit.models.chunks import DTYPES

@@ -200,7 +200,8 @@ def run_folder(config: RunConfig, groups: ParallelGroups, *, continues_after: in
 
 
 def _exchanged(own: Any, groups: ParallelGroups) -> list[Any]:
-    from labkit.comm.collectives import comm_scope, gather_objects
+    from labkit.comm.collectives import gather_objects
+    from labkit.comm.ledger import comm_scope
 
     with comm_scope(layer="preflight", phase="start"):
         return gather_objects(own, groups.world)

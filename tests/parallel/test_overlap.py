@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm import collectives, gloo
+from labkit.comm.pending import Pending
 from labkit.events import Event, recording
 from labkit.parallel import Group, delayed, layers
 from labkit.parallel.layers import ColumnParallelLinear
@@ -105,7 +106,7 @@ def seconds_on_a_rank() -> dict[str, float]:
         time.sleep(GEMM)
         return real_gemm(grad_NO, x_NI, main_grad, **how)
 
-    def awaited_at_once(x: Tensor, *args, **settings) -> collectives.Pending:
+    def awaited_at_once(x: Tensor, *args, **settings) -> Pending:
         pending = real_reduce(x, *args, **settings)
         pending.wait()
         return pending

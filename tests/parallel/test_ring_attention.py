@@ -18,7 +18,7 @@ from labkit.comm import collectives
 from labkit.comm.groups import Group
 from labkit.config import ParallelConfig
 from labkit.models.synthetic_load import sleeping_ring
-from labkit.parallel import CommLedger, initialize_model_parallel
+from labkit.parallel import CommLedger, comm_scope, initialize_model_parallel
 from labkit.parallel.context import ring_attention as module
 from labkit.parallel.context.ring_attention import _Ring, all_gather_attention, ring_attention
 from labkit.parallel.context.ring_plan import LAYOUTS, ring_plan
@@ -147,7 +147,7 @@ def test_twice_is_bit_equal(on_ranks, form):
 
 def booked(form: str, cp: int, length: int, dtype: torch.dtype = torch.float64) -> CommLedger:
     """What one forward and backward communicate."""
-    with CommLedger() as ledger, collectives.comm_scope(layer="layers.3.attention"):
+    with CommLedger() as ledger, comm_scope(layer="layers.3.attention"):
         in_pieces(form, cp, whole_tensors(length, dtype=dtype))
     return ledger
 

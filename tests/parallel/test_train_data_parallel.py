@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from labkit.comm.collectives import CommLedger
 from labkit.comm.groups import initialize_model_parallel, single_process_groups
+from labkit.comm.ledger import CommLedger
 from labkit.config import ParallelConfig
 from labkit.launch import run
 from labkit.parallel.data_parallel.naive import NaiveDataParallel

@@ -34,8 +34,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import collectives
-from labkit.comm.collectives import Message, Pending
+from labkit.comm.collectives import Message
 from labkit.comm.groups import Group
+from labkit.comm.pending import Pending
 from labkit.parallel.context.attention_block import accumulator_dtype, attend, attend_backward, merge_
 from labkit.parallel.context.ring_plan import BOTH, Block, Layout, gathered_plan, ring_plan
 from labkit.parallel.context.zigzag import join_sequence, split_sequence

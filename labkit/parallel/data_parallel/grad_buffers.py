@@ -25,8 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.collectives import Pending, all_gather_async, all_reduce_async, comm_scope, reduce_scatter_async
+from labkit.comm.collectives import all_gather_async, all_reduce_async, reduce_scatter_async
 from labkit.comm.groups import Group, ParallelGroups, cut_group
+from labkit.comm.ledger import comm_scope
+from labkit.comm.pending import Pending
 from labkit.parallel.data_parallel.bucket_layout import Bucket, BucketLayout, ParameterSpec, plan_buckets
 from labkit.parallel.parameters.parameter_record import adopt_marks, main_grad_of, name_of, record_of
 

@@ -23,7 +23,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from labkit.comm.collectives import Pending, all_gather_async, comm_scope
+from labkit.comm.collectives import all_gather_async
+from labkit.comm.ledger import comm_scope
+from labkit.comm.pending import Pending
 from labkit.parallel.data_parallel.grad_buffers import GradBucket, own_part
 from labkit.parallel.parameters.parameter_record import name_of
 

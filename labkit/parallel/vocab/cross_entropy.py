@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.comm import collectives
-from labkit.comm.collectives import Pending
 from labkit.comm.groups import Group
 from labkit.comm.ledger import forward_scope
+from labkit.comm.pending import Pending
 from labkit.events import span
 from labkit.parallel.layers import LinearPlan
 from labkit.parallel.parameters.parameter_record import record_of, weight_gradient

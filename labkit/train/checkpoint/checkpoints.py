@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.collectives import gather_objects
 from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import RunConfig
 from labkit.parallel.data_parallel.optimizer import MegatronOptimizer
 from labkit.train.checkpoint import step_folders as disk

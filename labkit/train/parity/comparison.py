@@ -205,7 +205,7 @@ def compare(
         spread of one process with its sums in other orders. Routers in float32 repeat the choices of the one process.
     reference: a layout that the others are compared with, instead of one process. Experts with a capacity drop tokens
         by the number of tokens on a rank, so compare layouts in which ranks hold equal numbers.
-    fault: arguments of `labkit.comm.collectives.dropped`; the layouts leave out the matching communication. The
+    fault: arguments of `labkit.comm.fault_injection.dropped`; the layouts leave out the matching communication. The
         report is not `ok` if no call matches.
     pretrain: function that the ranks of a layout run, as `pretrain(config, observer=...)`: your own training, with
         another schedule, forward step or model provider. The reference runs labkit's. Default: labkit's.
@@ -297,7 +297,7 @@ def _observe(
 
 def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
     """Train on one rank. Return its snapshot, and the number of calls that the fault left out."""
-    from labkit.comm.collectives import dropped
+    from labkit.comm.fault_injection import dropped
     from labkit.train.pretraining import pretrain
 
     steps = (0, config.train.steps - 1)

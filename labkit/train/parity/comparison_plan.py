@@ -245,7 +245,7 @@ KNOWN: dict[str, tuple[str, ...] | None] = {
 
 
 def fault_problems(fault: Mapping[str, str]) -> list[str]:
-    """A sentence for each unknown name in `fault` (arguments of `labkit.comm.collectives.dropped`)."""
+    """A sentence for each unknown name in `fault` (arguments of `labkit.comm.fault_injection.dropped`)."""
     if not fault:
         return ["a fault must name an operation, group, phase or layer"]
     problems = []

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.collectives import gather_objects
 from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import OptimConfig
 from labkit.events import not_recording
 from labkit.plan.peaks import known_peak

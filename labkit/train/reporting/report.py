@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from labkit.comm.collectives import comm_scope, gather_objects
+from labkit.comm.collectives import gather_objects
 from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import RunConfig
 from labkit.config.errors import counted
 from labkit.events import Event, EventRecorder, not_recording, recording
