@@ -35,8 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.collectives import all_reduce, comm_scope
+from labkit.comm.collectives import all_reduce
 from labkit.comm.groups import ParallelGroups
+from labkit.comm.ledger import comm_scope
 from labkit.config import RunConfig
 from labkit.events import not_recording
 from labkit.fp8.scaling import Float8Scaling
