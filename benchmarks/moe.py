@@ -98,10 +98,10 @@ def measure_layer(
         assert megatron_moe.largest_gradient_difference(ours, their) < 1e-4, f"{name} does not compute the same"
     words = f"layer, {case}, ep{ep}, forward and backward"
     found = interleave(words, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)
-    return found, bytes_row(case, ours, ledger, hidden)
+    return found, bytes_row(case, ours, x_SBH, ledger)
 
 
-def bytes_row(case: str, layer: MoELayer, ledger: CommLedger, hidden: int) -> dict[str, Any]:
+def bytes_row(case: str, layer: MoELayer, x_SBH: Tensor, ledger: CommLedger) -> dict[str, Any]:
     """What left all ranks in one forward, against the least that its routing needs."""
     dispatcher: Any = layer.token_dispatcher
     sent = {"rows": 0, "weights": 0, "counts": 0}
@@ -113,8 +113,8 @@ def bytes_row(case: str, layer: MoELayer, ledger: CommLedger, hidden: int) -> di
             sent["counts"] += record.bytes * (record.group_size - 1)
     everyone = gather_objects(sent, dispatcher.ep)
     total = {kind: sum(of_rank[kind] for of_rank in everyone) for kind in sent}
-    counts_RE = dispatcher.num_global_tokens_per_expert[0].numpy()
-    least = int(all_to_all_bytes(counts_RE, dispatcher.ep.size, hidden, 4).forward.sum())
+    counts_RE = dispatcher.gather_counts(layer.route(x_SBH)[1])[0].numpy()
+    least = int(all_to_all_bytes(counts_RE, dispatcher.ep.size, x_SBH.shape[-1], 4).forward.sum())
     row: dict[str, Any] = {"case": f"bytes, {case}, ep{dispatcher.ep.size}, forward", "least": least} | total
     if least:
         row["rows_over_least"] = round(total["rows"] / least, 4)

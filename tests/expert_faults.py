@@ -146,8 +146,8 @@ EXPERTS = [
     Fault(
         "shared experts in stages leave their partial sums apart",
         "SharedExpertMLP.post_forward_comm",
-        "leave(self._last(), self.group)",
-        "self._last().chunk(self.group.size)[self.group.rank]",
+        "leave(stage.cached_stage, self.group)",
+        "stage.cached_stage.chunk(self.group.size)[self.group.rank]",
         deepseek({**SP, "shared_expert_overlap": True}, "layers.1.mlp output"),
     ),
 ]

@@ -10,17 +10,17 @@ LAYOUTS = "tests/parallel/test_graphs_moe.py"
 
 PARTIAL_GRAPHS: list[Fault] = [
     Fault(
-        "a replay leaves the dispatcher's attributes as they were at capture",
+        "after every replay the dispatcher reads the metadata of the layer's first",
         "fill_store",
-        "_write(dispatcher, path, value)",
-        "pass",
+        "cut.metadata_of(others)",
+        "vars(cut).setdefault('first_metadata', cut.metadata_of([*map(Tensor.clone, others)]))",
         MIDDLE,
     ),
     Fault(
-        "a captured forward keeps hold of its attributes, and so of the pool's memory",
-        "_take_attributes",
-        "for path in valid:\n    _write(dispatcher, path, None)",
-        "",
+        "a captured forward keeps hold of its metadata, and so of the pool's memory",
+        "CutMoELayer.tensors_of",
+        "self.metadata_form = form",
+        "self.metadata_form, self.kept = form, metadata",
         f"{PARTIAL} -k behind",
     ),
     Fault(
@@ -57,13 +57,6 @@ PARTIAL_GRAPHS: list[Fault] = [
         "store.clear()",
         "pass",
         MIDDLE,
-    ),
-    Fault(
-        "the shape of the layer's input stays that of the last eager forward",
-        "fill_store",
-        "dispatcher.hidden_shape = residual.shape",
-        "pass",
-        f"{PARTIAL} -k shape",
     ),
     Fault(
         "rows get their weights by way of the transpose, whose gradient lies otherwise than a graph hands it over",

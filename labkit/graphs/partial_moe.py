@@ -6,23 +6,25 @@ shared experts, router and the first permutation can. The layer's forward is one
 
     capture   forward starts; the decorator of the last captured step raises a signal; the wrapper of the whole layer
               catches the signal and returns the tensors that the rest of the forward reads: the outputs of the graph
-    replay    the graph's outputs go into the store (and back into the dispatcher's attributes); forward starts, the
-              decorated steps return the stored tensors, and the rest of the forward computes
+    replay    the graph's outputs go into the store; forward starts, the decorated steps return what is stored, and the
+              rest of the forward computes
 
 | captured up to | outputs of the graph, in order                                                              |
 |----------------|---------------------------------------------------------------------------------------------|
 | `route`        | hidden, probs, routing map; shared experts' output; residual                                |
-| `preprocess`   | permuted rows, their probs; the dispatcher's attributes; shared experts' output; residual   |
+| `preprocess`   | permuted rows, their probs; tensors of the metadata; shared experts' output; residual       |
 
 The graph has an output of shared experts only where it computes them: they exist and are not overlapped. The residual
-comes last. The dispatcher names the attributes that it hands on (`handed_on`). The configuration decides on those that
-hold a tensor. The first capture filters the list (`valid_cudagraph_attrs`), and later captures use the same list, since
-a graph's outputs have fixed positions.
+comes last. `preprocess` returns the metadata that the dispatcher's later steps read (`labkit/moe/dispatch`). Its
+configuration decides which fields hold a tensor (`valid_cudagraph_attrs`). A graph's outputs have fixed positions, so
+all captures of a layer must find the same fields.
 
 The signal is an exception and no error, used as control flow on purpose. Megatron does the same, and the names are its
 own (`megatron/core/transformer/moe/moe_utils.py`). A graph has to end several calls below the wrapper, in the middle of
 a forward. If it ended by early returns, every function on the way would have to know of graphs. The exception leaves
 all of them at once, and only during warm-up and capture: no eager run and no replay raises it.
+
+There the steps leave attributes on the dispatcher in the place of metadata, and `cudagraph_attrs` lists them.
 
 Shapes: S, B, H, T, E, N as in `labkit/moe/layer.py`.
 """
@@ -34,10 +36,12 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
 
 from labkit.comm.capturing import is_graph_capturing, is_graph_warmup
 from labkit.graphs.scope import LayerScope
+from labkit.moe.dispatch.dispatcher import Metadata
 from labkit.moe.layer import MoELayer
 
 MoEStep = Literal["shared_experts_compute", "route", "preprocess"]
@@ -51,18 +55,15 @@ class CutMoELayer:
     Attributes:
         moe_layer, scope: the layer, and the captured parts.
         cudagraph_tensor_store: holds tensors only between the replay of a graph and the rest of the forward.
-        cudagraph_attrs: attributes (dotted paths) of the token dispatcher. Those that hold a tensor are outputs of a
-            graph that ends after `preprocess`.
-        valid_cudagraph_attrs: the attributes that held a tensor at the first capture; later captures must find the
-            same.
+        metadata_form: the metadata of the first capture with a `TensorField` in the place of each tensor; None before
+            it, and where the graph ends after `route`.
     """
 
     def __init__(self, moe_layer: MoELayer, scope: LayerScope) -> None:
         """Decorate the steps of `moe_layer`, and have counts copied to the host after the graph."""
         self.moe_layer, self.scope = moe_layer, scope
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
-        self.cudagraph_attrs: list[str] = list(moe_layer.token_dispatcher.handed_on)
-        self.valid_cudagraph_attrs: list[str] | None = None
+        self.metadata_form: Metadata | None = None
         self.captured_shared_output: Tensor | None = None
         """Output of `shared_experts_compute`, kept until the capture ends."""
         self._point = moe_layer.token_dispatcher.cuda_dtoh_point
@@ -82,6 +83,39 @@ class CutMoELayer:
         self.moe_layer.token_dispatcher.cuda_dtoh_point = self._point
         for step in STEPS:
             delattr(self.moe_layer, step)
+
+    @property
+    def valid_cudagraph_attrs(self) -> list[str]:
+        """Names of the fields of metadata that are outputs of the graph, such as `token_of_row_N`, in their order."""
+        return [field.name for field in tree_leaves(self.metadata_form) if isinstance(field, TensorField)]
+
+    def tensors_of(self, metadata: Metadata) -> list[Tensor]:
+        """The tensors of a capture's metadata, in the order of its fields.
+
+        Raises:
+            AssertionError: the rest of the metadata is not that of the first capture.
+        """
+        form = tree_map_with_path(
+            lambda path, leaf: TensorField(keystr(path)[1:]) if isinstance(leaf, Tensor) else leaf,
+            metadata,
+            is_leaf=_is_shape,
+        )
+        if self.metadata_form is None:
+            self.metadata_form = form
+        first = self.metadata_form
+        assert form == first, f"the metadata was {first} at the first capture and is {form} now"
+        return [leaf for leaf in tree_leaves(metadata) if isinstance(leaf, Tensor)]
+
+    def metadata_of(self, tensors: Sequence[Tensor]) -> Metadata:
+        """The metadata of a replay, which has made these tensors; the reverse of `tensors_of`."""
+        names = self.valid_cudagraph_attrs
+        assert len(tensors) == len(names), f"{len(tensors)} outputs for the fields {names}"
+        made = iter(tensors)
+        return tree_map(
+            lambda leaf: next(made) if isinstance(leaf, TensorField) else leaf,
+            self.metadata_form,
+            is_leaf=_is_shape,
+        )
 
     def captured_modules(self) -> list[nn.Module]:
         """Modules of the layer whose forward the graph holds."""
@@ -103,6 +137,17 @@ class CutMoELayer:
             store.clear()
 
 
+@dataclass(frozen=True)
+class TensorField:
+    """The place of a tensor in the form of metadata."""
+
+    name: str
+
+
+def _is_shape(leaf: object) -> bool:
+    return isinstance(leaf, Size)  # which would come back as a tuple
+
+
 # ---- capture ----
 
 
@@ -115,54 +160,29 @@ class MoECudaGraphPartialCaptureSignal(Exception):
     Args:
         cut: the layer whose graph ends here.
         return_step: `route` or `preprocess`.
-        tensors: results of that step; for `route` also the layer's input, `hidden_states`.
+        results: results of that step; for `route` also the layer's input, `hidden_states`.
     """
 
-    def __init__(self, cut: CutMoELayer, return_step: str, **tensors: Tensor) -> None:
+    def __init__(self, cut: CutMoELayer, return_step: str, **results: Any) -> None:
         super().__init__(f"the graph of this layer ends after {return_step}")
-        self.cut, self.return_step, self.tensors = cut, return_step, tensors
+        self.cut, self.return_step, self.results = cut, return_step, results
 
     def get_early_return_outputs(self) -> list[Tensor]:
         """Outputs of the graph in the order of the table above, without the residual.
 
         Raises:
-            AssertionError: attributes hold tensors in other places than at the first capture.
+            AssertionError: the metadata holds tensors in other places than at the first capture.
         """
         cut, overlapped = self.cut, self.cut.moe_layer.token_dispatcher.shared_experts
-        outputs = [self.tensors["hidden_states"], self.tensors["probs"]]
-        outputs += [self.tensors["routing_map"]] if self.return_step == "route" else _take_attributes(cut)
+        outputs = [self.results["hidden_states"], self.results["probs"]]
+        if self.return_step == "route":
+            outputs.append(self.results["routing_map"])
+        else:
+            outputs += cut.tensors_of(self.results["metadata"])
         if overlapped is not None:
             overlapped.join_stream()  # their first stage ends with the graph
         shared, cut.captured_shared_output = cut.captured_shared_output, None
         return outputs if shared is None else [*outputs, shared]
-
-
-def _take_attributes(cut: CutMoELayer) -> list[Tensor]:
-    """Take the tensors out of the dispatcher, so that a graph's memory is free once its last reader is gone."""
-    dispatcher = cut.moe_layer.token_dispatcher
-    found = {path: _read(dispatcher, path) for path in cut.cudagraph_attrs}
-    valid = [path for path, value in found.items() if isinstance(value, Tensor)]
-    if cut.valid_cudagraph_attrs is None:
-        cut.valid_cudagraph_attrs = valid
-    first = cut.valid_cudagraph_attrs
-    assert first == valid, f"attributes with tensors were {first} at the first capture and are {valid} now"
-    for path in valid:
-        _write(dispatcher, path, None)
-    return [found[path] for path in valid]
-
-
-def _read(owner: Any, path: str) -> Any:
-    """`owner.a.b` for the path `a.b`; None where one of them is missing."""
-    for name in path.split("."):
-        owner = getattr(owner, name, None)
-    return owner
-
-
-def _write(owner: Any, path: str, value: Any) -> None:
-    *before, last = path.split(".")
-    for name in before:
-        owner = getattr(owner, name)
-    setattr(owner, last, value)
 
 
 # ---- replay ----
@@ -181,6 +201,8 @@ class MoECudaGraphTensorStore:
     """[T, E], or [N]."""
     routing_map: Tensor | None = None
     """[T, E] bool; None where the graph holds `preprocess`, its only reader."""
+    metadata: Metadata | None = None
+    """For the steps after `preprocess`, where the graph holds it."""
     shared_expert_output: Tensor | None = None
     """[S, B, H]; None without shared experts in the graph."""
 
@@ -188,7 +210,7 @@ class MoECudaGraphTensorStore:
         """True where no step is to be skipped."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
-    def set(self, **tensors: Tensor | None) -> None:
+    def set(self, *, metadata: Metadata | None = None, **tensors: Tensor | None) -> None:
         """Fill fields; None leaves a field as it is.
 
         Raises:
@@ -203,6 +225,7 @@ class MoECudaGraphTensorStore:
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name} is a tensor that a graph has made, got {type(value).__name__}")
             setattr(self, name, value)
+        self.metadata = metadata if metadata is not None else self.metadata
 
     def clear(self) -> None:
         """Empty all fields, so that no step is skipped."""
@@ -211,7 +234,7 @@ class MoECudaGraphTensorStore:
 
 
 def fill_store(cut: CutMoELayer, outputs: Sequence[Tensor]) -> Tensor:
-    """Give a graph's outputs to the dispatcher's attributes and to the store; return the residual.
+    """Give a graph's outputs to the store; return the residual.
 
     outputs: outputs of the graph, the residual last.
 
@@ -221,20 +244,19 @@ def fill_store(cut: CutMoELayer, outputs: Sequence[Tensor]) -> Tensor:
     *rest, residual = outputs
     shared = rest.pop() if cut.moe_layer.has_shared_output else None
     hidden, probs, *others = rest
-    dispatcher, routing_map = cut.moe_layer.token_dispatcher, None
+    routing_map = metadata = None
     if cut.scope.preprocess:
-        names = cut.valid_cudagraph_attrs
-        assert names is not None and len(others) == len(names), f"{len(others)} outputs for the attributes {names}"
-        for path, value in zip(names, others, strict=True):
-            _write(dispatcher, path, value)
-        dispatcher.hidden_shape = residual.shape  # the skipped `dispatch_preprocess` would set it
-        if dispatcher.shared_experts is not None:
-            dispatcher.shared_experts.follow_stream()
+        metadata = cut.metadata_of(others)
+        overlapped = cut.moe_layer.token_dispatcher.shared_experts
+        if overlapped is not None:
+            overlapped.follow_stream(metadata.shared_experts)
     else:
         (routing_map,) = others
     store = cut.cudagraph_tensor_store
     assert store.is_empty(), "the forward before this one has not used up what its graph made"
-    store.set(hidden_states=hidden, probs=probs, routing_map=routing_map, shared_expert_output=shared)
+    store.set(
+        hidden_states=hidden, probs=probs, routing_map=routing_map, metadata=metadata, shared_expert_output=shared
+    )
     return residual
 
 
@@ -266,13 +288,8 @@ def maybe_skip_or_early_return_by_cudagraph(cut: CutMoELayer, step: MoEStep) -> 
             if step == "shared_experts_compute":
                 cut.captured_shared_output = made
             elif step == cut.scope.ends_at:
-                first, second = made
-                tensors = (
-                    {"hidden_states": x_SBH, "probs": first, "routing_map": second}
-                    if step == "route"
-                    else {"hidden_states": first, "probs": second}
-                )
-                raise MoECudaGraphPartialCaptureSignal(cut, step, **tensors)
+                results = (x_SBH, *made) if step == "route" else made
+                raise MoECudaGraphPartialCaptureSignal(cut, step, **dict(zip(_RESULTS[step], results, strict=True)))
             return made
 
         return wrapped  # type: ignore[return-value]
@@ -284,13 +301,19 @@ def _stored_route(store: MoECudaGraphTensorStore) -> tuple[Tensor, Tensor | None
     return None if store.probs is None else (store.probs, store.routing_map)
 
 
-def _stored_preprocess(store: MoECudaGraphTensorStore) -> tuple[Tensor, Tensor] | None:
-    """None where the store has a routing map: the graph then ended before this step."""
-    if store.is_empty() or store.routing_map is not None:
+def _stored_preprocess(store: MoECudaGraphTensorStore) -> tuple[Tensor, Tensor, Metadata] | None:
+    """None without metadata: the graph then ended before this step, or nothing is stored."""
+    if store.metadata is None:
         return None
     assert store.hidden_states is not None and store.probs is not None, "a graph gives rows with their weights"
-    return store.hidden_states, store.probs
+    return store.hidden_states, store.probs, store.metadata
 
+
+_RESULTS = {
+    "route": ("hidden_states", "probs", "routing_map"),
+    "preprocess": ("hidden_states", "probs", "metadata"),
+}
+"""Step -> names of what the graph returns that ends there; of `route` the first is the input of the layer."""
 
 _SKIP: dict[MoEStep, Callable[[MoECudaGraphTensorStore], Any]] = {
     "shared_experts_compute": lambda store: store.shared_expert_output,

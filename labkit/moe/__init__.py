@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from labkit.moe.balance import updated_expert_bias as updated_expert_bias
     from labkit.moe.dispatch.allgather import MoEAllGatherTokenDispatcher as MoEAllGatherTokenDispatcher
     from labkit.moe.dispatch.alltoall import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
+    from labkit.moe.dispatch.dispatcher import MoELocalTokenDispatcher as MoELocalTokenDispatcher
     from labkit.moe.dispatch.dispatcher import MoETokenDispatcher as MoETokenDispatcher
-    from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher as MoELocalTokenDispatcher
     from labkit.moe.dispatch.permutation import permute as permute
     from labkit.moe.dispatch.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
     from labkit.moe.dispatch.permutation import unpermute as unpermute

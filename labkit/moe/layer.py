@@ -12,6 +12,9 @@ that are known beforehand; only routing tells how many rows travel.
 | `routed_experts_compute` | rows and weights     | rows_NH                   | gather over etp, experts, and back     |
 | `combine`                | rows_NH, y_SBH       | x_SBH                     | all-to-all back; sum per token, plus y |
 
+The last four call the six steps of the dispatcher (`dispatch/dispatcher.py`). From `preprocess` on each also takes and
+returns the metadata of these steps.
+
 With `moe.shared_expert_overlap` the dispatcher computes the shared experts while rows travel, and the first method does
 nothing.
 
@@ -34,7 +37,7 @@ from labkit.config import ConfigError, ModelConfig, MoEConfig
 from labkit.config.choices import DISPATCHERS
 from labkit.config.fields import SPECS
 from labkit.moe.balance import AuxLossScale
-from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
+from labkit.moe.dispatch.dispatcher import Metadata, MoETokenDispatcher
 from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
@@ -49,23 +52,14 @@ def _keep(_: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
 
 
-def _check(name: str, moe: MoEConfig) -> None:
-    """Refuse values that `RunConfig.validate` refuses, for layers built without it.
+def _check_fields(name: str, moe: MoEConfig) -> None:
+    """Refuse values that a field cannot hold, for layers that are built without `RunConfig.validate`.
 
-    Raises:
-        ConfigError: a value that a field cannot hold, or fields that contradict each other.
+    The code would take most of them without a word: an unknown `load_balancing` for none at all, for example.
     """
-    problems = []
-    for field, value in vars(moe).items():
-        dotted = f"moe.{field}"
-        if value is not None and (rule := SPECS[dotted].broken(value)):
-            problems.append(f"{dotted} = {value!r}: {rule}")
-    if not problems and not 1 <= moe.top_k <= moe.num_experts:
-        problems.append(f"moe.top_k = {moe.top_k}: must be at most moe.num_experts = {moe.num_experts}")
-    if moe.pad_to_capacity and moe.capacity_factor is None:
-        problems.append("moe.pad_to_capacity = True: there is no capacity to pad to; set moe.capacity_factor")
-    if moe.shared_expert_overlap and moe.shared_expert_ffn_hidden is None:
-        problems.append("moe.shared_expert_overlap = True: no shared experts; set moe.shared_expert_ffn_hidden")
+    given = {f"moe.{field}": value for field, value in vars(moe).items() if value is not None}
+    broken = {field: SPECS[field].broken(value) for field, value in given.items()}
+    problems = [f"{field} = {given[field]!r}: {rule}" for field, rule in broken.items() if rule]
     if problems:
         raise ConfigError(problems, source=name)
 
@@ -106,8 +100,7 @@ class MoELayer(nn.Module):
         router, experts, shared_experts (None without), token_dispatcher.
 
     Raises:
-        ConfigError: a value that a field of `moe` cannot hold, no experts, a top_k above their number, or shared
-            experts to overlap where there are none.
+        ConfigError: a value that a field of `moe` cannot hold.
         ValueError: tp > 1 without sequence parallelism, a size that ep, etp or tp does not divide, or an overlap with
             a dispatcher that has no transfer.
     """
@@ -131,7 +124,7 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check(name, moe)
+        _check_fields(name, moe)
         self.name, self.moe, self.hidden, self._part = name, moe, model.hidden, part
         made: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
         self.router = TopKRouter(
@@ -164,10 +157,10 @@ class MoELayer(nn.Module):
         with comm_scope(layer=self.name):
             shared_SBH = self.shared_experts_compute(x_SBH)
             probs_TE, map_TE = self.route(x_SBH)
-            rows, probs = self.preprocess(x_SBH, probs_TE, map_TE)
-            rows, probs = self.dispatch(rows, probs)
-            rows = self.routed_experts_compute(rows, probs)
-            return self.combine(rows, shared_SBH)
+            rows, probs, metadata = self.preprocess(x_SBH, probs_TE, map_TE)
+            rows, probs, metadata = self.dispatch(rows, probs, metadata)
+            rows, metadata = self.routed_experts_compute(rows, probs, metadata)
+            return self.combine(rows, metadata, shared_SBH)
 
     def _check_input(self, x_SBH: Tensor) -> None:
         shape, dtype = list(x_SBH.shape), self.router.weight.dtype
@@ -194,20 +187,22 @@ class MoELayer(nn.Module):
         """Weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
         return self.router(x_SBH)
 
-    def preprocess(self, x_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def preprocess(self, x_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor, Metadata]:
         """Rows and weights in the order in which they leave this rank."""
         return self.token_dispatcher.dispatch_preprocess(x_SBH, probs_TE, map_TE)
 
-    def dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, rows: Tensor, probs: Tensor, metadata: Metadata) -> tuple[Tensor, Tensor, Metadata]:
         """Rows and weights that arrive at this rank."""
-        return self.token_dispatcher.token_dispatch(rows, probs)
+        return self.token_dispatcher.token_dispatch(rows, probs, metadata)
 
-    def routed_experts_compute(self, rows: Tensor, probs: Tensor) -> Tensor:
+    def routed_experts_compute(self, rows: Tensor, probs: Tensor, metadata: Metadata) -> tuple[Tensor, Metadata]:
         """The experts' output, in the order in which the rows arrived."""
-        rows_NH, tokens_per_expert, probs_N = self.token_dispatcher.dispatch_postprocess(rows, probs)
-        return self.token_dispatcher.combine_preprocess(self.experts(rows_NH, tokens_per_expert, probs_N))
+        dispatcher = self.token_dispatcher
+        rows_NH, tokens_per_expert, probs_N, metadata = dispatcher.dispatch_postprocess(rows, probs, metadata)
+        return dispatcher.combine_preprocess(self.experts(rows_NH, tokens_per_expert, probs_N), metadata)
 
-    def combine(self, rows: Tensor, shared_SBH: Tensor | None = None) -> Tensor:
+    def combine(self, rows: Tensor, metadata: Metadata, shared_SBH: Tensor | None = None) -> Tensor:
         """[S, B, H]: the sum of each token's results, plus the shared experts' output."""
-        output_SBH = self.token_dispatcher.combine_postprocess(self.token_dispatcher.token_combine(rows))
+        rows, metadata = self.token_dispatcher.token_combine(rows, metadata)
+        output_SBH = self.token_dispatcher.combine_postprocess(rows, metadata)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH

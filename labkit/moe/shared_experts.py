@@ -6,12 +6,12 @@ calls them between the steps of its communication, on a stream of their own:
 | stage                          | what it does                                     | while                          |
 |--------------------------------|--------------------------------------------------|--------------------------------|
 | `pre_forward_comm(x)`          | gate; gathers the sequence over tp               | tokens are permuted            |
-| `linear_fc1_forward_and_act()` | first projection and activation                  | tokens travel to their experts |
-| `linear_fc2_forward()`         | second projection                                | results travel back            |
-| `post_forward_comm()`          | sums over tp (reduce-scatter of the sequence)    | results are put in order       |
-| `get_output()`                 | returns the result, and joins the streams        |                                |
+| `linear_fc1_forward_and_act(s)`| first projection and activation                  | tokens travel to their experts |
+| `linear_fc2_forward(s)`        | second projection                                | results travel back            |
+| `post_forward_comm(s)`         | sums over tp (reduce-scatter of the sequence)    | results are put in order       |
+| `get_output(s)`                | returns the result, and joins the streams        |                                |
 
-A call of the module does the same at once.
+Each stage returns a `SharedExpertsStage`, which the next stage takes. A call of the module does the same at once.
 
 Shapes: S sequence (this rank's part under sequence parallelism), B batch, H hidden, F width; t = size of tp.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,15 @@ class SharedExpertGate(nn.Module):
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, 1], between 0 and 1."""
         return torch.sigmoid(x_SBH @ self.weight.t())
+
+
+class SharedExpertsStage(NamedTuple):
+    """The shared experts between two of their stages."""
+
+    cached_stage: Tensor
+    """Result of the last stage."""
+    gate_score: Tensor | None
+    """Result of the gate, [S, B, 1], for `get_output`; None without a gate."""
 
 
 class SharedExpertMLP(nn.Module):
@@ -108,10 +117,6 @@ class SharedExpertMLP(nn.Module):
         if moe.shared_expert_gate:
             self.gate = SharedExpertGate(f"{name}.gate", model.hidden, sequence_parallel=self.sequence_parallel, **made)
         self._stream = torch.cuda.Stream() if moe.shared_expert_overlap and groups.device.type == "cuda" else None
-        self.cached_stage: Tensor | None = None
-        """Result of the last stage."""
-        self.gate_score: Tensor | None = None
-        """Result of the gate, kept until `get_output`."""
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H], summed over tp."""
@@ -121,9 +126,8 @@ class SharedExpertMLP(nn.Module):
 
     # ---- the same in stages ----
 
-    def pre_forward_comm(self, x_SBH: Tensor) -> None:
+    def pre_forward_comm(self, x_SBH: Tensor) -> SharedExpertsStage:
         """Compute the gate, and pass the layer's input through f or the gather of the sequence."""
-        assert self.cached_stage is None, "get_output ends a pass before the next one starts"
         enter = mappings.copy_to_tensor_model_parallel_region
         if self.sequence_parallel:
             enter = mappings.gather_from_sequence_parallel_region
@@ -131,32 +135,32 @@ class SharedExpertMLP(nn.Module):
             self._stream.wait_stream(torch.cuda.current_stream())
             x_SBH.record_stream(self._stream)
         with self._on_stream():
-            self.gate_score = None if self.gate is None else self.gate(x_SBH)
-            self.cached_stage = enter(x_SBH, self.group)
+            gate_score = None if self.gate is None else self.gate(x_SBH)
+            return SharedExpertsStage(enter(x_SBH, self.group), gate_score)
 
-    def linear_fc1_forward_and_act(self) -> None:
+    def linear_fc1_forward_and_act(self, stage: SharedExpertsStage) -> SharedExpertsStage:
         """Compute the first projection, without communication, and the activation."""
         with self._on_stream():
-            self.cached_stage = self.activation(self._alone(self.fc1))
+            return stage._replace(cached_stage=self.activation(self._alone(self.fc1, stage.cached_stage)))
 
-    def linear_fc2_forward(self) -> None:
+    def linear_fc2_forward(self, stage: SharedExpertsStage) -> SharedExpertsStage:
         """Compute the second projection: this rank's part of the sum."""
         with self._on_stream():
-            self.cached_stage = self._alone(self.fc2)
+            return stage._replace(cached_stage=self._alone(self.fc2, stage.cached_stage))
 
-    def post_forward_comm(self) -> None:
+    def post_forward_comm(self, stage: SharedExpertsStage) -> SharedExpertsStage:
         """Pass the sum through g, or the reduce-scatter of the sequence."""
         leave = mappings.reduce_from_tensor_model_parallel_region
         if self.sequence_parallel:
             leave = mappings.reduce_scatter_to_sequence_parallel_region
         with self._on_stream():
-            self.cached_stage = leave(self._last(), self.group)
+            return stage._replace(cached_stage=leave(stage.cached_stage, self.group))
 
-    def get_output(self) -> Tensor:
+    def get_output(self, stage: SharedExpertsStage) -> Tensor:
         """Return [S, B, H], gated. The current stream waits for it."""
+        output, gate_score = stage
         with self._on_stream():
-            output = self._last() if self.gate_score is None else self._last() * self.gate_score
-        self.cached_stage = self.gate_score = None
+            output = output if gate_score is None else output * gate_score
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             output.record_stream(torch.cuda.current_stream())
@@ -167,22 +171,18 @@ class SharedExpertMLP(nn.Module):
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def follow_stream(self) -> None:
-        """Between two stages: have later stages wait for results that were made on the current stream."""
+    def follow_stream(self, stage: SharedExpertsStage) -> None:
+        """Between two stages: have later stages wait for a stage that was computed on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-            for made in (self.cached_stage, self.gate_score):
-                if made is not None:
-                    made.record_stream(self._stream)
+            for result in stage:
+                if result is not None:
+                    result.record_stream(self._stream)
 
-    def _last(self) -> Tensor:
-        assert self.cached_stage is not None, "the stages are called in their order, from pre_forward_comm on"
-        return self.cached_stage
-
-    def _alone(self, layer: Any) -> Tensor:
+    def _alone(self, layer: Any, x: Tensor) -> Tensor:
         """A projection without communication; the stages around it communicate."""
         plan = replace(layer.plan, group=Group("none", (0,), 0), sequence_parallel=False)
-        return column_parallel_linear(self._last(), layer.weight, None, plan)
+        return column_parallel_linear(x, layer.weight, None, plan)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

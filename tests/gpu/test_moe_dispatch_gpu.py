@@ -12,6 +12,7 @@ from torch import Tensor
 from labkit.config import MoEConfig, ParallelConfig
 from labkit.launch import run
 from labkit.moe import MoETokenDispatcher, build_dispatcher, unpermute
+from labkit.moe.dispatch.dispatcher import Metadata
 from labkit.moe.routing import apply_capacity
 from labkit.parallel import initialize_model_parallel, single_process_groups
 
@@ -48,11 +49,12 @@ def through(dispatcher: MoETokenDispatcher, hidden: Tensor, probs: Tensor, map_T
     return after(dispatcher, *dispatcher.dispatch_preprocess(hidden, probs, map_TE))
 
 
-def after(dispatcher: MoETokenDispatcher, rows: Tensor, weights: Tensor) -> Tensor:
-    rows, counts, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, weights))
+def after(dispatcher: MoETokenDispatcher, rows: Tensor, weights: Tensor, metadata: Metadata) -> Tensor:
+    sent = dispatcher.token_dispatch(rows, weights, metadata)
+    rows, counts, weights, metadata = dispatcher.dispatch_postprocess(*sent)
     assert counts.device.type == "cpu"
-    rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows * weights[:, None]))
-    return dispatcher.combine_postprocess(rows)
+    combined = dispatcher.token_combine(*dispatcher.combine_preprocess(rows * weights[:, None], metadata))
+    return dispatcher.combine_postprocess(*combined)
 
 
 def config_of(kind: str, padded: bool) -> MoEConfig:

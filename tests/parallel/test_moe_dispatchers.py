@@ -92,16 +92,16 @@ def reference(inputs: list[Routed]) -> list[Tensor]:
 
 def dispatched(dispatcher: MoETokenDispatcher, x: Routed, fc1: Tensor, fc2: Tensor) -> tuple[Tensor, Tensor]:
     """The layer on this rank's slices of its experts; also the rows of each expert."""
-    rows, probs = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x.hidden, x.probs, x.map))
-    rows, counts, probs = dispatcher.dispatch_postprocess(rows, probs)
+    sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x.hidden, x.probs, x.map))
+    rows, counts, probs, metadata = dispatcher.dispatch_postprocess(*sent)
     assert counts.dtype == torch.int64
     assert counts.device.type == "cpu"
     parts = [
         (torch.tanh(part @ fc1[e].t()) * weight[:, None]) @ fc2[e].t()
         for e, (part, weight) in enumerate(zip(rows.split(counts.tolist()), probs.split(counts.tolist())))
     ]
-    combined = dispatcher.token_combine(dispatcher.combine_preprocess(torch.cat(parts)))
-    return dispatcher.combine_postprocess(combined), counts
+    combined = dispatcher.token_combine(*dispatcher.combine_preprocess(torch.cat(parts), metadata))
+    return dispatcher.combine_postprocess(*combined), counts
 
 
 def layout(ep: int, etp: int, order: str = "tp-cp-ep-dp-pp") -> ParallelGroups:
@@ -252,10 +252,10 @@ def booked(ep: int, etp: int, hidden: int) -> dict[str, Any]:
     x = draw(32, 2, hidden, seed=groups.rank).float().requires_grad_()
     probs = torch.ones(64, EXPERTS, requires_grad=True)
     with CommLedger() as ledger:
-        rows, weights = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, probs, maps[groups.rank]))
-        rows, _, weights = dispatcher.dispatch_postprocess(rows, weights)
-        output = dispatcher.token_combine(dispatcher.combine_preprocess(rows * weights[:, None]))
-        dispatcher.combine_postprocess(output).sum().backward()
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, probs, maps[groups.rank]))
+        rows, _, weights, metadata = dispatcher.dispatch_postprocess(*sent)
+        output = dispatcher.token_combine(*dispatcher.combine_preprocess(rows * weights[:, None], metadata))
+        dispatcher.combine_postprocess(*output).sum().backward()
     counts = [maps[rank].sum(dim=0).tolist() for rank in groups.ep.ranks]
     needed = all_to_all_bytes(counts, ep, hidden, 4)
     sent = {

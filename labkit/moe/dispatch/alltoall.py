@@ -17,7 +17,7 @@ Shapes: S, B, H, T, E, N as in `dispatcher.py`; L = E/ep local experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from labkit.config import MoEConfig
 from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
 from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.dispatch.permutation import permute, sort_chunks_by_idxs, unpermute
+from labkit.moe.shared_experts import SharedExpertsStage
 from labkit.parallel import mappings
 
 __all__ = ["MoEAlltoAllTokenDispatcher", "Splits"]
@@ -73,38 +74,43 @@ class Splits:
         )
 
 
+class AllToAllMetadata(NamedTuple):
+    """The metadata of `MoEAlltoAllTokenDispatcher`."""
+
+    hidden_shape: torch.Size
+    """[S, B, H] of the layer's input."""
+    token_of_row_N: Tensor
+    """The token of each row that leaves, int64; Megatron's `reversed_local_input_permutation_mapping`."""
+    num_global_tokens_per_expert: Tensor | None
+    """Rows of each rank for each expert, int32 [etp, ep, E], where the router has made them; None if padded."""
+    host_counts: HostCopy | None
+    """The copy of this table to the host, once it has begun."""
+    shared_experts: SharedExpertsStage | None
+    """How far the shared experts are, if they are computed between the steps."""
+    splits: Splits | None = None
+    """The split sizes of all transfers; from `token_dispatch` on."""
+
+
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     """Sends each token to the ranks of its experts; any ep and etp."""
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups, **options: Any) -> None:
         super().__init__(moe, groups, **options)
-        self.handed_on = ["num_global_tokens_per_expert", "reversed_local_input_permutation_mapping"]
         sources, local = self.tp_ep.size, self.num_local_experts
         by_source = torch.arange(sources * local)
         self.sort_input_by_local_experts: list[int] = by_source.view(sources, local).t().flatten().tolist()
         self.restore_output_by_local_experts: list[int] = by_source.view(local, sources).t().flatten().tolist()
-        self.num_global_tokens_per_expert: Tensor | None = None
-        self._splits: Splits | None = None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         self.shared_experts = shared_experts
-        self.handed_on.append("shared_experts.cached_stage")
-        if shared_experts.gate is not None:
-            self.handed_on.append("shared_experts.gate_score")
 
     # ---- counts ----
 
-    def preprocess(self, map_TE: Tensor) -> None:
-        """Set `num_global_tokens_per_expert`, the rows of each rank for each expert: int32 [etp, ep, E].
-
-        Under `pad_to_capacity` it stays None.
-        """
-        if self.moe.pad_to_capacity:
-            return
+    def gather_counts(self, map_TE: Tensor) -> Tensor:
+        """Rows of each rank for each expert, from the map of this rank: int32 [etp, ep, E]."""
         counts_E = map_TE.sum(dim=0, dtype=torch.int32)
         with comm_scope(phase=current_scope().phase or "forward"):
-            table = collectives.all_gather(counts_E, self.tp_ep)
-        self.num_global_tokens_per_expert = self._by_axes(table)
+            return self._by_axes(collectives.all_gather(counts_E, self.tp_ep))
 
     def _by_axes(self, table: Tensor) -> Tensor:
         """Bring counts from the order of tp_ep's ranks to [etp, ep, E]. Either axis may vary faster in tp_ep."""
@@ -113,85 +119,86 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             return table.view(self.etp.size, self.ep.size, self.num_experts)
         return table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1).contiguous()
 
-    def _copy_to_host(self, point: str) -> None:
-        """Start the one copy of the counts, if `point` is the configured point."""
-        if point == self.cuda_dtoh_point:
-            self._splits = None
-            if self.num_global_tokens_per_expert is not None:
-                self._host_copy = HostCopy(self.num_global_tokens_per_expert)
-
-    @property
-    def splits(self) -> Splits:
-        """The split sizes of this forward. The first use waits for the copy of the counts."""
-        if self._splits is None:
-            if self.moe.pad_to_capacity:
-                capacity = self.capacity(self.hidden_shape[:-1].numel())
-                counts = np.full((self.etp.size, self.ep.size, self.num_experts), capacity)  # on the host, no tensor
-            else:
-                assert self._host_copy is not None, "counts are copied before the first use of split sizes"
-                counts = self._host_copy.wait()
-            self._splits = Splits.of(counts, self.ep.rank, self.etp.rank)
-        return self._splits
+    def _splits(self, host_counts: HostCopy | None, num_tokens: int) -> Splits:
+        """The split sizes of this forward. Waits for the copy of the counts; if padded there is none to wait for."""
+        if host_counts is None:
+            counts = np.full((self.etp.size, self.ep.size, self.num_experts), self.capacity(num_tokens))
+        else:
+            counts = host_counts.wait()
+        return Splits.of(counts, self.ep.rank, self.etp.rank)
 
     # ---- the six steps ----
 
-    def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_TH = self._flatten(hidden_SBH, probs_TE, map_TE)
+    def dispatch_preprocess(
+        self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor
+    ) -> tuple[Tensor, Tensor, AllToAllMetadata]:
+        hidden_TH = self.flatten(hidden_SBH, probs_TE, map_TE)
         with comm_scope(layer=self.name):
-            self.preprocess(map_TE)
-        if self.shared_experts is not None:
-            self.shared_experts.pre_forward_comm(hidden_SBH)
-        self._copy_to_host("before_permutation_1")
-        rows = self._num_out_tokens(hidden_TH.shape[0], lambda: self.splits.num_out_tokens)
-        rows_NH, probs_N, self.reversed_local_input_permutation_mapping = permute(
-            hidden_TH, map_TE, probs_TE=probs_TE, num_out_tokens=rows
-        )
+            counts = None if self.moe.pad_to_capacity else self.gather_counts(map_TE)
+        shared = None if self.shared_experts is None else self.shared_experts.pre_forward_comm(hidden_SBH)
+        host_counts = self.copy_at("before_permutation_1", counts)
+        rows = self.rows_known_beforehand(hidden_TH.shape[0])
+        if rows is None:
+            rows = self._splits(host_counts, hidden_TH.shape[0]).num_out_tokens
+        rows_NH, probs_N, token_of_row_N = permute(hidden_TH, map_TE, probs_TE=probs_TE, num_out_tokens=rows)
         assert probs_N is not None
-        return rows_NH, probs_N
+        return rows_NH, probs_N, AllToAllMetadata(hidden_SBH.shape, token_of_row_N, counts, host_counts, shared)
 
-    def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        self._copy_to_host("before_ep_alltoall")
-        splits = self.splits
+    def token_dispatch(
+        self, hidden: Tensor, probs: Tensor, metadata: AllToAllMetadata
+    ) -> tuple[Tensor, Tensor, AllToAllMetadata]:
+        counts, shared = metadata.num_global_tokens_per_expert, metadata.shared_experts
+        host_counts = metadata.host_counts or self.copy_at("before_ep_alltoall", counts)
+        splits = self._splits(host_counts, metadata.hidden_shape[:-1].numel())
         with comm_scope(layer=self.name):
             # both transfers at once; the shared experts compute meanwhile
             under_way = [
                 all_to_all_start(x, self.ep, splits.output_splits, splits.input_splits) for x in (hidden, probs)
             ]
-            if self.shared_experts is not None:
-                self.shared_experts.linear_fc1_forward_and_act()
+            if shared is not None:
+                shared = self.shared_experts.linear_fc1_forward_and_act(shared)
             hidden, probs = (transfer.wait() for transfer in under_way)
-        return hidden, probs
+        return hidden, probs, metadata._replace(splits=splits, shared_experts=shared)
 
-    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        splits = self.splits
+    def dispatch_postprocess(
+        self, hidden: Tensor, probs: Tensor, metadata: AllToAllMetadata
+    ) -> tuple[Tensor, Tensor, Tensor, AllToAllMetadata]:
+        splits = _known(metadata.splits)
         with comm_scope(layer=self.name):
             gathered = [
                 mappings.gather_from_sequence_parallel_region(x, self.etp, output_split_sizes=splits.output_splits_tp)
                 for x in (hidden, probs)
             ]
         hidden, probs = (sort_chunks_by_idxs(x, splits.chunks, self.sort_input_by_local_experts) for x in gathered)
-        return hidden, splits.tokens_per_expert, probs
+        return hidden, splits.tokens_per_expert, probs, metadata
 
-    def combine_preprocess(self, output_NH: Tensor) -> Tensor:
-        splits = self.splits
+    def combine_preprocess(self, output_NH: Tensor, metadata: AllToAllMetadata) -> tuple[Tensor, AllToAllMetadata]:
+        splits = _known(metadata.splits)
         by_expert = [splits.chunks[i] for i in self.sort_input_by_local_experts]
         output_NH = sort_chunks_by_idxs(output_NH, by_expert, self.restore_output_by_local_experts)
         with comm_scope(layer=self.name):
-            return mappings.reduce_scatter_to_sequence_parallel_region(
+            hidden = mappings.reduce_scatter_to_sequence_parallel_region(
                 output_NH, self.etp, input_split_sizes=splits.output_splits_tp
             )
+        return hidden, metadata
 
-    def token_combine(self, hidden: Tensor) -> Tensor:
-        splits = self.splits
+    def token_combine(self, hidden: Tensor, metadata: AllToAllMetadata) -> tuple[Tensor, AllToAllMetadata]:
+        splits, shared = _known(metadata.splits), metadata.shared_experts
         with comm_scope(layer=self.name):
             under_way = all_to_all_start(hidden, self.ep, splits.input_splits, splits.output_splits)
-            if self.shared_experts is not None:
-                self.shared_experts.linear_fc2_forward()
-            return under_way.wait()
+            if shared is not None:
+                shared = self.shared_experts.linear_fc2_forward(shared)
+            hidden = under_way.wait()
+        return hidden, metadata._replace(shared_experts=shared)
 
-    def combine_postprocess(self, hidden: Tensor) -> Tensor:
-        if self.shared_experts is not None:
-            self.shared_experts.post_forward_comm()
-        tokens = self.hidden_shape[:-1].numel()
-        output = unpermute(hidden, self.reversed_local_input_permutation_mapping, tokens).view(self.hidden_shape)
-        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+    def combine_postprocess(self, hidden: Tensor, metadata: AllToAllMetadata) -> Tensor:
+        shape, shared = metadata.hidden_shape, metadata.shared_experts
+        if shared is not None:
+            shared = self.shared_experts.post_forward_comm(shared)
+        output = unpermute(hidden, metadata.token_of_row_N, shape[:-1].numel()).view(shape)
+        return output if shared is None else output + self.shared_experts.get_output(shared)
+
+
+def _known(splits: Splits | None) -> Splits:
+    assert splits is not None, "`token_dispatch` finds the split sizes"
+    return splits

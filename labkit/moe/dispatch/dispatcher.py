@@ -1,6 +1,6 @@
-"""The interface of all dispatchers: they bring tokens to the ranks of their experts, and the results back.
+"""The interface of all dispatchers, which bring tokens to the ranks of their experts and the results back; and `local`.
 
-A forward through the layer calls six steps in this order; experts are computed in the middle:
+A forward calls six steps in this order, with the experts in the middle:
 
 | step                   | work                                                     | communication        |
 |------------------------|----------------------------------------------------------|----------------------|
@@ -12,13 +12,24 @@ A forward through the layer calls six steps in this order; experts are computed 
 | `token_combine`        | -                                                        | results come back    |
 | `combine_postprocess`  | undo permutation 1: add up each token's results          | -                    |
 
-The steps are separate methods, because later steps need numbers on the host and `dispatch_preprocess` can do without
-(`cuda_dtoh_point`). A step sets attributes of the dispatcher for later steps of the same forward. `handed_on` names the
-attributes that `dispatch_preprocess` sets. Backward needs none of them, since autograd saves its own tensors.
+A dispatcher keeps nothing between two steps. What later steps must know of this forward is its *metadata*: the first
+step makes it, and every other step takes it and returns it with what it adds.
+
+    rows, probs, metadata         = dispatch_preprocess(hidden_SBH, probs_TE, map_TE)
+    rows, probs, metadata         = token_dispatch(rows, probs, metadata)
+    rows, counts, probs, metadata = dispatch_postprocess(rows, probs, metadata)
+    rows                          = experts(rows, counts, probs)
+    rows, metadata                = combine_preprocess(rows, metadata)
+    rows, metadata                = token_combine(rows, metadata)
+    hidden_SBH                    = combine_postprocess(rows, metadata)
+
+Each dispatcher has a NamedTuple of its own for it. A CUDA graph that ends after `dispatch_preprocess` returns the
+tensors in it (`labkit/graphs/partial.py`). Backward needs no metadata, since autograd saves its own tensors.
 
 The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. A forward makes one copy
-to the host, at `cuda_dtoh_point`; nothing else here makes the host wait. The all-gather needs no split sizes. It copies
-its counts in `dispatch_postprocess`.
+to the host, at `cuda_dtoh_point`; nothing else here makes the host wait. The steps are separate, because
+`dispatch_preprocess` can do without these numbers. The all-gather needs no split sizes. It copies its counts in
+`dispatch_postprocess`.
 
 Every rank of the group runs every step, even without tokens. Backward communicates in the same places, and a rank
 outside autograd's graph would let the others wait.
@@ -30,19 +41,23 @@ experts of this rank: one for each token and expert that it visits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from labkit.comm.groups import ParallelGroups
 from labkit.config import MoEConfig
 from labkit.moe.dispatch.host_copy import HostCopy
+from labkit.moe.dispatch.permutation import permute, unpermute
 from labkit.moe.routing import get_capacity
 
 CUDA_DTOH_POINTS = ("before_permutation_1", "before_ep_alltoall")
 """Points of a forward at which counts may be copied to the host."""
+
+Metadata: TypeAlias = Any
+"""What the steps of one forward hand on: a NamedTuple of the dispatcher's own."""
 
 
 class MoETokenDispatcher(ABC):
@@ -79,11 +94,6 @@ class MoETokenDispatcher(ABC):
         self.num_local_experts = moe.num_experts // groups.ep.size
         self.first_local_expert = groups.ep.rank * self.num_local_experts
         self.shared_experts: Any = None
-        self.hidden_shape = torch.Size()
-        self._host_copy: HostCopy | None = None
-        self.handed_on: list[str] = []
-        """Attributes (dotted paths) that `dispatch_preprocess` sets for later steps: tensors or None. All else that
-        later steps read follows from shapes and configuration."""
         self.cuda_dtoh_point = cuda_dtoh_point
 
     @property
@@ -119,11 +129,15 @@ class MoETokenDispatcher(ABC):
             capacity_factor=moe.capacity_factor,
         )
 
-    def _num_out_tokens(self, num_tokens: int, counted: Callable[[], int]) -> int:
-        """Rows that leave permutation 1. Only drops without padding make a count necessary."""
-        if self.moe.pad_to_capacity:
-            return self.num_experts * self.capacity(num_tokens)
-        return counted() if self.drops_without_padding else num_tokens * self.moe.top_k
+    def rows_known_beforehand(self, num_tokens: int) -> int | None:
+        """Rows that leave permutation 1; None where only counting tells."""
+        if self.drops_without_padding:
+            return None
+        return self.num_experts * self.capacity(num_tokens) if self.moe.pad_to_capacity else num_tokens * self.moe.top_k
+
+    def copy_at(self, point: str, counts: Tensor | None) -> HostCopy | None:
+        """Start the copy of the counts to the host if `point` is the configured one; None otherwise."""
+        return HostCopy(counts) if counts is not None and point == self.cuda_dtoh_point else None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Compute the stages of the shared experts while tokens travel, and add their output at the end."""
@@ -132,9 +146,8 @@ class MoETokenDispatcher(ABC):
             "or moe.shared_expert_overlap to false"
         )
 
-    def _flatten(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Tensor:
-        """Remember the shape and return the tokens as rows [T, H]."""
-        self.hidden_shape = hidden_SBH.shape
+    def flatten(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Tensor:
+        """The tokens as rows [T, H]; ValueError where weights or map do not fit them."""
         hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
         wanted = (hidden_TH.shape[0], self.num_experts)
         for what, given in (("probs", probs_TE), ("map", map_TE)):
@@ -147,7 +160,9 @@ class MoETokenDispatcher(ABC):
     # ---- the six steps ----
 
     @abstractmethod
-    def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch_preprocess(
+        self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor
+    ) -> tuple[Tensor, Tensor, Metadata]:
         """Count the tokens of each expert and bring this rank's tokens into the order in which they leave.
 
         Args:
@@ -156,25 +171,101 @@ class MoETokenDispatcher(ABC):
             map_TE: bool, true for the experts of each token.
 
         Returns:
-            Tokens and their weights, for `token_dispatch`.
+            Tokens and their weights, for `token_dispatch`, and the metadata of this forward.
         """
 
     @abstractmethod
-    def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def token_dispatch(self, hidden: Tensor, probs: Tensor, metadata: Metadata) -> tuple[Tensor, Tensor, Metadata]:
         """Send tokens and weights to the ranks of their experts; return the received ones."""
 
     @abstractmethod
-    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(
+        self, hidden: Tensor, probs: Tensor, metadata: Metadata
+    ) -> tuple[Tensor, Tensor, Tensor, Metadata]:
         """Sort by local expert: rows [N, H], rows of each local expert (int64 on the host, [E/ep]), weights [N]."""
 
     @abstractmethod
-    def combine_preprocess(self, output_NH: Tensor) -> Tensor:
+    def combine_preprocess(self, output_NH: Tensor, metadata: Metadata) -> tuple[Tensor, Metadata]:
         """Bring the experts' output back into the order in which the tokens arrived."""
 
     @abstractmethod
-    def token_combine(self, hidden: Tensor) -> Tensor:
+    def token_combine(self, hidden: Tensor, metadata: Metadata) -> tuple[Tensor, Metadata]:
         """Send results back to the ranks of the tokens; return the received ones."""
 
     @abstractmethod
-    def combine_postprocess(self, hidden: Tensor) -> Tensor:
+    def combine_postprocess(self, hidden: Tensor, metadata: Metadata) -> Tensor:
         """Add up each token's results, which include the weights, and restore the shape [S, B, H]."""
+
+
+# ---- one rank that holds all experts ----
+
+
+class LocalMetadata(NamedTuple):
+    """The metadata of `MoELocalTokenDispatcher`."""
+
+    hidden_shape: torch.Size
+    """[S, B, H] of the layer's input."""
+    token_of_row_N: Tensor
+    """The token of each row, int64; Megatron's `reversed_local_input_permutation_mapping`."""
+    tokens_per_expert: Tensor | None
+    """Rows of each expert, int64 [E], where the router has made them; None under `pad_to_capacity`."""
+    host_counts: HostCopy | None
+    """The copy of these numbers to the host, once it has begun."""
+
+
+class MoELocalTokenDispatcher(MoETokenDispatcher):
+    """Sorts rows by expert, and back; nothing is sent, since all experts are on this rank: ep = etp = 1.
+
+    It is the readable form of the dispatchers that work across ranks, and their reference in tests. Raises ValueError
+    for other layouts.
+    """
+
+    def __init__(self, moe: MoEConfig, groups: ParallelGroups, **options: Any) -> None:
+        super().__init__(moe, groups, **options)
+        if self.ep.size > 1 or self.etp.size > 1:
+            raise ValueError(
+                f"the local dispatcher needs all experts on one rank, and ep = {self.ep.size}, etp = {self.etp.size}; "
+                "set moe.dispatcher to alltoall or allgather"
+            )
+
+    def dispatch_preprocess(
+        self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor
+    ) -> tuple[Tensor, Tensor, LocalMetadata]:
+        hidden_TH = self.flatten(hidden_SBH, probs_TE, map_TE)
+        counts = None if self.moe.pad_to_capacity else map_TE.sum(dim=0)
+        host_counts = self.copy_at("before_permutation_1", counts)
+        rows = self.rows_known_beforehand(hidden_TH.shape[0])
+        if rows is None:
+            rows = int(self._counts(host_counts, hidden_TH.shape[0]).sum())
+        rows_NH, probs_N, token_of_row_N = permute(hidden_TH, map_TE, probs_TE=probs_TE, num_out_tokens=rows)
+        assert probs_N is not None
+        return rows_NH, probs_N, LocalMetadata(hidden_SBH.shape, token_of_row_N, counts, host_counts)
+
+    def _counts(self, host_counts: HostCopy | None, num_tokens: int) -> Tensor:
+        """Rows of each expert, on the host."""
+        if host_counts is None:
+            # No operation of torch makes it: a recorder would take one for work of the device, even torch.from_numpy.
+            return torch.frombuffer(np.full(self.num_experts, self.capacity(num_tokens)), dtype=torch.int64)
+        return host_counts.wait()
+
+    def token_dispatch(
+        self, hidden: Tensor, probs: Tensor, metadata: LocalMetadata
+    ) -> tuple[Tensor, Tensor, LocalMetadata]:
+        host_counts = metadata.host_counts or self.copy_at("before_ep_alltoall", metadata.tokens_per_expert)
+        return hidden, probs, metadata._replace(host_counts=host_counts)
+
+    def dispatch_postprocess(
+        self, hidden: Tensor, probs: Tensor, metadata: LocalMetadata
+    ) -> tuple[Tensor, Tensor, Tensor, LocalMetadata]:
+        counts = self._counts(metadata.host_counts, metadata.hidden_shape[:-1].numel())
+        return hidden, counts, probs, metadata
+
+    def combine_preprocess(self, output_NH: Tensor, metadata: LocalMetadata) -> tuple[Tensor, LocalMetadata]:
+        return output_NH, metadata
+
+    def token_combine(self, hidden: Tensor, metadata: LocalMetadata) -> tuple[Tensor, LocalMetadata]:
+        return hidden, metadata
+
+    def combine_postprocess(self, hidden: Tensor, metadata: LocalMetadata) -> Tensor:
+        shape = metadata.hidden_shape
+        return unpermute(hidden, metadata.token_of_row_N, shape[:-1].numel()).view(shape)
