@@ -30,9 +30,9 @@ class LayerParts:
     """
 
     attention: nn.Module
-    """With its norm inside."""
+    """Attention, with its norm inside."""
     norm: nn.Module
-    """Of the second half."""
+    """The norm of the second half."""
     mlp: nn.Module
     run_attention: Callable[[Tensor, Rotary | None], Tensor]
     """x + attention(norm(x)): [S, B, H] -> [S, B, H]."""
@@ -41,9 +41,9 @@ class LayerParts:
     add_mlp: Callable[[Tensor, Tensor], Tensor]
     """The end of `run_mlp`: (output of the MLP, residual) -> their sum, with dropout."""
     groups_of_attention: tuple[Group, ...]
-    """Over which groups the first half communicates."""
+    """The groups over which the first half communicates."""
     groups_of_mlp: tuple[Group, ...]
-    """Over which groups a dense second half communicates; a `MoELayer` has its own."""
+    """The groups over which a dense second half communicates; a `MoELayer` has its own."""
     new_input: Callable[[int, int], Tensor]
     """(length of whole sequences, batch) -> a new tensor of the shape, type and device of x."""
 

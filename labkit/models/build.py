@@ -23,7 +23,7 @@ from labkit.models.norm_and_dropout import Dropout, Norm, OwnDropout
 from labkit.models.recomputation import Recomputation
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.experts import StackedLinear
-from labkit.parallel.layers import NATIVE, ColumnParallelLinear, Precision, RowParallelLinear
+from labkit.parallel.layers import NATIVE, ColumnParallelLinear, LinearOptions, Precision, RowParallelLinear
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import DeviceSeed, Seed
 from labkit.parallel.random import RngTracker
@@ -67,7 +67,7 @@ class LayerSpec:
 
 
 LOCAL = LayerSpec()
-"""The spec of a model that is given no other."""
+"""labkit's own modules, the spec of a model that is given no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +79,15 @@ class Build:
     group: Group
     """Tensor-parallel group."""
     seed: int
-    """Of the weights."""
+    """Seed of the weights."""
     groups: ParallelGroups | None = None
     """All groups of this rank; only layers with experts need them."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The layers that have experts, and their settings."""
-    aux_loss_scale: AuxLossScale | None = None
-    """Scale of what routers add to the gradient, one for all of the chunk."""
     rng: RngTracker | None = None
     """States for dropout and jitter; None where the model draws nothing."""
     dtype: torch.dtype = torch.float32
-    """Of parameters and activations."""
+    """Type of parameters and activations."""
     device: torch.device | str | None = None
     """Device of the parameters; None is the host."""
     gradient_accumulation_fusion: bool = False
@@ -97,11 +95,11 @@ class Build:
     sequence_parallel: bool = False
     """Between tensor-parallel regions a rank holds S/t positions (arXiv 2205.05198)."""
     prefix: str = ""
-    """Of the names of layers: `encoder.` or `decoder.` in a model that has both."""
+    """What the names of layers begin with: `encoder.` or `decoder.` in a model that has both, else nothing."""
     cp: Group | None = None
     """Context-parallel group, over which attention communicates; None is this rank alone."""
     cp_comm_type: str = "p2p"
-    """Its means: `p2p` or `all_gather`."""
+    """How attention communicates over it: `p2p` or `all_gather`."""
     spec: LayerSpec = LOCAL
     """Parts that the layers are made of."""
     precision: Precision = NATIVE
@@ -110,31 +108,35 @@ class Build:
     """dtype and device, as every constructor takes them."""
     recompute: Recomputation = field(init=False)
     """The parts that backward computes again."""
+    aux_loss_scale: AuxLossScale | None = field(init=False)
+    """Scale of what routers add to the gradient, one for all of the chunk; None without experts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factory_kwargs", {"dtype": self.dtype, "device": self.device})
         object.__setattr__(self, "recompute", Recomputation(self.config, self.rng, checkpoint=self.spec.checkpoint))
+        aux_loss_scale = AuxLossScale(device=self.device) if self.moe.num_experts else None
+        object.__setattr__(self, "aux_loss_scale", aux_loss_scale)
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.group.size > 1)
 
     def half(self, prefix: str, spec: LayerSpec) -> Build:
-        """The same for one half of an encoder-decoder, with names and parts of its own; both recompute together."""
+        """The same for one half of an encoder-decoder, with names and parts of its own; the halves share the rest."""
         made = replace(self, prefix=prefix, spec=spec)
         object.__setattr__(made, "recompute", self.recompute)
+        object.__setattr__(made, "aux_loss_scale", self.aux_loss_scale)
         return made
 
-    def linear(self, *, std: float | None = None) -> dict[str, Any]:
-        """Keyword arguments that all linear layers share; `std` is init_std unless given."""
-        shared = {
-            "group": self.group,
-            "bias": self.config.bias,
-            "sequence_parallel": self.sequence_parallel,
-            "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
-            "precision": self.precision,
-        }
-        return (
-            self.factory_kwargs
-            | shared
-            | {"seed": self.weight_seed, "std": self.config.init_std if std is None else std}
+    def linear(self, *, std: float | None = None) -> LinearOptions:
+        """The arguments that all linear layers share; `std` is init_std unless given."""
+        return LinearOptions(
+            group=self.group,
+            bias=self.config.bias,
+            sequence_parallel=self.sequence_parallel,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            precision=self.precision,
+            seed=self.weight_seed,
+            std=self.config.init_std if std is None else std,
+            dtype=self.dtype,
+            device=self.device,
         )
 
     @property
@@ -154,7 +156,7 @@ class Build:
 
     @property
     def residual_std(self) -> float:
-        """Of projections that add to the residual stream: init_std / sqrt(2 x layers) (arXiv 1909.08053, 4.1)."""
+        """std of projections that add to the residual stream: init_std / sqrt(2 x layers) (arXiv 1909.08053, 4.1)."""
         return self.config.init_std / math.sqrt(2 * self.config.layers)
 
     def norm_before(self, name: str) -> tuple[nn.Module, Callable[..., nn.Module]]:

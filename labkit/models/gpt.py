@@ -22,15 +22,13 @@ from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import LOCAL, Build, LayerSpec
 from labkit.models.embedding import Embedding, OutputLayer, RotaryTable
-from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer
 from labkit.parallel.context.zigzag import zigzag_positions
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab.cross_entropy import linear_cross_entropy
 from labkit.parallel.vocab.token_ids import check_token_ids
-from labkit.parallel.vocab.vocab_parallel import parallel_lm_logits
-from labkit.plan.sizes import padded_vocab
+from labkit.parallel.vocab.vocab_parallel import padded_vocab_size, parallel_lm_logits
 
 
 class GPTModel(nn.Module):
@@ -87,14 +85,12 @@ class GPTModel(nn.Module):
             cut_group(groups, groups.tp, groups.tp.size // copies)
         moe = moe or MoEConfig()
         self.rng = rng or (model_parallel_seed(seed, groups) if draws(config, moe) else None)
-        self.aux_loss_scale = AuxLossScale(device=device or groups.device) if moe.num_experts else None
         self.precision = spec.precision(groups, device)
         build = Build(
             config=config,
             group=groups.tp,
             groups=groups,
             moe=moe,
-            aux_loss_scale=self.aux_loss_scale,
             seed=seed,
             rng=self.rng,
             dtype=dtype,
@@ -106,11 +102,13 @@ class GPTModel(nn.Module):
             spec=spec,
             precision=self.precision,
         )
+        self.aux_loss_scale = build.aux_loss_scale
         self.config, self.group, self.cp, self.recompute = config, groups.tp, groups.cp, build.recompute
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.pre_process, self.post_process = pre_process, post_process
         self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
-        self._build, self.padded_vocab = build, padded_vocab(config, groups.tp.size)
+        self.padded_vocab = padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by, groups.tp.size)
+        self._build = build
         self.embedding = self.embedding_type(build) if pre_process else None
         self.layers = nn.ModuleDict({str(index): self.new_layer(index, build) for index in layers})
         self.final_norm = build.norm("final_norm") if post_process else None

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Required, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +73,6 @@ class Gemms:
         return weight_gradient(grad_NO, x_NI, main_grad, replace=replace)
 
 
-IN_OWN_TYPE = Gemms()
-
-
 class Precision:
     """Gives each linear layer of a model chunk its products. This one leaves them in the type of the tensors."""
 
@@ -84,13 +81,14 @@ class Precision:
 
     def gemms(self, name: str) -> Gemms:
         """The products of the layer `name`."""
-        return IN_OWN_TYPE
+        return Gemms()
 
     def end_step(self) -> None:
         """End a step, after its last backward; all ranks of tp_dp_cp call this. fp8 agrees on its scales here."""
 
 
 NATIVE = Precision()
+"""The precision of layers that are given no other: products in the type of the tensors."""
 
 
 # ---- functions ----
@@ -103,14 +101,14 @@ class LinearPlan:
     """The settings of one linear layer, for its forward and backward."""
 
     name: str
-    """For the ledger and for Events."""
+    """Name of the layer, for the ledger and for Events."""
     group: Group
     """Tensor-parallel group."""
     sequence_parallel: bool = False
     """Between tensor-parallel regions each rank holds its part of the sequence."""
     accumulate: bool = False
     """Add the weight gradient to `weight.main_grad` where it exists."""
-    gemms: Gemms = IN_OWN_TYPE
+    gemms: Gemms = field(default_factory=Gemms)
     """The products, in the type of the tensors or in another."""
 
     @property
@@ -290,6 +288,20 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Li
 # ---- layers ----
 
 
+class LinearOptions(TypedDict, total=False):
+    """The options that all linear layers of a model share, as `ColumnParallelLinear` explains them."""
+
+    group: Required[Group]
+    bias: bool
+    sequence_parallel: bool
+    gradient_accumulation_fusion: bool
+    precision: Precision
+    seed: Seed
+    std: float
+    dtype: torch.dtype
+    device: torch.device | str | None
+
+
 def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:
     if size % (group.size * stride):
         raise ValueError(
@@ -315,7 +327,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: x is this rank's part of the sequence, [S/t, B, I].
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
         precision: gives the three products (`Gemms`).
-        seed, std: of the initial weight, N(0, std) by (seed, name).
+        seed, std: seed and standard deviation of the initial weight: it is drawn from N(0, std) by (seed, name).
         partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
         replicated: columns of the output that neighbouring ranks share, such as a key and a value. y and the
             parameters then have these columns besides this rank's own, so more than O/t.

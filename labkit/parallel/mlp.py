@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.comm.groups import Group
-from labkit.parallel.layers import NATIVE, ColumnParallelLinear, Precision, RowParallelLinear
-from labkit.parallel.parameters.weights import Seed
+from labkit.parallel.layers import ColumnParallelLinear, LinearOptions, RowParallelLinear
 
 
 def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -45,11 +42,10 @@ class ParallelMLP(nn.Module):
         name: name in the whole model; the layers are `<name>.fc1` and `<name>.fc2`.
         hidden: H.
         ffn_hidden: F; for `swiglu` and `geglu`, fc1 makes 2F columns, gate and up, and cuts each over the group.
-        group: tensor-parallel group.
         activation: `gelu` (erf), `gelu_tanh`, `swiglu`, `relu` or `geglu` (a gate with `gelu_tanh`).
         output_std: standard deviation of fc2's initial weight (residual projections start smaller); None means std.
         column, row: constructors of the two layers.
-        The rest as in `ColumnParallelLinear`.
+        linear: the other arguments of both layers, as in `ColumnParallelLinear`; `group` is required.
 
     Raises:
         ValueError: unknown activation, or F not a multiple of t.
@@ -61,30 +57,21 @@ class ParallelMLP(nn.Module):
         hidden: int,
         ffn_hidden: int,
         *,
-        group: Group,
         activation: str = "gelu_tanh",
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        precision: Precision = NATIVE,
-        seed: Seed = 0,
-        std: float = 0.02,
         output_std: float | None = None,
         column: Callable[..., nn.Module] = ColumnParallelLinear,
         row: Callable[..., nn.Module] = RowParallelLinear,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        **linear: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"{name}: activation {activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
         blocks = 2 if activation in ("swiglu", "geglu") else 1
-        common: dict[str, Any] = {"group": group, "bias": bias, "sequence_parallel": sequence_parallel, "seed": seed}
-        common |= {"gradient_accumulation_fusion": gradient_accumulation_fusion, "precision": precision}
-        common |= {"dtype": dtype, "device": device}
         self.activation = ACTIVATIONS[activation]
-        self.fc1 = column(f"{name}.fc1", hidden, blocks * ffn_hidden, std=std, partition_stride=blocks, **common)
-        self.fc2 = row(f"{name}.fc2", ffn_hidden, hidden, std=std if output_std is None else output_std, **common)
+        self.fc1 = column(f"{name}.fc1", hidden, blocks * ffn_hidden, partition_stride=blocks, **linear)
+        if output_std is not None:
+            linear["std"] = output_std
+        self.fc2 = row(f"{name}.fc2", ffn_hidden, hidden, **linear)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H], the bias of fc2 included."""

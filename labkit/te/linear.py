@@ -10,17 +10,16 @@ Shapes: S sequence, B batch, H hidden, N rows, I input size, O output size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.groups import Group
 from labkit.config import ModelConfig
 from labkit.moe.grouped_gemm import Segments
-from labkit.parallel.layers import NATIVE, Precision
+from labkit.parallel import layers
 from labkit.parallel.parameters.parameter_record import Replicated, record_of
-from labkit.parallel.parameters.weights import Seed, make_expert_parameter, make_parameter
+from labkit.parallel.parameters.weights import make_expert_parameter, make_parameter
 from labkit.te.engine import EngineFloat8, engine
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -50,18 +49,25 @@ class FusedNorm(nn.Module):
         return x_SBH
 
 
-class _EngineLinear(nn.Module):
-    """A linear layer of the engine on labkit's parameters."""
+ParallelLinear: TypeAlias = layers.ColumnParallelLinear | layers.RowParallelLinear
 
-    def __init__(self, name: str, layer: Any, parameters: dict[str, nn.Parameter], *, precision: Precision) -> None:
-        """parameters: the engine's name -> labkit's parameter. precision: with fp8 the weight is cast once a step."""
+
+class _EngineLinear(nn.Module):
+    """A linear layer of the engine on the parameters of labkit's own.
+
+    Args:
+        own: labkit's layer, which has made the parameters.
+        layer: the engine's module, made with `engine_options(own)`.
+        precision: with the engine's fp8 the weight is cast once a step.
+    """
+
+    def __init__(self, own: ParallelLinear, layer: Any, precision: layers.Precision) -> None:
         super().__init__()
-        self.name = name
-        for theirs, parameter in parameters.items():
-            layer.register_parameter(theirs, parameter)
-        self.weight = parameters["weight"]
+        self.name, self.weight, self.bias = own.name, own.weight, own.bias
+        layer.register_parameter("weight", own.weight)
+        if own.bias is not None:
+            layer.register_parameter("bias", own.bias)
         record_of(self.weight).added_elsewhere = True
-        self.bias = parameters.get("bias")
         self.engine_layer = (layer,)  # in a tuple, so that it is no child and its names stay out of the state_dict
         self.is_first_microbatch: bool | None = None
         if isinstance(precision, EngineFloat8):
@@ -76,25 +82,27 @@ class _EngineLinear(nn.Module):
         return y, None
 
 
-def _linear_options(
-    group: Group, bias: bool, sequence_parallel: bool, gradient_accumulation_fusion: bool, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Options of both `Linear` and `LayerNormLinear`. On `meta` they allocate nothing; labkit gives them parameters."""
+def engine_options(own: ParallelLinear) -> dict[str, Any]:
+    """What the engine's module must know of labkit's layer. On `meta` it allocates nothing."""
     return {
-        "bias": bias,
-        "sequence_parallel": sequence_parallel,
-        "fuse_wgrad_accumulation": gradient_accumulation_fusion,
-        "tp_group": group.process_group,
-        "tp_size": group.size,
-        "params_dtype": dtype,
+        "name": own.name,
+        "bias": own.bias is not None,
+        "sequence_parallel": own.plan.sequence_parallel,
+        "fuse_wgrad_accumulation": own.plan.accumulate,
+        "tp_group": own.group.process_group,
+        "tp_size": own.group.size,
+        "params_dtype": own.weight.dtype,
         "device": "meta",
     }
 
 
 class NormColumnParallelLinear(_EngineLinear):
-    """A norm and a column-parallel layer as one `LayerNormLinear`; constructed like `parallel.ColumnParallelLinear`.
+    """A norm and a column-parallel layer as one `LayerNormLinear`.
 
-    norm: the module with the parameters of the norm. precision: the engine's own fp8, or none.
+    Args:
+        norm: the module with the parameters of the norm.
+        linear: as in `layers.ColumnParallelLinear`; `precision` is the engine's own fp8, or none.
+        The rest as there.
     """
 
     def __init__(
@@ -104,67 +112,42 @@ class NormColumnParallelLinear(_EngineLinear):
         output_size: int,
         *,
         norm: FusedNorm,
-        group: Group,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        precision: Precision = NATIVE,
-        seed: Seed = 0,
-        std: float = 0.02,
         partition_stride: int = 1,
         replicated: Replicated | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        **linear: Unpack[layers.LinearOptions],
     ) -> None:
-        cut: dict[str, Any] = {"group": group, "partition_dim": 0, "partition_stride": partition_stride}
-        cut |= {"replicated": replicated, "dtype": dtype, "device": device}
-        parameters = {"weight": make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)}
-        if bias:
-            parameters["bias"] = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut)
-        options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
+        precision = linear.pop("precision", layers.NATIVE)
+        own = layers.ColumnParallelLinear(
+            name, input_size, output_size, partition_stride=partition_stride, replicated=replicated, **linear
+        )
         layer = engine().LayerNormLinear(
             input_size,
-            len(parameters["weight"]) * group.size,  # the engine takes 1/t of it; more with replicated rows
+            len(own.weight) * own.group.size,  # the engine takes 1/t of it; more with replicated rows
             eps=norm.eps,
             normalization=NORMS[norm.kind],
             parallel_mode="column",
-            name=name,
-            **options,
+            **engine_options(own),
         )
-        super().__init__(name, layer, parameters, precision=precision)
+        super().__init__(own, layer, precision)
         layer.register_parameter("layer_norm_weight", norm.weight)
         if norm.bias is not None:
             layer.register_parameter("layer_norm_bias", norm.bias)
 
 
 class RowParallelLinear(_EngineLinear):
-    """A row-parallel layer as `Linear`; constructed like `parallel.RowParallelLinear`."""
+    """A row-parallel layer as `Linear`; arguments as in `layers.RowParallelLinear`."""
 
     def __init__(
         self,
         name: str,
         input_size: int,
         output_size: int,
-        *,
-        group: Group,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        precision: Precision = NATIVE,
-        seed: Seed = 0,
-        std: float = 0.02,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        **linear: Unpack[layers.LinearOptions],
     ) -> None:
-        made: dict[str, Any] = {"dtype": dtype, "device": device}
-        cut: dict[str, Any] = {"group": group, "partition_dim": 1} | made
-        parameters = {"weight": make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)}
-        if bias:
-            parameters["bias"] = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made)
-            record_of(parameters["bias"]).sequence_parallel = sequence_parallel and group.size > 1
-        options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
-        layer = engine().Linear(input_size, output_size, parallel_mode="row", name=name, **options)
-        super().__init__(name, layer, parameters, precision=precision)
+        precision = linear.pop("precision", layers.NATIVE)
+        own = layers.RowParallelLinear(name, input_size, output_size, **linear)
+        layer = engine().Linear(input_size, output_size, parallel_mode="row", **engine_options(own))
+        super().__init__(own, layer, precision)
 
 
 class GroupedLinear(nn.Module):

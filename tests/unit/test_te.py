@@ -22,6 +22,7 @@ from labkit.fp8 import Float8Recipe
 from labkit.graphs import CudaGraphHelper
 from labkit.models import GPTModel
 from labkit.parallel import ColumnParallelLinear, RowParallelLinear, single_process_groups
+from labkit.parallel.layers import LinearOptions
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules import one_f_one_b, zero_bubble_h1
 from labkit.te import linear
@@ -245,20 +246,10 @@ def test_a_resumed_run_says_that_the_engines_fp8_history_starts_anew(
         assert (said in capfd.readouterr().err) == (steps == 3)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "added", "left_out"),
-    [
-        (linear.NormColumnParallelLinear, ColumnParallelLinear, {"norm"}, {"gather_output", "skip_bias_add"}),
-        (linear.RowParallelLinear, RowParallelLinear, set(), {"input_is_parallel", "skip_bias_add"}),
-    ],
-)
-def test_linear_layers_are_constructed_as_ours(theirs: type, ours: type, added: set[str], left_out: set[str]) -> None:
-    """The same names, in the same order, with the same defaults, but for what only one of them has."""
-    found, wanted = (inspect.signature(kind).parameters for kind in (theirs, ours))
-    assert found.keys() - wanted.keys() == added and wanted.keys() - found.keys() == left_out
-    assert [found[name] for name in found if name not in added] == [
-        wanted[name] for name in wanted if name not in left_out
-    ]
+def test_shared_options_are_options_of_both_layers() -> None:
+    """The engine's layers, MLPs and `Build` pass these on; the layers say what they mean and their defaults."""
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        assert LinearOptions.__annotations__.keys() <= inspect.signature(layer).parameters.keys()
 
 
 def test_without_the_engine_one_sentence_says_what_is_missing() -> None:
@@ -284,16 +275,9 @@ def test_the_stub_refuses_what_the_engine_would(engine: te_stub.Record) -> None:
 
 def test_what_the_engine_cannot_do_is_refused(engine: te_stub.Record) -> None:
     chosen = {"model.transformer_impl": "transformer_engine"}
-    for more, field in (
-        ({"optim.precision": "fp64"}, "model.transformer_impl"),
-        ({"model.attention_backend": "unfused"}, "model.attention_backend"),
-        (
-            {"model.recompute_granularity": "selective", "model.recompute_modules": ("layernorm",)},
-            "model.recompute_modules",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=field):
-            training(**(chosen | more)).validate(1)
+    norms = {"model.recompute_granularity": "selective", "model.recompute_modules": ("layernorm",)}
+    with pytest.raises(ConfigError, match=r"model\.recompute_modules"):
+        training(**chosen, **norms).validate(1)
     with pytest.raises(ValueError, match="chooses its kernels itself"):
         model(replace(GPT2, attention_backend="unfused"))
     config = training(**chosen, **{"parallel.pp": 2, "schedule.name": "zero_bubble_h1"})
