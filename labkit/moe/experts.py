@@ -131,19 +131,15 @@ class Experts(nn.Module, ABC):
 
     def _check(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> None:
         experts, hidden = self.input_shape
-        if tokens_NH.dim() != 2 or tokens_NH.shape[1] != hidden:
-            raise ValueError(f"{self.name}: rows are [N, {hidden}], got {list(tokens_NH.shape)}")
         rows = tokens_NH.shape[0]
-        if tuple(probs_N.shape) != (rows,):
-            raise ValueError(f"{self.name}: {rows} rows have weights of shape [{rows}], got {list(probs_N.shape)}")
-        if tuple(tokens_per_expert.shape) != (experts,) or tokens_per_expert.is_floating_point():
-            got = f"{tokens_per_expert.dtype} {list(tokens_per_expert.shape)}"
-            raise ValueError(f"{self.name}: tokens_per_expert are {experts} integers, one for each expert, got {got}")
+        if tokens_NH.shape != (rows, hidden) or probs_N.shape != (rows,):
+            got = f"{list(tokens_NH.shape)} and {list(probs_N.shape)}"
+            raise ValueError(f"{self.name}: rows are [N, {hidden}] and their weights [N], got {got}")
         if tokens_per_expert.device.type != "cpu":
             return
         counts = host_numbers(tokens_per_expert)
-        if sum(counts) != rows or min(counts) < 0:
-            rule = "none of them negative and their sum the number of rows"
+        if len(counts) != experts or sum(counts) != rows or min(counts) < 0:
+            rule = f"{experts} numbers, none of them negative, whose sum is the number of rows"
             raise ValueError(f"{self.name}: {counts} rows per expert for {rows} rows; they must be {rule}")
 
 

@@ -40,7 +40,7 @@ class RouterSummary:
 
     @classmethod
     def of(cls, totals: Sequence[float], parts: int = 1) -> RouterSummary:
-        """From `RouterStatistics.totals`, summed over ranks. parts: ranks that share the losses of a microbatch."""
+        """Read `RouterStatistics.totals`, summed over ranks. parts: ranks that share the losses of a microbatch."""
         *counts, dropped, balance, z, forwards = totals
         load = torch.tensor(counts, dtype=torch.float64)
         share = load / load.sum().clamp(min=1)

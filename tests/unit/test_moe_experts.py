@@ -379,16 +379,12 @@ def test_the_engines_module_keeps_no_graph(engine: te_stub.Record) -> None:
     ("shape", "counts", "probs", "words"),
     [
         ((8, HIDDEN), [2, 2, 2, 1], (8,), r"\[2, 2, 2, 1\] rows per expert for 8 rows"),
-        ((8, HIDDEN), [2, 2, 2, 3], (8,), "their sum the number of rows"),
         ((8, HIDDEN), [3, -1, 3, 3], (8,), "none of them negative"),
-        ((8, HIDDEN), [4, 4], (8,), r"4 integers, one for each expert, got torch\.int64 \[2\]"),
-        ((8, HIDDEN), [2.0, 2.0, 2.0, 2.0], (8,), r"got torch\.float32 \[4\]"),
-        ((8, HIDDEN), [2, 2, 2, 2], (8, 1), r"weights of shape \[8\], got \[8, 1\]"),
-        ((8, HIDDEN), [2, 2, 2, 2], (7,), r"weights of shape \[8\], got \[7\]"),
-        ((8, HIDDEN + 1), [2, 2, 2, 2], (8,), rf"rows are \[N, {HIDDEN}\], got \[8, {HIDDEN + 1}\]"),
-        ((4, 2, HIDDEN), [2, 2, 2, 2], (8,), rf"rows are \[N, {HIDDEN}\], got \[4, 2, {HIDDEN}\]"),
+        ((8, HIDDEN), [4, 4], (8,), "they must be 4 numbers"),
+        ((8, HIDDEN), [2, 2, 2, 2], (8, 1), rf"rows are \[N, {HIDDEN}\] and their weights \[N\], got .* and \[8, 1\]"),
+        ((8, HIDDEN + 1), [2, 2, 2, 2], (8,), rf"got \[8, {HIDDEN + 1}\]"),
     ],
-    ids=["too few", "too many", "negative", "experts", "floats", "2d weights", "weights", "hidden", "3d rows"],
+    ids=["sum", "negative", "experts", "weights", "rows"],
 )
 def test_counts_that_are_not_those_of_the_rows_are_refused(
     kind: type[Experts], shape: tuple[int, ...], counts: list[Any], probs: tuple[int, ...], words: str

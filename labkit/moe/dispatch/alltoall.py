@@ -56,7 +56,7 @@ class Splits:
 
     @classmethod
     def of(cls, counts: Tensor | np.ndarray, ep_rank: int, etp_rank: int) -> Splits:
-        """From the table of counts on the host, [etp, ep, E]: rows of each rank for each expert."""
+        """Derive them from the table of counts on the host, [etp, ep, E]: rows of each rank for each expert."""
         table = np.asarray(counts, dtype=np.int64)
         ep, experts = table.shape[1:]
         per_rank = experts // ep
