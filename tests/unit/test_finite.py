@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.data_parallel.grad_buffers import scale_and_check_finite
+from labkit.parallel.data_parallel.finite import scale_and_check_finite
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

@@ -30,7 +30,7 @@ class Part(NamedTuple):
     """A kind of layer."""
 
     name: str
-    """Of the module in its layer: the parameters are `layers.3.<name>. ...`."""
+    """Name of the module in its layer: the parameters are `layers.3.<name>. ...`."""
     scope: str
     """Its word in `graph.cuda_graph_modules`."""
     make: Callable[[str, Build], nn.Module]

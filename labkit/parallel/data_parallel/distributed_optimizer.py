@@ -97,7 +97,7 @@ class DistributedOptimizer:
         _check_held(self.groups, self._chunks)
         self._shards = [_shard(buffer) for chunk in self._chunks for buffer in chunk.buffers]
         self.pieces: list[list[OwnedPiece]] = [[] for _ in self.groups]
-        """For each parameter group, the pieces that this rank updates; maybe none."""
+        """The pieces that this rank updates, for each parameter group; there may be none."""
         for shard in self._shards:
             for owned in _pieces(shard, layout):
                 if id(owned.parameter) in group_of:

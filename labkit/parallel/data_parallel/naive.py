@@ -14,7 +14,7 @@ from torch import nn
 from labkit.comm.collectives import all_reduce
 from labkit.comm.groups import Group
 from labkit.comm.ledger import comm_scope
-from labkit.parallel.data_parallel.grad_buffers import scale_and_check_finite
+from labkit.parallel.data_parallel.finite import scale_and_check_finite
 from labkit.parallel.data_parallel.wrapper import ChunkWrapper
 from labkit.parallel.parameters.parameter_record import add_gradient, adopt_marks, record_of
 

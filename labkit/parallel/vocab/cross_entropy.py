@@ -34,14 +34,14 @@ from labkit.parallel.weight_grad_store import deferred
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """Logits of one chunk of tokens. Sums are of chunks: another size is another order of rounding."""
+    """How many logits one chunk of tokens has. Sums are taken by chunks, so another size rounds in another order."""
 
     given: int
-    """For given logits, which are only read."""
+    """Where the logits are given and only read."""
     forward: int
-    """For logits that a GEMM makes. It reads the weight again for each chunk."""
+    """Where a GEMM makes the logits. It reads the weight again for each chunk."""
     gradient: int
-    """Of their gradients in backward, which adds to the whole weight gradient for each chunk."""
+    """Where backward makes their gradients. It adds to the whole weight gradient for each chunk."""
 
 
 CHUNKS = {
@@ -52,7 +52,7 @@ CHUNKS = {
     # 7 times to a weight gradient of V x H, not 64 times. Given logits are worked on in place: one chunk, no temporary.
     "cuda": ChunkSizes(given=1 << 62, forward=1 << 27, gradient=1 << 27),
 }
-"""By type of device; what is not here takes the CPU's."""
+"""Type of device -> its chunks; a device that is not here takes those of the CPU."""
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ class TokenIdChecks:
         return safe
 
     def alarm(self) -> list[Tensor]:
-        """For an exchange of numbers that must be finite: one float64 number on the device, NaN if an id is bad and
-        else 0. [] if nothing was noted."""
+        """One float64 number on the device, NaN if an id is bad and else 0, for an exchange of numbers that must be
+        finite; [] if nothing was noted."""
         if not self._notes:
             return []
         bad = torch.stack([note.numbers[0] for note in self._notes]).any()
@@ -122,7 +122,7 @@ class TokenIdChecks:
 
 
 class _Active:
-    """Of this process, not of a thread: on CUDA a recomputed forward runs on a thread of autograd's."""
+    """The checks of this process. On CUDA a recomputed forward runs on another thread, that of autograd."""
 
     checks: TokenIdChecks | None = None
 

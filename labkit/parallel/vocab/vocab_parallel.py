@@ -99,7 +99,7 @@ class VocabParallelEmbedding(nn.Module):
         group: tensor-parallel group.
         divisible_by: the table is padded to a multiple of this x t rows.
         reduce_scatter_embeddings: sequence parallelism: return this rank's part of the first dimension, the sequence.
-        seed, std: of the initial weight, N(0, std) by (seed, name).
+        seed, std: seed and standard deviation of the initial weight: it is drawn from N(0, std) by (seed, name).
     """
 
     def __init__(
