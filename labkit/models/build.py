@@ -25,7 +25,7 @@ from labkit.moe.balance import AuxLossScale
 from labkit.moe.experts import StackedLinear
 from labkit.parallel.layers import NATIVE, ColumnParallelLinear, LinearOptions, Precision, RowParallelLinear
 from labkit.parallel.parameters.parameter_record import record_of
-from labkit.parallel.parameters.weights import DeviceSeed, Seed
+from labkit.parallel.parameters.weights import DeviceSeed, Seed, WeightOptions
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint
 
@@ -125,19 +125,29 @@ class Build:
         object.__setattr__(made, "aux_loss_scale", self.aux_loss_scale)
         return made
 
+    @property
+    def drawn(self) -> WeightOptions:
+        """The arguments with which weights are drawn, N(0, init_std) by (seed, name)."""
+        return {
+            "seed": self.weight_seed,
+            "std": self.config.init_std,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+
     def linear(self, *, std: float | None = None) -> LinearOptions:
         """The arguments that all linear layers share; `std` is init_std unless given."""
-        return LinearOptions(
-            group=self.group,
-            bias=self.config.bias,
-            sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            precision=self.precision,
-            seed=self.weight_seed,
-            std=self.config.init_std if std is None else std,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        options: LinearOptions = {
+            "group": self.group,
+            "bias": self.config.bias,
+            "sequence_parallel": self.sequence_parallel,
+            "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
+            "precision": self.precision,
+            **self.drawn,
+        }
+        if std is not None:
+            options["std"] = std
+        return options
 
     @property
     def weight_seed(self) -> Seed:

@@ -26,12 +26,8 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
-        config = build.config
-        shape = (config.seq_length, config.hidden)
-        weight = make_parameter(
-            f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **build.factory_kwargs
-        )
-        self.weight = build.whole_here(weight)
+        shape = (build.config.seq_length, build.config.hidden)
+        self.weight = build.whole_here(make_parameter(f"{name}.weight", shape, **build.drawn))
         self.sequence_parts = build.sequence_parts
         self.sequence_part = build.group.rank if build.sequence_parallel else 0
 
@@ -61,9 +57,7 @@ class Embedding(nn.Module):
             group=build.group,
             divisible_by=config.make_vocab_size_divisible_by,
             reduce_scatter_embeddings=build.sequence_parallel,
-            seed=build.weight_seed,
-            std=config.init_std,
-            **build.factory_kwargs,
+            **build.drawn,
         )
         tied = not config.untie_embeddings_and_output_weights
         record_of(self.word.weight).shared_embedding = tied
@@ -97,9 +91,7 @@ class OutputLayer(nn.Module):
             config.hidden,
             group=build.group,
             divisible_by=config.make_vocab_size_divisible_by,
-            seed=build.weight_seed,
-            std=config.init_std,
-            **build.factory_kwargs,
+            **build.drawn,
         )
         record = record_of(self.weight)
         record.shared = record.shared_embedding = tied

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Required, TypedDict
+from typing import Any, Required
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from labkit.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from labkit.parallel.parameters.parameter_record import Replicated, record_of, weight_gradient
-from labkit.parallel.parameters.weights import Seed, make_parameter
+from labkit.parallel.parameters.weights import Seed, WeightOptions, make_parameter
 from labkit.parallel.weight_grad_store import deferred, is_collecting
 
 # ---- products ----
@@ -288,7 +288,7 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Li
 # ---- layers ----
 
 
-class LinearOptions(TypedDict, total=False):
+class LinearOptions(WeightOptions, total=False):
     """The options that all linear layers of a model share, as `ColumnParallelLinear` explains them."""
 
     group: Required[Group]
@@ -296,10 +296,6 @@ class LinearOptions(TypedDict, total=False):
     sequence_parallel: bool
     gradient_accumulation_fusion: bool
     precision: Precision
-    seed: Seed
-    std: float
-    dtype: torch.dtype
-    device: torch.device | str | None
 
 
 def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:

@@ -24,10 +24,9 @@ class WholeLinear(nn.Module):
 
     def __init__(self, name: str, output_size: int, build: Build) -> None:
         super().__init__()
-        config, made = build.config, build.factory_kwargs
-        shape = (output_size, config.hidden)
-        self.weight = make_parameter(f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **made)
-        self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made)
+        shape = (output_size, build.config.hidden)
+        self.weight = make_parameter(f"{name}.weight", shape, **build.drawn)
+        self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **build.factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H] -> [.., O]."""

@@ -44,9 +44,8 @@ class TokenTypeEmbedding(nn.Module):
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
-        config, shape = build.config, (NUM_TOKENTYPES, build.config.hidden)
-        drawn: dict[str, Any] = {"seed": build.weight_seed, "std": config.init_std, **build.factory_kwargs}
-        self.weight = build.whole_here(make_parameter(f"{name}.weight", shape, **drawn))
+        shape = (NUM_TOKENTYPES, build.config.hidden)
+        self.weight = build.whole_here(make_parameter(f"{name}.weight", shape, **build.drawn))
         self.parts, self.part = build.sequence_parts, build.group.rank if build.sequence_parallel else 0
 
     def forward(self, types_BS: Tensor) -> Tensor:

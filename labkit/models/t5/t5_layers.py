@@ -14,7 +14,6 @@ With t tensor-parallel ranks under sequence parallelism, S and T are S/t and T/t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +78,8 @@ class RelativeBias(nn.Module):
         super().__init__()
         config, self.both_ways = build.config, both_ways
         self.buckets, self.max_distance = config.relative_buckets, config.relative_max_distance
-        drawn: dict[str, Any] = {"seed": build.weight_seed, "std": config.init_std, **build.factory_kwargs}
         shape = (config.relative_buckets, config.heads)
-        self.weight = make_parameter(f"{name}.weight", shape, group=build.group, partition_dim=1, **drawn)
+        self.weight = make_parameter(f"{name}.weight", shape, group=build.group, partition_dim=1, **build.drawn)
         usual = config.seq_length if both_ways else config.decoder_seq_length or config.seq_length
         self.register_buffer("places", self._places(usual), persistent=False)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,15 @@ class DeviceSeed:
 
 Seed = int | DeviceSeed
 """Seed of weights. A number gives the same values in every layout."""
+
+
+class WeightOptions(TypedDict, total=False):
+    """The options with which a model draws its weights, as `make_parameter` explains them."""
+
+    seed: Seed
+    std: float
+    dtype: torch.dtype
+    device: torch.device | str | None
 
 
 def draw(

@@ -8,7 +8,7 @@ Shapes: S sequence, B batch, H hidden, V the vocabulary's columns on this rank; 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from labkit.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from labkit.parallel.parameters.weights import Seed, make_parameter
+from labkit.parallel.parameters.weights import WeightOptions, make_parameter
 from labkit.parallel.vocab.token_ids import check_token_ids
 from labkit.parallel.weight_grad_store import deferred
 
@@ -41,22 +41,17 @@ def make_vocab_parameter(
     *,
     group: Group,
     divisible_by: int = 128,
-    seed: Seed = 0,
-    std: float = 0.02,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
+    **weight: Unpack[WeightOptions],
 ) -> nn.Parameter:
     """This rank's rows of a vocabulary table, [V, H]: an embedding or an untied output layer."""
+    weight.setdefault("std", 0.02)
     return make_parameter(
         name,
         (vocab_size, hidden),
-        seed=seed,
-        std=std,
         group=group,
         partition_dim=0,
         padded_rows=padded_vocab_size(vocab_size, divisible_by, group.size),
-        dtype=dtype,
-        device=device,
+        **weight,
     )
 
 
@@ -99,7 +94,7 @@ class VocabParallelEmbedding(nn.Module):
         group: tensor-parallel group.
         divisible_by: the table is padded to a multiple of this x t rows.
         reduce_scatter_embeddings: sequence parallelism: return this rank's part of the first dimension, the sequence.
-        seed, std: seed and standard deviation of the initial weight: it is drawn from N(0, std) by (seed, name).
+        weight: how the table is drawn, as in `make_vocab_parameter`.
     """
 
     def __init__(
@@ -111,19 +106,16 @@ class VocabParallelEmbedding(nn.Module):
         group: Group,
         divisible_by: int = 128,
         reduce_scatter_embeddings: bool = False,
-        seed: Seed = 0,
-        std: float = 0.02,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        **weight: Unpack[WeightOptions],
     ) -> None:
         super().__init__()
         self.name, self.vocab_size, self.group = name, vocab_size, group
         self.add_up = reduce_from_tensor_model_parallel_region
         if reduce_scatter_embeddings:
             self.add_up = reduce_scatter_to_sequence_parallel_region
-        made: dict[str, Any] = {"divisible_by": divisible_by, "seed": seed, "std": std}
-        made |= {"dtype": dtype, "device": device}
-        self.weight = make_vocab_parameter(f"{name}.weight", vocab_size, hidden, group=group, **made)
+        self.weight = make_vocab_parameter(
+            f"{name}.weight", vocab_size, hidden, group=group, divisible_by=divisible_by, **weight
+        )
 
     def forward(self, tokens: Tensor, *, check_ids: bool = True) -> Tensor:
         """tokens [S, ..] -> [S, .., H], or [S/t, .., H]. TokenIdError for an id outside the vocabulary.
