@@ -45,7 +45,7 @@ def launches(answer: Any) -> Iterator[Outcome]:
         yield diagnosis.outcome(
             f"durations {list(durations)}, launch {launch}, {'as a graph' if graph else 'one by one'}",
             int(predict_launches(durations, launch, graph=graph).end),
-            partial(answer, list(durations), launch, graph),
+            lambda case=(list(durations), launch, graph): answer(*case),
             misread,
         )
 
@@ -131,8 +131,9 @@ def clipped(answer: Any) -> Iterator[Outcome]:
     """Two calls without a graph, one capture, eight replays, the count: twelve cases for every answer."""
     told: set[str] = set()
     for outcome in _judged(answer):
-        yield replace(outcome, told=outcome.got not in told)
-        told |= set() if outcome.passed else {outcome.got}
+        reason = outcome.got.rpartition("; ")[2]
+        yield replace(outcome, told=reason not in told)
+        told |= set() if outcome.passed else {reason}
 
 
 def _judged(answer: Any) -> Iterator[Outcome]:

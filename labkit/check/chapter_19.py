@@ -54,7 +54,7 @@ def words(answer: Any) -> Iterator[Outcome]:
         yield diagnosis.outcome(
             f"the tokens {text}",
             _words(tokens),
-            lambda tokens=tokens: [list(each) for each in answer(list(tokens))],
+            lambda tokens=tokens: [each if isinstance(each, int) else list(each) for each in answer(list(tokens))],
             _misread_words(tokens),
         )
 

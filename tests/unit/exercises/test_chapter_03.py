@@ -1,0 +1,134 @@
+"""Wrong answers to the exercises of chapter 03, with what each believes and words of its score."""
+
+import numpy as np
+
+from labkit.check import check
+
+# ---- 03.parts ----
+
+
+def split(first, second, *, rank_of=lambda rank: rank):
+    """An answer that cuts fc1 and fc2 along these axes; None leaves a weight whole."""
+
+    def parts(fc1, fc2, rank, t):
+        return [w if axis is None else np.split(w, t, axis)[rank_of(rank)] for w, axis in ((fc1, first), (fc2, second))]
+
+    return parts
+
+
+PARTS = {
+    # Cuts what torch stores as if it were A and B themselves, so A loses rows and B columns.
+    "transposed": (split(1, 0), "torch stores the transpose of A and of B"),
+    # Cuts both along dimension 0, as if every weight were cut alike.
+    "both by columns": (split(0, 0), "this cuts B by columns"),
+    "both by rows": (split(1, 1), "partial sums meet the GeLU"),
+    "fc2 whole": (split(0, None), "fc2 is whole"),
+    "fc1 whole": (split(None, 1), "fc1 is whole"),
+    "nothing cut": (split(None, None), "nothing is cut"),
+    "rank 0": (split(0, 1, rank_of=lambda rank: 0), "every rank gets the part of rank 0"),
+    # Deals the columns out one by one; the sum is right, but the parts do not fit Megatron's checkpoints.
+    "strided": (lambda fc1, fc2, rank, t: (fc1[rank::t], fc2[:, rank::t]), "neighbouring columns"),
+}
+
+# ---- 03.f_and_g ----
+
+
+def mlp(*, g="sum", f="sum", bias="once", dy="whole", mask=True, weights="own", dbias="tokens"):
+    """An MLP over ranks; an argument that is not its default is a misunderstanding."""
+
+    def answer(x, grad, A, B, b, all_reduce):
+        t = len(A)
+
+        def reduced(parts, how):
+            if how == "none":
+                return parts
+            total = all_reduce(parts)
+            total = [each / t for each in total] if how == "mean" else total
+            return [total[0], *parts[1:]] if how == "first" else all_reduce(total) if how == "twice" else total
+
+        inner = [np.maximum(x @ a.T, 0) for a in A]
+        y = reduced([h @ w.T + b * (bias == "each") for h, w in zip(inner, B)], g)
+        y = [each + b * (bias == "once") for each in y]
+        grads = all_reduce([grad] * t) if dy == "summed" else [grad] * t
+        d_inner = [(d @ w) * ((h > 0) if mask else 1) for d, w, h in zip(grads, B, inner)]
+        dx = reduced([d @ a for d, a in zip(d_inner, A)], f)
+        dA, dB = [d.T @ x for d in d_inner], [d.T @ h for d, h in zip(grads, inner)]
+        dA, dB = (all_reduce(each) if weights == "summed" else each for each in (dA, dB))
+        own = {"tokens": lambda d: d.sum(0), "kept": lambda d: d, "divided": lambda d: d.sum(0) / t}[dbias]
+        return y, dx, dA, dB, [own(d) for d in grads]
+
+    return answer
+
+
+MLPS = {
+    "no g": (mlp(g="none"), "each rank keeps its partial sum"),
+    "g is a mean": (mlp(g="mean"), "g is a sum over ranks, not a mean"),
+    "g for rank 0": (mlp(g="first"), "only rank 0 has the sum"),
+    # Adds the bias on every rank before g, so that the sum contains it tp times.
+    "bias on each rank": (mlp(bias="each"), "the sum holds it t times"),
+    "no bias": (mlp(bias="none"), "the bias is missing"),
+    # Believes that g reduces in both directions: gradients that all ranks already hold alike are added up tp times.
+    "dy summed": (mlp(dy="summed"), "every rank holds dy whole"),
+    # Forgets f: the output is right, but each rank keeps only its own share of the input gradient.
+    "no f": (mlp(f="none"), "f is missing"),
+    "f is a mean": (mlp(f="mean"), "f is a sum over ranks, not a mean"),
+    "f twice, with a summed dy": (mlp(f="twice", dy="summed"), "f's sum is taken twice"),
+    "no mask": (mlp(mask=False), "the gradient of relu is missing"),
+    "weights summed": (mlp(weights="summed"), "gradients of different parts are added"),
+    "tokens kept": (mlp(dbias="kept"), "not summed over the tokens"),
+    "dbias divided": (mlp(dbias="divided"), "its gradient is not divided by t"),
+    "no result": (lambda x, dy, A, B, bias, _: (None,) * 5, "there is no result yet"),
+    "four lists": (lambda x, dy, A, B, bias, _: ([], [], [], []), "it returns five lists"),
+    "one sum for all": (lambda x, dy, A, B, bias, reduce: reduce([x]), "all_reduce takes a list"),
+}
+
+# ---- 03.suspect ----
+
+
+def suspect(place, operator=lambda kind: "g" if kind == "output" else "f"):
+    """An answer that makes a sub-layer of the name's place."""
+
+    def answer(name):
+        where, kind = name.split()
+        return place(where), operator(kind)
+
+    return answer
+
+
+def sublayer(where):
+    return where.removesuffix(".norm.bias")
+
+
+def moved(by):
+    def place(where):
+        _, layer, part, *_ = where.split(".")
+        number = 2 * int(layer) + (part == "mlp") + by
+        return f"layers.{number // 2}.{('attention', 'mlp')[number % 2]}"
+
+    return place
+
+
+SUSPECTS = {
+    # Blames f for everything, although f does nothing forward.
+    "always f": (suspect(sublayer, lambda kind: "f"), "f does nothing forward"),
+    "always g": (suspect(sublayer, lambda kind: "g"), "g does nothing backward"),
+    # Takes the norm for a part of its own, and names it instead of the sub-layer that follows.
+    "the norm": (suspect(lambda where: where.removesuffix(".bias")), "f belongs to the sub-layer of this norm"),
+    "the parameter": (suspect(lambda where: where), "this has the name of a parameter"),
+    "the layer": (suspect(lambda where: ".".join(where.split(".")[:2])), "name the sub-layer, attention or mlp"),
+    # Thinks of forward: the norm follows the sub-layer before it, so its gradient is wrong because of that one.
+    "the one before": (suspect(moved(-1)), "right after the f of its own sub-layer"),
+    "the one after": (suspect(moved(1)), "this sub-layer comes later"),
+}
+
+TABLES = {"03.parts": PARTS, "03.f_and_g": MLPS, "03.suspect": SUSPECTS}
+RIGHT = {"03.parts": split(0, 1), "03.f_and_g": mlp(), "03.suspect": suspect(sublayer)}
+
+
+def test_all_reduces_are_not_counted_in_a_group_of_one():
+    """An answer that never talks is right for one rank."""
+    score = check("03.f_and_g", lambda *case: mlp()(*case[:-1], list))
+    failed = [outcome.given for outcome in score.outcomes if not outcome.passed]
+    assert failed == [
+        f"tp {tp}, {of}" for tp in (2, 4) for of in ("y on every rank", "dx on every rank", "the number of all-reduces")
+    ]
