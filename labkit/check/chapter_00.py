@@ -5,12 +5,11 @@ Wrong answers are held against the answers of known misunderstandings, which the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import Diagnosis, Outcome, exercise, holds, shown
+from labkit.check.scoring import ONLY_FIRST, Diagnosis, Outcome, close, exercise, holds, shown
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.simulator import Costs, simulate
@@ -43,8 +42,7 @@ def _spans(stages: int, count: int, forward: tuple[float, ...]) -> Spans:
 @exercise("00.idle", "Write idle_share(rows) -> the share of the step in which stages are idle, from 0 to 1.")
 def idle(answer: Any) -> Iterator[Outcome]:
     """Five steps of 1F1B: equal stages, unequal ones, one stage; no step begins at 0."""
-    diagnosis = Diagnosis(lambda value, other: math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-9))
-    failed = False
+    diagnosis = Diagnosis(close(rtol=1e-6, atol=1e-9))
     for stages, count, forward in _STEPS:
         rows = _spans(stages, count, forward)
         first, last = min(row[0][0] for row in rows), max(row[-1][1] for row in rows)
@@ -70,8 +68,7 @@ def idle(answer: Any) -> Iterator[Outcome]:
             lambda r=rows: round(float(answer([list(row) for row in r])), 6),
             {words: round(value, 6) for words, value in misreadings.items()},
         )
-        yield replace(outcome, told=outcome.told and not failed)
-        failed |= not outcome.passed
+        yield replace(outcome, reason=ONLY_FIRST)
 
 
 # ---- sizes that can train a model ----
@@ -89,22 +86,14 @@ _MODELS = (
 
 @exercise("00.tour", "Write layouts(ranks, layers, heads, batch) -> the set of (tp, pp, dp) that can train the model.")
 def tour(answer: Any) -> Iterator[Outcome]:
-    """Judge seven worlds against the layouts that labkit's own configuration accepts; each reason is told once."""
-    told: set[str] = set()
+    """Judge seven worlds against the layouts that labkit's own configuration accepts."""
     for case in _MODELS:
-        words = ", ".join(f"{name} {value}" for name, value in case.items())
         right = _accepted(**case)
-        kind = ""
-
-        def tried(case: dict[str, int] = case, right: set[tuple[int, int, int]] = right) -> bool | str:
-            nonlocal kind
-            kind, problem = _wrong_layout(answer(**case), right, **case)
-            return problem or True
-
-        outcome = holds(words, f"the {len(right)} layouts that can train this model", tried)
-        kind = kind or outcome.got
-        yield replace(outcome, told=kind not in told)
-        told |= set() if outcome.passed else {kind}
+        yield holds(
+            ", ".join(f"{name} {value}" for name, value in case.items()),
+            f"the {len(right)} layouts that can train this model",
+            lambda case=case, right=right: _wrong_layout(answer(**case), right, **case),
+        )
 
 
 def _wrong_layout(
@@ -161,7 +150,6 @@ _RUNS = (
 def same(answer: Any) -> Iterator[Outcome]:
     """Six pairs of runs: equal ones, one step apart in the middle, at the end, at the begin, below and above."""
     diagnosis = Diagnosis(lambda value, other: value == other and type(value) is type(other))
-    failed = False
     for losses, reference in _RUNS:
         gaps = [abs(a - b) for a, b in zip(losses, reference)]
         relative = [gap / abs(b) for gap, b in zip(gaps, reference)]
@@ -188,5 +176,4 @@ def same(answer: Any) -> Iterator[Outcome]:
             lambda a=losses, b=reference: answer(list(a), list(b), 1e-5),
             misreadings,
         )
-        yield replace(outcome, told=outcome.told and not failed)
-        failed |= not outcome.passed
+        yield replace(outcome, reason=ONLY_FIRST)

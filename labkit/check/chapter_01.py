@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds
+from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, close, exercise, holds
 
 Chunks = list[list[int]]
 """By rank: its chunks, each a number."""
@@ -55,7 +55,6 @@ def _after(operation: str, before: Chunks) -> Chunks:
 def after(answer: Any) -> Iterator[Outcome]:
     """Five operations over three ranks, and two of them over four."""
     diagnosis = Diagnosis()
-    failed: set[str] = set()
     for operation, ranks in _CALLS:
         before = _before(operation, ranks)
         outcome = diagnosis.outcome(
@@ -64,8 +63,7 @@ def after(answer: Any) -> Iterator[Outcome]:
             lambda o=operation, n=ranks: list(answer(o, _before(o, n))),
             _misread_calls(operation, before),
         )
-        yield replace(outcome, told=outcome.told and operation not in failed)
-        failed |= set() if outcome.passed else {operation}
+        yield replace(outcome, reason=outcome.reason or operation)
 
 
 def _misread_calls(operation: str, before: Chunks) -> Misreadings:
@@ -160,15 +158,13 @@ _RULES: dict[str, Rule] = {
 )
 def ring(answer: Any) -> Iterator[Outcome]:
     """Rings of two to eight ranks, simulated step by step; a failure names the first step that goes wrong."""
-    failed = False
     for ranks in (4, 2, 3, 5, 8):
         outcome = holds(
             f"a ring of {ranks} ranks",
             f"after step {ranks - 2} sum r on rank r, and after step {2 * ranks - 3} all sums on all ranks",
             lambda g=ranks: _run_ring(answer, g),
         )
-        yield replace(outcome, told=not failed)
-        failed |= not outcome.passed
+        yield replace(outcome, reason=ONLY_FIRST)
 
 
 class _ProblemError(Exception):
@@ -247,7 +243,6 @@ def _pair(given: Any, rank: int, step: int, ranks: int) -> tuple[int, int]:
 )
 def order(answer: Any) -> Iterator[Outcome]:
     """Rings of two to eight ranks; a failure shows the circle of waiting ranks, or how long a chain takes."""
-    failed = False
     for ranks in (4, 2, 3, 5, 8):
         most = 2 + ranks % 2
         outcome = holds(
@@ -255,8 +250,7 @@ def order(answer: Any) -> Iterator[Outcome]:
             f"every message arrives, in at most {most} rounds",
             lambda g=ranks, m=most: _run_order([answer(rank, g) for rank in range(g)], m),
         )
-        yield replace(outcome, told=not failed)
-        failed |= not outcome.passed
+        yield replace(outcome, reason=ONLY_FIRST)
 
 
 def _run_order(orders: Sequence[Any], most: int) -> bool | str:
@@ -306,11 +300,10 @@ _TRANSFERS = ((4, 100, 10e-6, 1e9), (2, 1_000_000, 10e-6, 1e9), (8, 4_000_000, 2
 @exercise("01.seconds", "Write seconds(ranks, size, latency, bandwidth) -> (of a ring, of doubling), in seconds.")
 def seconds(answer: Any) -> Iterator[Outcome]:
     """Both times of four all-reduces, small and large; each time is a case."""
-    ways = (("the ring", Diagnosis(_close), _ring_times), ("doubling", Diagnosis(_close), _doubling_times))
-    failed: set[str] = set()
+    diagnosis = Diagnosis(close(rtol=1e-4, atol=1e-3))
     for ranks, size, latency, bandwidth in _TRANSFERS:
         given = f"{ranks} ranks, {size:,} bytes, {1e6 * latency:g} us before a message, {bandwidth / 1e9:g} GB/s, us of"
-        for place, (name, diagnosis, times) in enumerate(ways):
+        for place, (name, times) in enumerate((("the ring", _ring_times), ("doubling", _doubling_times))):
             right, misreadings = times(ranks, size, latency, bandwidth)
             outcome = diagnosis.outcome(
                 f"{given} {name}",
@@ -318,8 +311,7 @@ def seconds(answer: Any) -> Iterator[Outcome]:
                 lambda p=place, c=(ranks, size, latency, bandwidth): _us(_two(answer(*c))[p]),
                 {words: _us(wrong) for words, wrong in misreadings.items()},
             )
-            yield replace(outcome, told=name not in failed)  # one mistake, one sentence
-            failed |= set() if outcome.passed else {name}
+            yield replace(outcome, reason=name)  # one mistake, one sentence
 
 
 def _two(value: Any) -> Any:
@@ -330,10 +322,6 @@ def _two(value: Any) -> Any:
 
 def _us(value: Any) -> float:
     return round(1e6 * float(value), 4)
-
-
-def _close(value: Any, other: Any) -> bool:
-    return math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-3)
 
 
 Times = tuple[float, dict[str, float]]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import MAX_SHOWN, Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.check.scoring import MAX_SHOWN, ONLY_FIRST, Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
 from labkit.comm.rank_generator import RankGenerator
 
 _GROUPINGS: tuple[tuple[str, dict[str, int], str], ...] = (
@@ -47,7 +47,6 @@ def _digits(rank: int, order_string: str, sizes: Mapping[str, int]) -> dict[str,
 def digits(answer: Any) -> Iterator[Outcome]:
     """Five ranks: slow and fast axes, an axis of size 1, another order, rank 0."""
     diagnosis = Diagnosis()
-    failed = False
     for rank, order_string, sizes in _DIGITS:
         strides = RankGenerator(**sizes, order=order_string).strides
         misreadings = {
@@ -67,8 +66,7 @@ def digits(answer: Any) -> Iterator[Outcome]:
             lambda r=rank, o=order_string, s=sizes: dict(answer(r, o, dict(s))),
             misreadings,
         )
-        yield replace(outcome, told=outcome.told and not failed)
-        failed |= not outcome.passed
+        yield replace(outcome, reason=ONLY_FIRST)
 
 
 @exercise("02.groups", "Write groups_of(order, sizes, token) -> the list of groups, each a list of ranks.")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, raised, shown
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, asked, exercise, raised, shown
 
 Array = NDArray[np.int64]
 Parts = list[Array]
@@ -52,14 +52,17 @@ def _part(ranks: int, rank: int, *, dims: tuple[int | None, int | None] = (0, 1)
 @exercise("03.parts", "Write parts(fc1, fc2, rank, t) -> this rank's parts of two weights as torch stores them.")
 def parts(answer: Any) -> Iterator[Outcome]:
     """Two ranks, a middle one of four, and one rank alone."""
-    diagnosis = Diagnosis()
-    for ranks, rank in _CUTS:
-        yield diagnosis.outcome(
-            f"rank {rank} of {ranks}",
-            _part(ranks, rank),
-            lambda ranks=ranks, rank=rank: tuple(answer(*_stored(max(2, ranks)), rank, ranks)),
-            {words: _part(ranks, 0 if "rank 0" in words else rank, **cut) for words, cut in _MISREAD_PARTS.items()},
-        )
+    return asked(
+        _CUTS,
+        given="rank {1} of {0}".format,
+        right=_part,
+        tried=lambda ranks, rank: tuple(answer(*_stored(max(2, ranks)), rank, ranks)),
+        misread=_misread_parts,
+    )
+
+
+def _misread_parts(ranks: int, rank: int) -> Misreadings:
+    return {words: _part(ranks, 0 if "rank 0" in words else rank, **cut) for words, cut in _MISREAD_PARTS.items()}
 
 
 _MISREAD_PARTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, asked, exercise, holds, plain, shown
 
 Array = NDArray[np.float64]
 
@@ -45,14 +45,13 @@ def _looked_up(ids: Sequence[int], rows: int, rank: int, local: Callable[[int], 
 @exercise("04.lookup", "Write lookup(ids, part, rank) -> the rows that this rank adds to the all-reduce, [ids, width].")
 def lookup(answer: Any) -> Iterator[Outcome]:
     """Two or three ranks, ids of this rank and of others, ids at both ends of a part."""
-    diagnosis = Diagnosis()
-    for ids, rows, rank in _LOOKUPS:
-        yield diagnosis.outcome(
-            f"ids {ids}, parts of {rows} rows, and rank {rank}",
-            _looked_up(ids, rows, rank, _place(rows, rank)),
-            lambda ids=ids, rows=rows, rank=rank: answer(np.array(ids), _part(rows, rank), rank),
-            _misread_lookups(ids, rows, rank),
-        )
+    return asked(
+        _LOOKUPS,
+        given="ids {}, parts of {} rows, and rank {}".format,
+        right=lambda ids, rows, rank: _looked_up(ids, rows, rank, _place(rows, rank)),
+        tried=lambda ids, rows, rank: answer(np.array(ids), _part(rows, rank), rank),
+        misread=_misread_lookups,
+    )
 
 
 def _place(rows: int, rank: int) -> Callable[[int], int | None]:
@@ -153,14 +152,11 @@ _LOSSES: tuple[Callable[[], _Loss], ...] = (
 def loss(answer: Any) -> Iterator[Outcome]:
     """One rank, several, padding, logits that overflow and that vanish; then the numbers that travel."""
     diagnosis = Diagnosis(_close)
-    passed = True
     for make in _LOSSES:
         problem = make()
         with np.errstate(all="ignore"):
             right, misreadings = _losses(problem), _misread_losses(problem)
-        outcome = diagnosis.outcome(problem.words, _rounded(right), lambda p=problem: p.tried(answer), misreadings)
-        passed &= outcome.passed
-        yield outcome
+        yield diagnosis.outcome(problem.words, _rounded(right), lambda p=problem: p.tried(answer), misreadings)
     problem = _LOSSES[3]()
     most = 3 * len(problem.labels)
     outcome = holds(
@@ -168,7 +164,7 @@ def loss(answer: Any) -> Iterator[Outcome]:
         f"at most {most}: three for each of {len(problem.labels)} tokens",
         lambda: (problem.tried(answer), sum(problem.sent) <= most or f"{sum(problem.sent)}")[1],
     )
-    yield replace(outcome, told=passed)  # after a failed case this number has no meaning yet
+    yield replace(outcome, reason=ONLY_FIRST)  # after a failed case this number has no meaning yet
 
 
 def _close(value: Any, other: Any) -> bool:

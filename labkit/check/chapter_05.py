@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, raised
+from labkit.check.scoring import Misreadings, Outcome, asked, exercise, holds, raised
 
 # ---- the bytes of a chain ----
 
@@ -56,15 +56,13 @@ def _kept(
 )
 def kept(answer: Any) -> Iterator[Outcome]:
     """Chains in which operations keep their input, their result, a mask or nothing, and share tensors."""
-    diagnosis = Diagnosis(lambda value, other: value == other)
-    for width, chain in _CHAINS:
-        steps = ", ".join(f"{name} to {result}" for name, result in chain)
-        yield diagnosis.outcome(
-            f"width {width}: {steps}",
-            _kept(width, chain),
-            lambda w=width, c=chain: answer(w, list(c)),
-            _misread_chains(width, chain),
-        )
+    return asked(
+        _CHAINS,
+        given=lambda width, chain: f"width {width}: {', '.join(f'{name} to {result}' for name, result in chain)}",
+        right=_kept,
+        tried=lambda width, chain: answer(width, list(chain)),
+        misread=_misread_chains,
+    )
 
 
 def _misread_chains(width: int, chain: Chain) -> Misreadings:
@@ -176,7 +174,6 @@ def _right_gradient(count: int) -> list[int]:
 )
 def replay(answer: Any) -> Iterator[Outcome]:
     """One, two and five blocks: the gradient, the masks, the memory, the work, and the generator's end."""
-    told: set[str] = set()
     for count in (1, 2, 5):
         run = _replayed(answer, count)
         claims: tuple[tuple[str, str, Callable[[_Replayed], bool | str]], ...] = (
@@ -187,11 +184,7 @@ def replay(answer: Any) -> Iterator[Outcome]:
         )
         for what, claim, test in claims:
             outcome = holds(f"{count} block{'s' * (count > 1)}, {what}", claim, lambda r=run, t=test: r.error or t(r))
-            kind = f"{what}: {_kind(outcome.got)}"
-            kind = outcome.got if run.error else kind
-            yield replace(outcome, told=kind not in told)
-            if not outcome.passed:
-                told.add(kind)
+            yield replace(outcome, reason=run.error or f"{what}: {_kind(outcome.got)}")
 
 
 def _kind(words: str) -> str:
@@ -275,19 +268,21 @@ def _peak(layers: int, size: int, input_bytes: int, layer_bytes: int) -> int:
 @exercise("05.groups", "Write best_group(layers, input_bytes, layer_bytes) -> the group size with the smallest peak.")
 def groups(answer: Any) -> Iterator[Outcome]:
     """Layers that keep as much as their input, and many times as much; two n with one peak; one layer."""
-    diagnosis = Diagnosis(lambda value, other: value == other)
-    for layers, input_bytes, layer_bytes in _GROUPS:
-        sizes = [n for n in range(1, layers + 1) if layers % n == 0]
-        peaks = {n: _peak(layers, n, input_bytes, layer_bytes) for n in sizes}
-        yield diagnosis.outcome(
-            f"{layers} layers, {input_bytes} bytes an input and {layer_bytes} a layer",
-            min(sizes, key=peaks.__getitem__),
-            lambda case=(layers, input_bytes, layer_bytes): answer(*case),
-            _misread_groups(layers, input_bytes, layer_bytes, sizes),
-        )
+    return asked(
+        _GROUPS,
+        given="{} layers, {} bytes an input and {} a layer".format,
+        right=lambda layers, *each: min(_sizes(layers), key=lambda n: _peak(layers, n, *each)),
+        tried=answer,
+        misread=_misread_groups,
+    )
 
 
-def _misread_groups(layers: int, input_bytes: int, layer_bytes: int, sizes: Sequence[int]) -> Misreadings:
+def _sizes(layers: int) -> list[int]:
+    return [n for n in range(1, layers + 1) if layers % n == 0]
+
+
+def _misread_groups(layers: int, input_bytes: int, layer_bytes: int) -> Misreadings:
+    sizes = _sizes(layers)
     root = math.sqrt(layers)
     balanced = math.sqrt(layers * input_bytes / layer_bytes)
     best = min(_peak(layers, n, input_bytes, layer_bytes) for n in sizes)

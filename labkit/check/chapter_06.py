@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.rank_threads import RankThreads, Stalled
-from labkit.check.scoring import Misreadings, Outcome, exercise, holds, plain, raised, shown
+from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, exercise, holds, plain, raised, reason_of, shown
 
 Array = NDArray[Any]
 
@@ -35,16 +35,12 @@ def _shapes(s: int, b: int, h: int, t: int, *, cut: Sequence[str] = _BETWEEN, in
 )
 def shapes(answer: Any) -> Iterator[Outcome]:
     """One, two and four ranks, without sequence parallelism and with it."""
-    told: set[str] = set()
     for split in (False, True):
         for s, b, h, t in _SIZES:
             words = "tensor and sequence parallel" if split else "tensor parallel"
             given = f"s {s}, b {b}, h {h} and t {t}, {words}"
             outcome = holds(given, "the shapes of the picture", lambda case=(s, b, h, t, split): _judged(answer, *case))
-            reason = outcome.got.partition(": ")[2]
-            yield replace(outcome, told=reason not in told)
-            if not outcome.passed:
-                told.add(reason)
+            yield replace(outcome, reason=reason_of(outcome.got))
 
 
 def _judged(answer: Any, s: int, b: int, h: int, t: int, split: bool) -> bool | str:
@@ -168,31 +164,24 @@ def _misread_results(case: Case) -> dict[str, dict[str, Parts]]:
 @exercise("06.sequence", "Write block(x, dy, gain, A, B, tp) -> (y, dx, dgain) of one rank; all ranks run it at once.")
 def sequence_parallel(answer: Any) -> Iterator[Outcome]:
     """Judge each result of every rank at tp 1, 2 and 4, and the number of calls; at tp 1 no call is counted."""
-    told: set[str] = set()
-
-    def once(outcome: Outcome, reason: str) -> Outcome:
-        seen = reason in told
-        if not outcome.passed:
-            told.add(reason)
-        return replace(outcome, told=outcome.told and not seen)
-
     for tp in (1, 2, 4):
         case, ranks = _problem(tp), RankThreads(tp)
         found, error = _tried(answer, case, ranks)
         right, misread, before = _right(case), _misread_results(case), ""
         for place, name in enumerate(_RESULTS):
             said = error or _difference(name, [each[place] for each in found], right[name], misread[name])
-            outcome = holds(f"tp {tp}, {name} on every rank", "that of one process", lambda s=said: s or True)
-            reason = error or said.partition(": ")[2]
-            yield once(outcome, before if before and name == "dgain" else reason)  # dgain is made from dx
+            reason = reason_of(said)
+            of_dx = before if name == "dgain" else ""  # dgain is made from dx
+            yield holds(
+                f"tp {tp}, {name} on every rank", "that of one process", lambda s=said, r=of_dx or reason: (r, s)
+            )
             before = reason
         if tp > 1:
             for name, allowed in (("all_gather", (2, 3)), ("reduce_scatter", (2,)), ("all_reduce", (1,))):
                 count = ranks.calls[name]
                 said = error or ("" if count in allowed else f"{count}")
                 wanted = " or ".join(map(str, allowed))
-                outcome = holds(f"tp {tp}, calls of {name}", wanted, lambda s=said: s or True)
-                yield once(replace(outcome, told=not told), error or f"{name}: {said}")
+                yield holds(f"tp {tp}, calls of {name}", wanted, lambda s=said: (ONLY_FIRST, s))
 
 
 def _tried(answer: Any, case: Case, ranks: RankThreads) -> tuple[list[Any], str]:
@@ -241,7 +230,6 @@ _TP, _PP = 4, 3
 )
 def seeds(answer: Any) -> Iterator[Outcome]:
     """Four tensor-parallel ranks times three stages: who must share a seed, and who must not."""
-    told: set[str] = set()
     for split in (False, True):
         words = "tensor and sequence parallel" if split else "tensor parallel"
         for place in ("between", "inside"):
@@ -255,17 +243,13 @@ def seeds(answer: Any) -> Iterator[Outcome]:
                     claim,
                     lambda t=test, p=place, s=split, a=alike: t(_seeds(answer, p, split=s), alike=a),
                 )
-                reason = outcome.got.partition(": ")[2] or outcome.got
-                yield replace(outcome, told=reason not in told)
-                if not outcome.passed:
-                    told.add(reason)
-
+                yield replace(outcome, reason=reason_of(outcome.got))
     outcome = holds(
         "tensor parallel, inside and between the regions",
         "two states",
         lambda: _apart(_seeds(answer, "inside", split=False), _seeds(answer, "between", split=False)),
     )
-    yield replace(outcome, told=outcome.got not in told)
+    yield replace(outcome, reason=reason_of(outcome.got))
 
 
 def _seeds(answer: Any, place: str, *, split: bool) -> dict[tuple[int, int], Any]:

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.rank_threads import RankThreads, Stalled
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, raised
+from labkit.check.scoring import (
+    Diagnosis,
+    Misreadings,
+    Outcome,
+    asked,
+    close,
+    exercise,
+    holds,
+    plain,
+    raised,
+    reason_of,
+)
 from labkit.parallel.context.ring_plan import Layout, chunks_of_rank, ring_load
 
 Array = NDArray[Any]
@@ -30,14 +40,13 @@ _LENGTHS = ((8, 2), (16, 4), (12, 3), (64, 4), (10, 1))
 @exercise("07.work", "Write work(seq_length, cp) -> the pairs that each rank computes under the plain cut.")
 def work(answer: Any) -> Iterator[Outcome]:
     """One to four ranks."""
-    diagnosis = Diagnosis()
-    for length, cp in _LENGTHS:
-        yield diagnosis.outcome(
-            f"{length} positions over cp {cp}",
-            [sum(steps) for steps in ring_load(length, cp, layout="contiguous")],
-            lambda length=length, cp=cp: answer(length, cp),
-            _misread_work(length, cp),
-        )
+    return asked(
+        _LENGTHS,
+        given="{} positions over cp {}".format,
+        right=lambda length, cp: [sum(steps) for steps in ring_load(length, cp, layout="contiguous")],
+        tried=answer,
+        misread=_misread_work,
+    )
 
 
 def _misread_work(length: int, cp: int) -> Misreadings:
@@ -60,6 +69,9 @@ def _misread_work(length: int, cp: int) -> Misreadings:
 
 
 # ---- programs of one rank ----
+
+
+_alike = close(atol=1e-6)
 
 
 class _Case(NamedTuple):
@@ -169,24 +181,6 @@ def _run(answer: Any, case: _Case, rows: Sequence[Array], shapes: Sequence[Array
     return _Run([case.by_position(parts) for parts in zip(*found)], "", threads.calls["pass_on"], max(sizes))
 
 
-def _alike(value: Array, other: Array) -> bool:
-    return bool(np.allclose(value, other, rtol=0, atol=1e-6, equal_nan=True))
-
-
-class _Sentences:
-    """Outcomes of one answer; the same reason is told once."""
-
-    def __init__(self) -> None:
-        self.told: set[str] = set()
-
-    def outcome(self, given: str, claim: str, said: str) -> Outcome:
-        """`said` is empty for a right result; what stands behind its first colon is the reason."""
-        reason = said.partition(": ")[2] or said
-        outcome = replace(holds(given, claim, lambda: said or True), told=reason not in self.told)
-        self.told |= {reason} if said else set()
-        return outcome
-
-
 def _rank_of(case: _Case, position: int) -> int:
     return next(rank for rank, rows in enumerate(case.at) if position in rows)
 
@@ -201,19 +195,24 @@ def _place(case: _Case, position: int) -> str:
 @exercise("07.ring", "Write ring(rows, kv, cp, pass_on) -> the output of one rank's rows; all ranks run it at once.")
 def ring(answer: Any) -> Iterator[Outcome]:
     """Judge the weights of every row on one, two and four ranks, both cuts, large scores; the messages of a rank."""
-    sentences = _Sentences()
+    diagnosis = Diagnosis()
     for cp, layout, factor in _CASES:
         case = _case(cp, layout, factor)
         rows = (case.q, np.arange(len(case.q)))
         found = _run(answer, case, rows, [case.v])
         claim = "the weights of one softmax over all keys up to each position"
-        said = found.error or _wrong_weights(case, *found.arrays, told=sentences.told)
-        yield sentences.outcome(f"{case.name}, the outputs", claim, said)
+        said = found.error or _wrong_weights(case, *found.arrays, diagnosis=diagnosis)
+        yield _said(f"{case.name}, the outputs", claim, said)
         if cp > 1 and factor == 1.0:
             most = case.at[0].size * (2 * case.q.shape[1] + 1)
             claim = f"{cp - 1} with one rank's k, v and positions, at most {most} numbers"
             said = found.error or _wrong_messages(found, cp, most, 2 * case.at[0].size * case.q.shape[1])
-            yield sentences.outcome(f"{case.name}, the messages of a rank", claim, said)
+            yield _said(f"{case.name}, the messages of a rank", claim, said)
+
+
+def _said(given: str, claim: str, said: str) -> Outcome:
+    """The outcome of a sentence about a fault; empty for a right result."""
+    return holds(given, claim, lambda: (reason_of(said), said))
 
 
 def _wrong_messages(found: _Run, cp: int, most: int, least: int) -> str:
@@ -229,10 +228,10 @@ def _wrong_messages(found: _Run, cp: int, most: int, least: int) -> str:
     return ""
 
 
-def _wrong_weights(case: _Case, found: Array, *, told: set[str]) -> str:
+def _wrong_weights(case: _Case, found: Array, *, diagnosis: Diagnosis) -> str:
     """Words for the first weight that differs, and for the misunderstanding; empty for right weights.
 
-    At scores of hundreds several misunderstandings give the same weights: one of those `told` already is meant again.
+    At scores of hundreds several misunderstandings give the same weights: one that was named before is meant again.
     """
     right = _softmax(case.scores, case.causal)
     if _alike(found, right):
@@ -242,7 +241,7 @@ def _wrong_weights(case: _Case, found: Array, *, told: set[str]) -> str:
     finite: Array = np.asarray(np.isfinite(found).all(axis=1))
     if not _alike(found[finite], right[finite]):  # rows that are nan besides do not hide a misunderstanding
         reasons = [words for words, other in _misread_weights(case) if _alike(found[finite], other[finite])]
-        reason = next((words for words in reasons if words in told), next(iter(reasons), ""))
+        reason = diagnosis.meant(reasons)
     else:
         reason = _nan_reason(case, finite)
     if not reason and np.nan_to_num(found[row, row + 1 :]).any():
@@ -318,7 +317,6 @@ def _without_rescaling(scores: Array, seen: Array, steps: Array, *, running: boo
 @exercise("07.backward", "Write backward(rows, kv, cp, pass_on) -> (dq, dk, dv) of one rank; all ranks run it at once.")
 def backward(answer: Any) -> Iterator[Outcome]:
     """Judge dq, then dk and dv, on one, two and four ranks, and the messages of a rank."""
-    sentences = _Sentences()
     for cp, layout, _ in _CASES[:-1]:
         case = _case(cp, layout, 1.0, width=3)
         grad = np.random.default_rng(10 + cp).normal(size=case.v.shape)
@@ -326,14 +324,14 @@ def backward(answer: Any) -> Iterator[Outcome]:
         dq, dkv = from_ranks.sum(axis=0)[0], from_ranks.sum(axis=0)[1:]
         found = _run(answer, case, rows, [case.q, case.k, case.v])
         said = found.error or _wrong_gradient(case, "dq", found.arrays[:1], dq[None], _misread_dq(case, grad))
-        yield sentences.outcome(f"{case.name}, dq", "the sum over all keys", said)
+        yield _said(f"{case.name}, dq", "the sum over all keys", said)
         said = found.error or _wrong_gradient(case, "dk, dv", found.arrays[1:], dkv, _misread_dkv(case, from_ranks))
-        yield sentences.outcome(f"{case.name}, dk and dv", "the sum over the queries of all ranks", said)
+        yield _said(f"{case.name}, dk and dv", "the sum over the queries of all ranks", said)
         if cp > 1:
             most = case.at[0].size * (4 * case.q.shape[1] + 1)
             claim = f"1 to {2 * cp}, each with one rank's k, v, positions and sums at most, {most} numbers"
             said = found.error or _wrong_transport(found, cp, most)
-            yield sentences.outcome(f"{case.name}, the messages of a rank", claim, said)
+            yield _said(f"{case.name}, the messages of a rank", claim, said)
 
 
 def _wrong_transport(found: _Run, cp: int, most: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.check.scoring import Finding, Misreadings, Outcome, asked, close, exercise, holds, plain, shown
 
 # ---- the mean over tokens ----
 
@@ -27,19 +27,14 @@ _MEANS = (
 @exercise("08.tokens", "Write mean_gradient(gradients, tokens) -> the gradient of the mean over all tokens.")
 def tokens(answer: Any) -> Iterator[Outcome]:
     """Equal and unequal numbers of tokens, and ranks without any."""
-    diagnosis = Diagnosis(_close)
-    for gradients, counts in _MEANS:
-        yield diagnosis.outcome(
-            f"gradients {gradients} and tokens {counts}",
-            _weighted(gradients, counts, sum(counts)),
-            lambda g=gradients, n=counts: answer([list(each) for each in g], list(n)),
-            _misread_means(gradients, counts),
-        )
-
-
-def _close(value: Any, other: Any) -> bool:
-    mine, right = plain(value), plain(other)
-    return len(mine) == len(right) and all(abs(a - b) < 1e-9 for a, b in zip(mine, right))
+    return asked(
+        _MEANS,
+        given="gradients {} and tokens {}".format,
+        right=lambda gradients, counts: _weighted(gradients, counts, sum(counts)),
+        tried=lambda gradients, counts: answer([list(each) for each in gradients], list(counts)),
+        misread=_misread_means,
+        equal=close(atol=1e-9),
+    )
 
 
 def _weighted(gradients: Sequence[Sequence[float]], weights: Sequence[float], divisor: float) -> list[float]:
@@ -94,21 +89,15 @@ def _leaving(buckets: Sequence[Sequence[str]], arrivals: Sequence[str]) -> Leavi
 @exercise("08.leaving", "Write leaving(buckets, backwards) -> (gradient, bucket) for each bucket, as it leaves.")
 def leaving(answer: Any) -> Iterator[Outcome]:
     """Gradients in and out of the buffer's order, one microbatch and several."""
-    told: set[str] = set()
     for words, buckets, backwards in _LEAVING:
-        right = _leaving(buckets, backwards[-1])
-        given = f"{words}: buckets {list(buckets)} and arrivals {backwards}"
-        seen: list[str] = []
 
-        def tried(buckets: Any = buckets, backwards: Any = backwards, seen: list[str] = seen) -> bool | str:
+        def tried(buckets: Any = buckets, backwards: Any = backwards) -> Finding:
             value = answer([list(each) for each in buckets], [list(each) for each in backwards])
             kind, sentence = _first_wrong(plain(value), buckets, backwards)
-            seen.append(kind)
-            return f"{shown(value)}: {sentence}" if kind else True
+            return kind, sentence and f"{shown(value)}: {sentence}"
 
-        outcome = holds(given, shown(right), tried)
-        yield Outcome(outcome.given, outcome.expected, outcome.got, outcome.passed, not told.intersection(seen))
-        told |= {kind for kind in seen if kind}
+        given = f"{words}: buckets {list(buckets)} and arrivals {backwards}"
+        yield holds(given, shown(_leaving(buckets, backwards[-1])), tried)
 
 
 def _first_wrong(value: Any, buckets: Sequence[Sequence[str]], backwards: Sequence[Sequence[str]]) -> tuple[str, str]:
@@ -195,21 +184,15 @@ _BACKWARDS = (
 @exercise("08.cuts", "Write cuts(ready, sizes, latency, bandwidth) -> the number of gradients of each bucket.")
 def cuts(answer: Any) -> Iterator[Outcome]:
     """Five backwards; each cut must expose no more than the best of all cuts."""
-    told: set[str] = set()
     for case in _BACKWARDS:
-        seen: list[str] = []
 
-        def tried(case: _Backward = case, seen: list[str] = seen) -> bool | str:
-            value = plain(answer(list(case.ready), list(case.sizes), case.latency, case.bandwidth))
-            kind, sentence = _why_exposed(value, case)
-            seen.append(kind)
-            return sentence or True
+        def tried(case: _Backward = case) -> Finding:
+            value = answer(list(case.ready), list(case.sizes), case.latency, case.bandwidth)
+            return _why_exposed(plain(value), case)
 
         link = f"latency {case.latency:g} and bandwidth {case.bandwidth:g}"
         given = f"{case.words}, that is {len(case.sizes)} gradients of {sum(case.sizes):g} bytes in all, {link}"
-        outcome = holds(given, f"at most {case.best():.4g} exposed", tried)
-        yield Outcome(outcome.given, outcome.expected, outcome.got, outcome.passed, not told.intersection(seen))
-        told |= {kind for kind in seen if kind}
+        yield holds(given, f"at most {case.best():.4g} exposed", tried)
 
 
 def _why_exposed(value: Any, case: _Backward) -> tuple[str, str]:

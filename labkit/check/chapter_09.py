@@ -11,14 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, close, exercise, holds, plain, shown
 from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, pieces_of_rank, plan_buckets
 from labkit.plan.zero_stages import bytes_per_parameter
-
-
-def _close(value: Any, other: Any) -> bool:
-    return math.isclose(float(value), float(other), rel_tol=1e-9)
-
 
 # ---- bytes of a rank ----
 
@@ -30,16 +25,19 @@ _TYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
 @exercise("09.bytes", "Write kept_bytes(weight, d, stage) -> the bytes of a parameter on a rank.")
 def kept(answer: Any) -> Iterator[Outcome]:
     """Three widths of weights and four stages."""
-    diagnosis = Diagnosis(_close)
-    for weight, d, stage in _KEPT:
-        types = {"param_dtype": _TYPES[weight], "grad_dtype": _TYPES[max(4, weight)]}
-        right = float(bytes_per_parameter(**types, dp=d, stage=stage).total)
-        yield diagnosis.outcome(
-            f"weights of {weight} bytes, d {d}, stage {stage}",
-            right,
-            lambda weight=weight, d=d, stage=stage: answer(weight, d, stage),
-            _misread_bytes(weight, d, stage),
-        )
+    return asked(
+        _KEPT,
+        given="weights of {} bytes, d {}, stage {}".format,
+        right=_bytes_kept,
+        tried=answer,
+        misread=_misread_bytes,
+        equal=close(rtol=1e-9),
+    )
+
+
+def _bytes_kept(weight: int, d: int, stage: int) -> float:
+    types = {"param_dtype": _TYPES[weight], "grad_dtype": _TYPES[max(4, weight)]}
+    return float(bytes_per_parameter(**types, dp=d, stage=stage).total)
 
 
 def _kept(weight: float, gradient: float, master: float, moments: float, shares: Sequence[int]) -> float:
@@ -182,10 +180,10 @@ def _misread_owners(sizes: Sequence[int], bucket_size: int, dp: int) -> dict[str
 @exercise("09.shards", "Write shards(sizes, bucket_size, dp) -> by rank, the (parameter, first, last) that it owns.")
 def shards(answer: Any) -> Iterator[Outcome]:
     """Judge five small buffers, then forty parameters: each element must have exactly its right owner."""
-    told: set[str] = set()
+    diagnosis = Diagnosis()
     for sizes, bucket_size, dp, what in _BUFFERS:
         given = f"sizes {list(sizes)}, bucket_size {bucket_size} and dp {dp} ({what})"
-        yield _judged(given, lambda a=(list(sizes), bucket_size, dp): answer(*a), (sizes, bucket_size, dp), told)
+        yield _judged(given, lambda a=(list(sizes), bucket_size, dp): answer(*a), (sizes, bucket_size, dp), diagnosis)
     sizes, bucket_size, dp = _MANY
     yield holds(
         f"{len(sizes)} parameters over {dp} ranks in buckets of {bucket_size}",
@@ -194,27 +192,24 @@ def shards(answer: Any) -> Iterator[Outcome]:
     )
 
 
-def _judged(given: str, got: Callable[[], Any], case: tuple[Sequence[int], int, int], told: set[str]) -> Outcome:
+def _judged(given: str, got: Callable[[], Any], case: tuple[Sequence[int], int, int], diagnosis: Diagnosis) -> Outcome:
     """The outcome of one buffer: the first rank that differs, and the misunderstanding that gives the same slices."""
-    right, rank, seen = plain(owners(*case)), 0, ""
+    right, rank = plain(owners(*case)), 0
 
-    def tried() -> bool | str:
-        nonlocal seen, rank
+    def tried() -> Finding:
+        nonlocal rank
         value = plain(got())
         if value == right:
             return True
         if not isinstance(value, list) or len(value) != len(right):
-            seen = "form"
-            return f"{shown(value)}: give a list with one list of pieces for each of the {len(right)} ranks"
+            return "form", f"{shown(value)}: give a list with one list of pieces for each of the {len(right)} ranks"
         rank = next(r for r in range(len(right)) if value[r] != right[r])
         fitting = [words for words, other in _misread_owners(*case).items() if plain(other) == value]
-        seen = next((words for words in fitting if words in told), fitting[0] if fitting else "")
-        return f"{shown(value[rank])} on rank {rank}{f': {seen}' if seen else ''}"
+        reason = diagnosis.meant(fitting)
+        return reason, f"{shown(value[rank])} on rank {rank}{f': {reason}' if reason else ''}"
 
     outcome = holds(given, "", tried)
-    outcome = replace(outcome, expected=f"{shown(right[rank])} on rank {rank}", told=seen not in told)
-    told |= {seen} if seen else set()
-    return outcome
+    return replace(outcome, expected=f"{shown(right[rank])} on rank {rank}")
 
 
 def _each_once(answer: Any, expected: Owners) -> bool | str:
@@ -273,15 +268,14 @@ def _once(rank: Rank, piece: dict[str, Any]) -> bool:
 @exercise("09.norm", "Write norm(ranks) -> the norm of the whole gradient, from each rank's slices.")
 def norm(answer: Any) -> Iterator[Outcome]:
     """Five layouts of tp and dp."""
-    diagnosis = Diagnosis(_close)
-    for tp, dp in _LAYOUTS:
-        ranks = _ranks(tp, dp)
-        yield diagnosis.outcome(
-            f"tp {tp}, dp {dp}",
-            math.sqrt(_squares(ranks, _once)),
-            lambda tp=tp, dp=dp: answer(_ranks(tp, dp)),
-            _misread_norms(ranks, dp),
-        )
+    return asked(
+        _LAYOUTS,
+        given="tp {}, dp {}".format,
+        right=lambda tp, dp: math.sqrt(_squares(_ranks(tp, dp), _once)),
+        tried=lambda tp, dp: answer(_ranks(tp, dp)),
+        misread=lambda tp, dp: _misread_norms(_ranks(tp, dp), dp),
+        equal=close(rtol=1e-9),
+    )
 
 
 def _misread_norms(ranks: Sequence[Rank], dp: int) -> Misreadings:

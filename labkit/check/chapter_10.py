@@ -12,7 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import Diagnosis, Outcome, exercise, holds, listed, shown, without_grid
+from labkit.check.scoring import (
+    ONLY_FIRST,
+    Finding,
+    Misreadings,
+    Outcome,
+    asked,
+    exercise,
+    holds,
+    listed,
+    shown,
+    without_grid,
+)
 from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import simulate
@@ -28,26 +39,30 @@ The first pair comes first because each misunderstanding of an exact share gives
 @exercise("10.enough", "Write enough(p, share) -> the fewest microbatches with which at most `share` is bubble.")
 def enough(answer: Any) -> Iterator[Outcome]:
     """Seven pipelines, of one to eight stages."""
-    diagnosis = Diagnosis(lambda value, other: value == other)
-    for p, share in _SHARES:
-        least = (p - 1) * (1 - share) / share
-        right = max(1, math.ceil(least))
-        misreadings = {
-            "a step has at least one microbatch": 0,
-            "this compares the bubble with the work, (p - 1)/m; asked is its share of the step": max(
-                1, math.ceil((p - 1) / share)
-            ),
-            "this rounds down, and then the bubble is larger than the share": math.floor(least),
-            "p - 1 stages wait for the first microbatch, not p": max(1, math.ceil(p * (1 - share) / share)),
-            "the bubble may be exactly the share; one fewer is enough": math.floor(least) + 1,
-            "this compares the work, m/(m + p - 1), with the share; the bubble is asked": max(
-                1, math.ceil((p - 1) * share / (1 - share))
-            ),
-            "this many would do on a larger pipeline, too; fewer are enough here": math.ceil(p / share),
-        }
-        yield diagnosis.outcome(
-            f"{p} stages and a share of {share}", right, lambda a=(p, share): answer(*a), misreadings
-        )
+    return asked(
+        _SHARES,
+        given="{} stages and a share of {}".format,
+        right=lambda p, share: max(1, math.ceil((p - 1) * (1 - share) / share)),
+        tried=answer,
+        misread=_misread_shares,
+    )
+
+
+def _misread_shares(p: int, share: float) -> Misreadings:
+    least = (p - 1) * (1 - share) / share
+    return {
+        "a step has at least one microbatch": 0,
+        "this compares the bubble with the work, (p - 1)/m; asked is its share of the step": max(
+            1, math.ceil((p - 1) / share)
+        ),
+        "this rounds down, and then the bubble is larger than the share": math.floor(least),
+        "p - 1 stages wait for the first microbatch, not p": max(1, math.ceil(p * (1 - share) / share)),
+        "the bubble may be exactly the share; one fewer is enough": math.floor(least) + 1,
+        "this compares the work, m/(m + p - 1), with the share; the bubble is asked": max(
+            1, math.ceil((p - 1) * share / (1 - share))
+        ),
+        "this many would do on a larger pipeline, too; fewer are enough here": math.ceil(p / share),
+    }
 
 
 # ---- a row of 1F1B ----
@@ -59,29 +74,22 @@ _ROWS = ((4, 3, 3), (4, 0, 5), (4, 2, 5), (2, 0, 1), (4, 0, 2), (1, 0, 3))
 @exercise("10.one_f_one_b", "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.")
 def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
     """Six rows, then two whole pipelines that must run, in the time and the memory of 1F1B."""
-    told: set[str] = set()
     belief = _belief(answer)
     for case in _ROWS:
         pp, rank, count = case
-        reasons: list[str] = []
-        outcome = holds(
+        yield holds(
             f"pp {pp}, rank {rank}, {count} microbatches",
             shown(_right(*case)),
-            lambda c=case, r=reasons: _judged_row(answer(*c), c, belief, r),
+            lambda c=case: _judged_row(answer(*c), c, belief),
         )
-        reason = reasons[0] if reasons else outcome.got
-        yield replace(outcome, told=outcome.passed or reason not in told)
-        told |= set() if outcome.passed else {reason}
-    failed = False
     for pp, count in ((4, 8), (5, 3)):
         outcome = holds(
             f"all {pp} rows for {count} microbatches",
             f"a schedule that takes {_units(3 * (count + pp - 1))} with at most {min(pp, count)} in flight",
             lambda p=pp, m=count: _all_rows(answer, p, m),
         )
-        form = not outcome.got.startswith(("the answer", "one that"))
-        yield replace(outcome, told=outcome.passed or not (failed or (form and told)))
-        failed |= not outcome.passed
+        judged = outcome.got.startswith(("the answer", "one that"))
+        yield replace(outcome, reason="whole pipelines" if judged else ONLY_FIRST)
 
 
 def _right(pp: int, rank: int, count: int) -> list[str]:
@@ -125,8 +133,8 @@ def _belief(answer: Any) -> str:
     return min(agree, default="")
 
 
-def _judged_row(given: Any, case: tuple[int, int, int], belief: str, reasons: list[str]) -> bool | str:
-    """Return True, or the row with its fault; the kind of the fault goes to `reasons`."""
+def _judged_row(given: Any, case: tuple[int, int, int], belief: str) -> Finding:
+    """The kind of the fault, and the row with its fault."""
     right = _right(*case)
     if isinstance(given, Iterable) and not isinstance(given, str):
         given = [str(cell) for cell in given]
@@ -134,14 +142,12 @@ def _judged_row(given: Any, case: tuple[int, int, int], belief: str, reasons: li
             return True
         strange = next((text for text in given if _is_beyond(text, case[2])), "")
         if strange:
-            reasons.append("beyond")
-            return f"{shown(given)}: {strange} has no microbatch; a warm-up has at most all {case[2]} forwards"
+            words = f"{strange} has no microbatch; a warm-up has at most all {case[2]} forwards"
+            return "beyond", f"{shown(given)}: {words}"
     row = _parsed_row(given, case[1])
     if isinstance(row, str) and not belief:
-        reasons.append("no backward" if row.startswith("no backward") else "form")
-        return row
-    reasons.append(belief or "another order")
-    return f"{shown(given)}: {belief or _first_difference(given, right)}"
+        return "no backward" if row.startswith("no backward") else "form", row
+    return belief or "another order", f"{shown(given)}: {belief or _first_difference(given, right)}"
 
 
 def _is_beyond(text: str, count: int) -> bool:
@@ -224,32 +230,24 @@ Post = list[Op]
 )
 def messages(answer: Any) -> Iterator[Outcome]:
     """Six pipelines; in each the programs of all ranks are run together, and every send waits for its receive."""
-    told: set[str] = set()
     for pp, count in _PIPELINES:
-        reasons: list[str] = []
-        outcome = holds(
+        yield holds(
             f"{pp} stages and {count} microbatches",
             "programs that run to their end, in the order of 1F1B",
-            lambda p=pp, m=count, r=reasons: _run_programs(answer, p, m, r),
+            lambda p=pp, m=count: _run_programs(answer, p, m),
         )
-        reason = reasons[0] if reasons else outcome.got
-        yield replace(outcome, told=outcome.passed or reason not in told)
-        told |= set() if outcome.passed else {reason}
 
 
-def _run_programs(answer: Any, pp: int, count: int, reasons: list[str]) -> bool | str:
-    """Return True, or the first fault; its kind goes to `reasons`."""
+def _run_programs(answer: Any, pp: int, count: int) -> Finding:
+    """The kind of the first fault, and its sentence; both are empty where there is none."""
     programs: list[list[Post]] = []
     for rank in range(pp):
         found = _parsed_program(answer(pp, rank, count), rank)
         kind, words = ("form", found) if isinstance(found, str) else _fault_of_one(found, pp, rank, count)
         if kind:
-            reasons.append(kind)
-            return words
+            return kind, words
         programs.append(found)  # type: ignore[arg-type]
-    kind, words = _meet(programs)
-    reasons += [kind] if kind else []
-    return words or True
+    return _meet(programs)
 
 
 def _parsed_program(given: Any, rank: int) -> list[Post] | str:

@@ -9,11 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, raised, shown, without_grid
+from labkit.check.scoring import (
+    Diagnosis,
+    Finding,
+    Misreadings,
+    Outcome,
+    exercise,
+    fitting,
+    holds,
+    raised,
+    shown,
+    without_grid,
+)
 from labkit.schedules.ir import Schedule, ScheduleError
 from labkit.schedules.simulator import Costs, simulate
 from labkit.schedules.tables import convert_schedule_table_to_order
@@ -137,40 +149,35 @@ _PIPELINES = (_Case(4, 2, (4, 4)), _Case(3, 4, (3, 3)), _Case(3, 2, (3, 5, 4)))
 @exercise("11.order", "Write order(pp, vpp, groups, rank) -> the signed numbers of that rank's row.")
 def orders(answer: Any) -> Iterator[Outcome]:
     """Six rows, then three whole pipelines that must run, as fast as interleaved 1F1B and in its memory."""
-    told: set[str] = set()
-    misread = _fitting(
-        lambda case, rank: answer(case.pp, case.vpp, list(case.groups), rank),
-        {row: _misread_orders(*row) for row in _ROWS},
-    )
+
+    def of(case: _Case, rank: int) -> Any:
+        return answer(case.pp, case.vpp, list(case.groups), rank)
+
+    misread = _fitting(of, {row: _misread_orders(*row) for row in _ROWS})
     for case, rank in _ROWS:
-        own = lambda r, c=case: answer(c.pp, c.vpp, list(c.groups), r)  # noqa: E731
-        outcome, reason = _judged_row(own, case, rank, misread[case, rank])
-        yield replace(outcome, told=reason not in told)
-        told |= {reason} if reason else set()
+        yield _judged_row(partial(of, case), case, rank, misread[case, rank])
     for case in _PIPELINES:
-        outcome, reason = _judged_pipeline(lambda r, c=case: answer(c.pp, c.vpp, list(c.groups), r), case)
-        yield replace(outcome, told=reason not in told)
-        told |= {reason} if reason else set()
+        yield _judged_pipeline(partial(of, case), case)
 
 
-def _judged_row(answer: Callable[[int], Any], case: _Case, rank: int, misread: Misreadings) -> tuple[Outcome, str]:
-    """The outcome of one row, and the reason that is told only once; empty for a right row."""
+def _judged_row(answer: Callable[[int], Any], case: _Case, rank: int, misread: Misreadings) -> Outcome:
+    """The outcome of one row."""
     given, right = f"{case}, rank {rank}", case.order(rank)
     claim = f"{len(right)} signed numbers"
     try:
         value = _numbers(answer(rank), rank)
     except (Exception, SystemExit) as error:
-        return Outcome(given, claim, raised(error), False), raised(error)
+        return Outcome(given, claim, raised(error), False, raised(error))
     if isinstance(value, str):
-        return Outcome(given, claim, value, False), "form"
+        return Outcome(given, claim, value, False, "form")
     if value == right:
-        return Outcome(given, claim, claim, True), ""
+        return Outcome(given, claim, claim, True)
     here = next(i for i, (a, b) in enumerate(zip([*value, 0], [*right, 0])) if a != b)
     reason = next((words for words, other in misread.items() if value == other), "")
     due = str(right[here]) if here < len(right) else "no entry"
     seen = str(value[here]) if here < len(value) else "no entry"
     reason = reason or _difference(value, right, here)
-    return Outcome(given, f"{due} at position {here}", f"{seen} there: {reason}", False), reason
+    return Outcome(given, f"{due} at position {here}", f"{seen} there: {reason}", False, reason)
 
 
 def _numbers(order: Any, rank: int) -> list[int] | str:
@@ -233,29 +240,29 @@ def _misread_orders(case: _Case, rank: int) -> dict[str, list[int]]:
     }
 
 
-def _judged_pipeline(answer: Callable[[int], Any], case: _Case) -> tuple[Outcome, str]:
-    """The outcome of all ranks together, and the reason that is told only once."""
+def _judged_pipeline(answer: Callable[[int], Any], case: _Case) -> Outcome:
+    """The outcome of all ranks together."""
     expected = _times(case.schedule(case.order), case.vpp)
-    given, claim = f"{case}, all ranks", _words(*expected)
-    try:
+
+    def test() -> Finding:
         rows: list[list[int]] = []
         for rank in range(case.pp):
             row = _numbers(answer(rank), rank)
             if isinstance(row, str):
-                return Outcome(given, claim, row, False), "form"
+                return "form", row
             rows.append(row)
-        fault = _uncounted(rows, case)
-        if fault:
-            return Outcome(given, claim, fault, False), "counts"
-        found = _times(case.schedule(lambda rank: rows[rank]), case.vpp)
-    except ScheduleError as problem:
-        return Outcome(given, claim, f"no pipeline: {without_grid(str(problem))}", False), "it cannot run"
-    except (Exception, SystemExit) as error:
-        return Outcome(given, claim, raised(error), False), raised(error)
-    if found == expected:
-        return Outcome(given, claim, claim, True), ""
-    why = _verdict(found, expected)
-    return Outcome(given, claim, f"{_words(*found)}: {why}", False), why
+        if fault := _uncounted(rows, case):
+            return "counts", fault
+        try:
+            found = _times(case.schedule(lambda rank: rows[rank]), case.vpp)
+        except ScheduleError as problem:
+            return "it cannot run", f"no pipeline: {without_grid(str(problem))}"
+        if found == expected:
+            return True
+        why = _verdict(found, expected)
+        return why, f"{_words(*found)}: {why}"
+
+    return holds(f"{case}, all ranks", _words(*expected), test)
 
 
 def _uncounted(rows: Sequence[Sequence[int]], case: _Case) -> str | None:

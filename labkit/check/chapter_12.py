@@ -13,7 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, raised, shown, without_grid
+from labkit.check.scoring import (
+    ONLY_FIRST,
+    Diagnosis,
+    Finding,
+    Misreadings,
+    Outcome,
+    exercise,
+    holds,
+    plain,
+    raised,
+    shown,
+    without_grid,
+)
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import Costs, Timeline, simulate
@@ -111,7 +123,11 @@ def schedule(answer: Any) -> Iterator[Outcome]:
     pp, count = 4, 8
     found = _attempt(answer, pp, count)
     said: set[str] = set()
-    yield holds(f"pp {pp}, {count} microbatches", f"{_FORM} that runs", lambda: _runs(found, said))
+    yield holds(
+        f"pp {pp}, {count} microbatches",
+        f"{_FORM} that runs",
+        lambda: (found, found) if isinstance(found, str) else True,
+    )
     whole, right_after = 3 * (count + pp - 1), 3 * count + 2 * (pp - 1)
     least = {stages: _least(pp, count, stages) for stages in (1, 2)}
     ladder = (
@@ -129,7 +145,7 @@ def schedule(answer: Any) -> Iterator[Outcome]:
         for size in sizes:
             other = _attempt(answer, *size) if isinstance(found, _Judged) else found
             outcome = _target(other, *size, _least(*size, stages), words[stages], said)
-            yield replace(outcome, told=outcome.told and not known)
+            yield replace(outcome, reason=ONLY_FIRST) if known else outcome
 
 
 @dataclass(frozen=True)
@@ -142,13 +158,6 @@ class _Judged:
     @property
     def numbers(self) -> str:
         return f"{self.timeline.makespan:g} steps with {max(self.timeline.peak_memory):g} in flight"
-
-
-def _runs(found: _Judged | str, said: set[str]) -> bool | str:
-    if isinstance(found, str):
-        said.add(found)
-        return found
-    return True
 
 
 def _least(pp: int, count: int, stages: int) -> float:
@@ -164,25 +173,18 @@ def _meets(found: _Judged | str, steps: float, most: int) -> bool:
 
 
 def _target(found: _Judged | str, pp: int, count: int, steps: float, why: str, said: set[str]) -> Outcome:
-    """One target; a refusal is told once, and so are the wait and the misunderstanding behind a time."""
-    told = True
+    """One target; the wait and the misunderstanding behind a time are said once."""
 
-    def test() -> bool | str:
-        nonlocal told
+    def test() -> Finding:
         if isinstance(found, str):
-            told = found not in said
-            said.add(found)
-            return found
+            return found, found
         if _meets(found, steps, pp):
             return True
         reasons = [words for words in (found.reading, _longest_wait(found.timeline)) if words and words not in said]
         said.update(reasons)
         return "; ".join([found.numbers, *reasons])
 
-    outcome = holds(
-        f"pp {pp}, {count} microbatches", f"at most {steps:g} steps with at most {pp} in flight ({why})", test
-    )
-    return replace(outcome, told=told)
+    return holds(f"pp {pp}, {count} microbatches", f"at most {steps:g} steps with at most {pp} in flight ({why})", test)
 
 
 def _longest_wait(timeline: Timeline) -> str:

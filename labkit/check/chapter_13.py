@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain
+from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, asked, close, exercise, holds, plain
 from labkit.train.checkpoint.boxes import Box, boxes_of_run
 
 
@@ -52,14 +52,13 @@ def _lost(
 )
 def lost(answer: Any) -> Iterator[Outcome]:
     """Six lists of gradients, each at one loss scale."""
-    diagnosis = Diagnosis()
-    for gradients, scale in _GRADIENTS:
-        yield diagnosis.outcome(
-            f"gradients {gradients} and scale {scale:g}",
-            _lost(gradients, scale),
-            lambda g=gradients, s=scale: answer(list(g), s),
-            _misread_gradients(gradients, scale),
-        )
+    return asked(
+        _GRADIENTS,
+        given="gradients {} and scale {:g}".format,
+        right=_lost,
+        tried=lambda gradients, scale: answer(list(gradients), scale),
+        misread=_misread_gradients,
+    )
 
 
 def _misread_gradients(gradients: Sequence[float], scale: float) -> Misreadings:
@@ -158,23 +157,20 @@ _RELAYOUTS = (
 def reads(answer: Any) -> Iterator[Outcome]:
     """Six cases read by read, then all readers of two other layouts: each element must come once, from its place."""
     diagnosis = Diagnosis(_same_in_any_order)
-    passed = True
     for words, stored, mine in _RESTORES:
-        outcome = diagnosis.outcome(
+        yield diagnosis.outcome(
             f"{words}, my box at {list(mine.offset)} of shape {list(mine.shape)}",
             _reads(stored, mine),
             lambda stored=stored, mine=mine: _as_list(answer([*stored], mine.offset, mine.shape)),
             _misread_boxes(stored, mine),
         )
-        passed &= outcome.passed
-        yield outcome
     for name, shape, old, new in _RELAYOUTS:
         outcome = holds(
             f"a {list(shape)} stored as {name} and read under another layout, as {len(new)} boxes",
             "each element once, from its place",
             lambda shape=shape, old=old, new=new: _filled(answer, shape, old, new),
         )
-        yield replace(outcome, told=passed)  # after a failed case these fail for the same reason
+        yield replace(outcome, reason=ONLY_FIRST)  # after a failed case these fail for the same reason
 
 
 def _misread_boxes(stored: Sequence[Placed], mine: Box) -> Misreadings:
@@ -291,15 +287,14 @@ def _counts(rank: Mapping[str, Any], parameter: Mapping[str, Any]) -> bool:
 @exercise("13.norm", "Write global_norm(ranks) -> the norm of the whole model's gradient, each element counted once.")
 def norm(answer: Any) -> Iterator[Outcome]:
     """Six layouts of one model: its norm is the same in all of them."""
-    diagnosis = Diagnosis(lambda a, b: math.isclose(a, b, rel_tol=1e-6))
-    for tp, pp, dp in _LAYOUTS:
-        ranks = _ranks(tp, pp, dp)
-        yield diagnosis.outcome(
-            f"tp {tp}, pp {pp}, dp {dp}",
-            math.sqrt(_squares(ranks, _counts)),
-            lambda tp=tp, pp=pp, dp=dp: float(answer(_ranks(tp, pp, dp))),
-            _misread_norms(ranks),
-        )
+    return asked(
+        _LAYOUTS,
+        given="tp {}, pp {}, dp {}".format,
+        right=lambda *layout: math.sqrt(_squares(_ranks(*layout), _counts)),
+        tried=lambda *layout: float(answer(_ranks(*layout))),
+        misread=lambda *layout: _misread_norms(_ranks(*layout)),
+        equal=close(rtol=1e-6),
+    )
 
 
 def _misread_norms(ranks: Sequence[Mapping[str, Any]]) -> Misreadings:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.rank_threads import RankThreads, Stalled
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, listed, plain, raised, shown
+from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, asked, exercise, holds, listed, plain, raised, shown
 
 Array = NDArray[Any]
 
@@ -34,14 +34,13 @@ _COUNTS: tuple[tuple[Counts, int], ...] = (
 @exercise("14.splits", "Write splits(counts, rank) -> (rows sent to each rank, rows received from each rank).")
 def splits(answer: Any) -> Iterator[Outcome]:
     """One to three ranks, one to four experts a rank, a rank without rows."""
-    diagnosis = Diagnosis()
-    for counts, rank in _COUNTS:
-        yield diagnosis.outcome(
-            f"counts {counts} and rank {rank}",
-            _splits(counts, rank),
-            lambda c=counts, r=rank: answer([list(row) for row in c], r),
-            _misread_splits(counts, rank),
-        )
+    return asked(
+        _COUNTS,
+        given="counts {} and rank {}".format,
+        right=_splits,
+        tried=lambda counts, rank: answer([list(row) for row in counts], rank),
+        misread=_misread_splits,
+    )
 
 
 def _splits(counts: Counts, rank: int, *, in_turn: bool = False) -> tuple[list[int], list[int]]:
@@ -217,30 +216,22 @@ _COUNTED = 3
 @exercise("14.dispatch", "Write moe(x, weights, chosen, rank, ranks, exchange, expert) -> the outputs of one rank.")
 def dispatch(answer: Any) -> Iterator[Outcome]:
     """Judge one rank, several, a rank without tokens, one expert for all, all experts for each; then calls and cost."""
-    told: set[str] = set()
-
-    def once(outcome: Outcome, reason: str) -> Outcome:
-        seen = reason in told
-        if not outcome.passed:
-            told.add(reason)
-        return replace(outcome, told=not seen)
-
-    for make in _CASES:
-        problem = make()
-        reason, said = _output_problem(answer, problem)
-        claim = "each token's weighted sum over its experts"
-        yield once(holds(f"{problem.words}, the outputs", claim, lambda s=said: s or True), reason)
-    problem, was_right = _CASES[_COUNTED](), not told
+    claim = "each token's weighted sum over its experts"
+    problems = [make() for make in _CASES]
+    outputs = [holds(f"{p.words}, the outputs", claim, lambda p=p: _output_problem(answer, p)) for p in problems]
+    yield from outputs
+    reason = "" if all(outcome.passed for outcome in outputs) else ONLY_FIRST
+    problem = _CASES[_COUNTED]()
     error = _output_problem(answer, problem)[1]
     wrong = [f"{n} calls of expert {e}" for e in range(len(problem.matrices)) if (n := problem.calls.count(e)) != 1]
     claim = f"one call for each of the {len(problem.matrices)} experts, with all its rows"
     calls = holds(f"{problem.words}, the experts", claim, lambda: listed(wrong, most=3) if error or wrong else True)
-    yield replace(calls, told=was_right)
+    yield replace(calls, reason=reason)
     crossed, most = sum(problem.crossed), problem.most_numbers()
     claim = f"at most {most:,}: each row only to its expert's rank and back"
     said = "" if crossed <= most else f"{crossed:,}: the outputs are right, but rows go where no expert wants them"
     cost = holds(f"{problem.words}, the numbers that change ranks", claim, lambda: error or said or True)
-    yield replace(cost, told=was_right)
+    yield replace(cost, reason=reason)
 
 
 def _output_problem(answer: Any, problem: _Problem) -> tuple[str, str]:
@@ -278,7 +269,7 @@ _LIMITS = ((4, 2, 1, 1.0), (10, 8, 2, 1.25), (6, 4, 2, 1.0), (6, 3, 2, 2.0), (9,
 @exercise("14.places", "Write places(weights, chosen, k, factor) -> the tokens of each expert, -1 for an empty place.")
 def places(answer: Any) -> Iterator[Outcome]:
     """Six routings with a capacity, tight and wide."""
-    told: set[str] = set()
+    named: set[str] = set()
     for tokens, experts, k, factor in _LIMITS:
         scores = np.random.default_rng(tokens + experts).normal(size=(tokens, experts)) - np.arange(experts) / 2
         chosen = _best(scores, k)
@@ -288,8 +279,8 @@ def places(answer: Any) -> Iterator[Outcome]:
         capacity = _capacity(tokens, experts, k, factor)
         given = f"{tokens} tokens, {experts} experts, k {k} and factor {factor:g}"
         outcome = holds(given, f"the best of each expert in {capacity} places", lambda s=said: s or True)
-        yield replace(outcome, told=not told.issuperset(reasons))
-        told.update(reasons)
+        yield replace(outcome, reason="; ".join(reason for reason in reasons if reason not in named) or ONLY_FIRST)
+        named.update(reasons)
 
 
 def _capacity(tokens: int, experts: int, k: int, factor: float) -> int:

@@ -287,23 +287,22 @@ def safe(answer: Any) -> Iterator[Outcome]:
     """Eight orders; a refusal of a safe one is told apart from leave for an unsafe one, each once."""
     right = [_laid_out(case.world, case.sizes, order=case.order) for case in _ORDERS]
     given: list[Any] = []
-    told: set[str] = set()
     for case in _ORDERS:
         try:
             given.append(answer(case.order, case.world, **case.sizes))
         except (Exception, SystemExit) as error:
             given.append(error)
     belief = next((words for words, rule in _RULES.items() if [rule(case) for case in _ORDERS] == given), "")
+    named = False
     for case, expected, value in zip(_ORDERS, right, given):
         kind, finding = _verdict(case, expected, value)
-        finding += f": {belief}" if belief and kind and belief not in told else ""
-        outcome = holds(
+        if kind and belief and not named:
+            finding, named = f"{finding}: {belief}", True
+        yield holds(
             f"{case.order} on {case.world} ranks, {_words(case.sizes)}",
             f"{expected}",
-            lambda finding=finding: finding or True,
+            lambda kind=kind, finding=finding: (kind, finding),
         )
-        yield replace(outcome, told=kind not in told)
-        told |= {kind, belief} if kind else set()
 
 
 def _verdict(case: _Order, expected: bool, value: Any) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
 from labkit.graphs.buffers import plan_buffers
 from labkit.graphs.order_table import read_order
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
@@ -37,9 +37,13 @@ _LONG_ORDERS: dict[str, list[float]] = {
 @exercise("17.held", "Write most_held(order) -> the largest number of forwards that wait for their backward at once.")
 def held(answer: Any) -> Iterator[Outcome]:
     """Six short orders and two long ones."""
-    diagnosis = Diagnosis()
-    for given, order in {**_ORDERS, **_LONG_ORDERS}.items():
-        yield diagnosis.outcome(given, _held(order), lambda o=order: answer(list(o)), _misread_held(order))
+    return asked(
+        {**_ORDERS, **_LONG_ORDERS}.items(),
+        given=lambda words, order: words,
+        right=lambda words, order: _held(order),
+        tried=lambda words, order: answer(list(order)),
+        misread=lambda words, order: _misread_held(order),
+    )
 
 
 def _held(order: Sequence[float]) -> int:
@@ -73,15 +77,8 @@ def _misread_held(order: Sequence[float]) -> Misreadings:
 )
 def buffers(answer: Any) -> Iterator[Outcome]:
     """Six short orders and two long ones; an unsafe answer and a merely different one are told apart."""
-    told: set[str] = set()
     for given, order in {**_ORDERS, **_LONG_ORDERS}.items():
-        reasons: list[str] = []
-        outcome = holds(
-            given, shown(_taken(order)), lambda o=order, r=reasons: _judged(_as_list(answer(list(o))), o, r)
-        )
-        known = bool(reasons) and reasons[0] in told
-        told |= set(reasons)
-        yield replace(outcome, told=outcome.passed or not known)
+        yield holds(given, shown(_taken(order)), lambda o=order: _judged(_as_list(answer(list(o))), o))
 
 
 def _as_list(given: Any) -> Any:
@@ -95,26 +92,22 @@ def _taken(order: Sequence[float]) -> list[int]:
     return [assignment[one.chunk, 0, one.microbatch] for one in read_order(order) if one.kind == "F"]  # type: ignore[index]
 
 
-def _judged(given: Any, order: Sequence[float], reasons: list[str]) -> bool | str:
-    """Return True, or the answer's fault; its kind goes to `reasons`."""
+def _judged(given: Any, order: Sequence[float]) -> Finding:
+    """The kind of an answer's fault, and its sentence."""
     right = _taken(order)
     if isinstance(given, str) or not isinstance(given, Iterable):
-        reasons.append("form")
-        return f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
+        return "form", f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
     numbers = plain(list(given))
     strange = [n for n in numbers if not isinstance(n, int | np.integer) or isinstance(n, bool)]
     if strange or len(numbers) != len(right):
-        reasons.append("form")
         what = f"{shown(strange[0])} is no whole number" if strange else f"{len(numbers)} for {len(right)} forwards"
-        return f"{shown(numbers)}: {what}"
+        return "form", f"{shown(numbers)}: {what}"
     if numbers == right:
         return True
     words = next((each for each, other in _misread_buffers(order).items() if numbers == other != right), "")
     fault = _overwritten(order, numbers)
-    reasons.append(words or ("unsafe" if fault else "different"))
-    return "; ".join(
-        filter(None, (f"{shown(numbers)}: {words}" if words else shown(numbers), fault or _apart(numbers, right)))
-    )
+    seen = f"{shown(numbers)}: {words}" if words else shown(numbers)
+    return words or ("unsafe" if fault else "different"), f"{seen}; {fault or _apart(numbers, right)}"
 
 
 def _apart(numbers: Sequence[int], right: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise
+from labkit.check.scoring import Misreadings, Outcome, asked, close, exercise
 
 Array = NDArray[np.float64]
 Groups = list[list[int]]
@@ -48,15 +48,13 @@ def _special(token: str) -> bool:
 @exercise("19.words", "Write words(tokens) -> the positions of each word of a sample, a list of lists.")
 def words(answer: Any) -> Iterator[Outcome]:
     """Words of one piece and of several, two segments, a piece without a beginning, no word at all."""
-    diagnosis = Diagnosis()
-    for text in _SAMPLES:
-        tokens = text.split()
-        yield diagnosis.outcome(
-            f"the tokens {text}",
-            _words(tokens),
-            lambda tokens=tokens: [each if isinstance(each, int) else list(each) for each in answer(list(tokens))],
-            _misread_words(tokens),
-        )
+    return asked(
+        [(text.split(),) for text in _SAMPLES],
+        given=lambda tokens: f"the tokens {' '.join(tokens)}",
+        right=_words,
+        tried=lambda tokens: [each if isinstance(each, int) else list(each) for each in answer(list(tokens))],
+        misread=_misread_words,
+    )
 
 
 def _misread_words(tokens: Sequence[str]) -> Misreadings:
@@ -121,15 +119,14 @@ def _run(x: Array, halves: Sequence[Function], norms: Sequence[Function], placem
 @exercise("19.norms", "Write stack(x, halves, norms, placement) -> the output of a stack of halves, an array like x.")
 def norms(answer: Any) -> Iterator[Outcome]:
     """Both layouts with one layer, with two, and with none."""
-    diagnosis = Diagnosis(_close)
-    for placement, count in _STACKS:
-        x, halves, each = _stack(count)
-        yield diagnosis.outcome(
-            f"{placement}, {count // 2} layer{'s' * (count != 2)}",
-            _rounded(_run(x, halves, each, placement)),
-            lambda x=x, halves=halves, each=each, p=placement: _rounded(answer(x.copy(), halves, each, p)),
-            {words: _rounded(wrong) for words, wrong in _misread_stacks(x, halves, each, placement).items()},
-        )
+    return asked(
+        _STACKS,
+        given=lambda placement, count: f"{placement}, {count // 2} layer{'s' * (count != 2)}",
+        right=lambda placement, count: _rounded(_run(*_stack(count), placement)),
+        tried=lambda placement, count: _rounded(answer(*_stack(count), placement)),
+        misread=lambda placement, count: _misread_stacks(*_stack(count), placement),
+        equal=_close,
+    )
 
 
 def _rounded(values: Any) -> list[Any]:
@@ -137,14 +134,11 @@ def _rounded(values: Any) -> list[Any]:
     return found.tolist()
 
 
-def _close(value: Any, other: Any) -> bool:
-    mine, theirs = (np.asarray(each, dtype=float) for each in (value, other))
-    return mine.shape == theirs.shape and bool(np.allclose(mine, theirs, 0, 0.015, equal_nan=True))
+_close = close(atol=0.015)
 
 
 def _misread_stacks(x: Array, halves: Sequence[Function], norms: Sequence[Function], placement: str) -> Misreadings:
     pre, post = placement == "pre", placement == "post"
-    right = _run(x, halves, norms, placement)
     start = norms[0](x) if post else x
     branch, bare, first = start, start, x
     for half, before, behind in zip(halves, norms, norms[1:]):
@@ -170,7 +164,7 @@ def _misread_stacks(x: Array, halves: Sequence[Function], norms: Sequence[Functi
         wrong["only the branch is normalised; in post the norm stands behind the sum of branch and stream"] = branch
         wrong["the norms are one too early: the first belongs to the embeddings, and the last is never used"] = first
     wrong["there is no residual stream: x must be added to what a half makes"] = norms[-1](bare) if pre else bare
-    return {words: value for words, value in wrong.items() if not _close(_rounded(value), _rounded(right))}
+    return {words: _rounded(value) for words, value in wrong.items()}
 
 
 # ---- copies in a cut encoder-decoder ----
@@ -190,14 +184,13 @@ def _groups(tp: int, pp: int, dp: int, stages: Sequence[int]) -> Groups:
 )
 def copies(answer: Any) -> Iterator[Outcome]:
     """Two stages, a decoder of two and of one, several pipelines over tp and dp."""
-    diagnosis = Diagnosis()
-    for tp, pp, dp, split in _CUT:
-        yield diagnosis.outcome(
-            f"tp {tp}, pp {pp}, dp {dp}, split rank {split}",
-            _both(tp, pp, dp, [0, split, pp - 1], [0, split]),
-            lambda sizes=(tp, pp, dp, split): [sorted(map(list, part)) for part in answer(*sizes)],
-            _misread_copies(tp, pp, dp, split),
-        )
+    return asked(
+        _CUT,
+        given="tp {}, pp {}, dp {}, split rank {}".format,
+        right=lambda tp, pp, dp, split: _both(tp, pp, dp, [0, split, pp - 1], [0, split]),
+        tried=lambda *sizes: [sorted(map(list, part)) for part in answer(*sizes)],
+        misread=_misread_copies,
+    )
 
 
 def _both(tp: int, pp: int, dp: int, words: Sequence[int], positions: Sequence[int]) -> list[Groups]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain
+from labkit.check.scoring import Misreadings, Outcome, asked, close, exercise, plain
 
 Window = tuple[int, int, int]
 """(first token that the window reads, first label that it scores, label behind the last that it scores)."""
@@ -38,14 +38,13 @@ def _windows(tokens: int, length: int, stride: int) -> list[Window]:
 )
 def windows(answer: Any) -> Iterator[Outcome]:
     """Windows side by side, windows that overlap, a last window that ends behind the text, a text of one window."""
-    diagnosis = Diagnosis()
-    for tokens, length, stride in _TEXTS:
-        yield diagnosis.outcome(
-            f"{tokens} tokens, windows of {length} and stride {stride}",
-            _windows(tokens, length, stride),
-            lambda t=tokens, n=length, s=stride: _listed(answer(t, n, s)),
-            _misread_windows(tokens, length, stride),
-        )
+    return asked(
+        _TEXTS,
+        given="{} tokens, windows of {} and stride {}".format,
+        right=_windows,
+        tried=lambda *case: _listed(answer(*case)),
+        misread=_misread_windows,
+    )
 
 
 def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
@@ -89,21 +88,17 @@ _BLOCKS = (
 """((sum of losses, scored tokens) of each window, words of the text)."""
 
 
-def _close(value: Any, other: Any) -> bool:
-    return math.isclose(float(value), float(other), rel_tol=1e-6)
-
-
 @exercise("20.perplexity", "Write perplexity(blocks, words) -> the perplexity of a text by its words, as the paper's.")
 def perplexity(answer: Any) -> Iterator[Outcome]:
     """One window, two, windows with unequally many tokens, and fewer words than tokens."""
-    diagnosis = Diagnosis(_close)
-    for blocks, words in _BLOCKS:
-        yield diagnosis.outcome(
-            f"windows {blocks} and {words} words",
-            round(math.exp(sum(loss for loss, _ in blocks) / words), 4),
-            lambda blocks=blocks, words=words: round(float(answer(list(blocks), words)), 4),
-            {reason: round(value, 4) for reason, value in _misread_perplexity(blocks, words).items()},
-        )
+    return asked(
+        _BLOCKS,
+        given="windows {} and {} words".format,
+        right=lambda blocks, words: round(math.exp(sum(loss for loss, _ in blocks) / words), 4),
+        tried=lambda blocks, words: round(float(answer(list(blocks), words)), 4),
+        misread=lambda *case: {reason: round(value, 4) for reason, value in _misread_perplexity(*case).items()},
+        equal=close(rtol=1e-6),
+    )
 
 
 def _misread_perplexity(blocks: Sequence[tuple[float, int]], words: int) -> dict[str, float]:
@@ -157,14 +152,13 @@ def _by_probability(probabilities: Sequence[float]) -> list[int]:
 @exercise("20.top_p", "Write kept(probabilities, p) -> the ids of the fewest most likely tokens that add up to p.")
 def top_p(answer: Any) -> Iterator[Outcome]:
     """Ids in order and not, a first token that is enough, a sum that is exactly p, all tokens."""
-    diagnosis = Diagnosis()
-    for probabilities, p in _CHOICES:
-        yield diagnosis.outcome(
-            f"probabilities {probabilities} and p {p}",
-            _until(_by_probability(probabilities), probabilities, p),
-            lambda probabilities=probabilities, p=p: sorted(plain(_listed(answer([*probabilities], p)))),
-            _misread_top_p(probabilities, p),
-        )
+    return asked(
+        _CHOICES,
+        given="probabilities {} and p {}".format,
+        right=lambda probabilities, p: _until(_by_probability(probabilities), probabilities, p),
+        tried=lambda probabilities, p: sorted(plain(_listed(answer([*probabilities], p)))),
+        misread=_misread_top_p,
+    )
 
 
 def _misread_top_p(probabilities: Sequence[float], p: float) -> Misreadings:

@@ -6,7 +6,8 @@ The exercises of chapter 15 are in `chapter_15.py`. An exercise is a generator t
     def groups(answer: Any) -> Iterator[Outcome]:
         yield compare("tp 2, dp 2, token dp", [[0, 2], [1, 3]], lambda: answer("tp-dp", {"tp": 2, "dp": 2}, "dp"))
 
-A wrong answer never raises: an exception of the learner's code becomes part of the score.
+A wrong answer never raises: an exception of the learner's code becomes part of the score. An outcome may name its
+reason, such as a misunderstanding; the score tells each reason once. `asked` judges cases by known misunderstandings.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pkgutil import iter_modules
 from typing import Any
 
+import numpy as np
+
 MAX_SHOWN = 100
 """Most characters of a value that a sentence shows."""
+ONLY_FIRST = "only the first failed case"
+"""Reason of a case that says nothing new once another case has failed."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ class Outcome:
     """Result that the answer gave, or the exception that it raised."""
     passed: bool
     """True where expected and given results agree."""
-    told: bool = True
-    """False: an earlier case already told the same reason, so that the score shows no sentence for this case."""
+    reason: str = ""
+    """What the answer got wrong. The score shows one sentence for each reason; cases without a reason are all shown."""
 
     def __str__(self) -> str:
         return f"Given {self.given}, expected {self.expected}, got {self.got}."
@@ -67,12 +72,21 @@ class Score:
         """True where every case passed and there was at least one case."""
         return self.passed == self.total > 0
 
+    @property
+    def told(self) -> list[Outcome]:
+        """The failed cases that the score shows: of each reason the first."""
+        told: list[Outcome] = []
+        for outcome in self.outcomes:
+            known = bool(outcome.reason) and outcome.reason in {other.reason for other in told}
+            if not (outcome.passed or known or (told and outcome.reason == ONLY_FIRST)):
+                told.append(outcome)
+        return told
+
     def __bool__(self) -> bool:
         return self.ok
 
     def __repr__(self) -> str:
-        failed = [f"  - {outcome}" for outcome in self.outcomes if outcome.told and not outcome.passed]
-        return "\n".join([f"{self.exercise}: {self.passed}/{self.total}", *failed])
+        return "\n".join([f"{self.exercise}: {self.passed}/{self.total}", *(f"  - {outcome}" for outcome in self.told)])
 
 
 Judge = Callable[[Any], Iterator[Outcome]]
@@ -120,18 +134,29 @@ def compare(
         passed = bool(equal(value, expected) if equal else plain(value) == plain(expected))
         return Outcome(given, shown(expected), shown(value), passed)
     except (Exception, SystemExit) as error:
-        return Outcome(given, shown(expected), raised(error), False)
+        return Outcome(given, shown(expected), raised(error), False, raised(error))
 
 
-def holds(given: str, claim: str, test: Callable[[], bool | str]) -> Outcome:
-    """Test a claim such as `no deadlock`: `test` gives True, False, or a sentence about the finding instead."""
+Finding = bool | str | tuple[str, str]
+"""True for a right answer. For a wrong one False, a sentence about it, or (reason, sentence).
+
+The sentence of a pair is empty for a right answer.
+"""
+
+
+def holds(given: str, claim: str, test: Callable[[], Finding]) -> Outcome:
+    """Test a claim such as `no deadlock`; an exception of the learner's code is a failed case."""
     try:
-        verdict = test()
-        if verdict is True:
-            return Outcome(given, claim, claim, True)
-        return Outcome(given, claim, verdict if isinstance(verdict, str) else "the opposite", False)
+        finding = test()
     except (Exception, SystemExit) as error:
-        return Outcome(given, claim, raised(error), False)
+        return Outcome(given, claim, raised(error), False, raised(error))
+    reason = ""
+    if isinstance(finding, tuple):
+        reason, sentence = finding
+        finding = sentence or True
+    if finding is True:
+        return Outcome(given, claim, claim, True)
+    return Outcome(given, claim, finding if isinstance(finding, str) else "the opposite", False, reason)
 
 
 Misreadings = Mapping[str, Any]
@@ -151,36 +176,61 @@ def fitting(values: Sequence[Any], misreadings: Sequence[Misreadings]) -> Sequen
     return misreadings
 
 
+def close(*, rtol: float = 0.0, atol: float = 0.0) -> Callable[[Any, Any], bool]:
+    """Return a comparison of numbers, lists or arrays: True for one shape and entries within these tolerances."""
+
+    def equal(value: Any, other: Any) -> bool:
+        mine, right = (np.asarray(plain(each), dtype=float) for each in (value, other))
+        return mine.shape == right.shape and bool(np.allclose(mine, right, rtol, atol, equal_nan=True))
+
+    return equal
+
+
 class Diagnosis:
-    """Holds the answers to one exercise against right ones, and names each misunderstanding once."""
+    """Holds the answers to one exercise against right ones, and names their misunderstandings."""
 
     def __init__(self, equal: Callable[[Any, Any], bool] = same) -> None:
         """equal: (given answer, other answer) -> True if they are the same."""
         self._equal = equal
-        self._told: set[str] = set()
+        self._named: set[str] = set()
 
     def outcome(self, given: str, right: Any, got: Callable[[], Any], misreadings: Misreadings) -> Outcome:
         """Judge one case. A wrong answer that a misunderstanding gives, too, is named by it."""
-        reason = ""
 
-        def test() -> bool | str:
-            nonlocal reason
-            try:
-                value = got()
-            except (Exception, SystemExit) as error:
-                reason = raised(error)
-                return reason
+        def test() -> Finding:
+            value = got()
             if self._equal(value, right):
                 return True
             fitting = [w for w, a in misreadings.items() if not self._equal(a, right) and self._equal(value, a)]
-            reason = next((words for words in fitting if words in self._told), fitting[0] if fitting else "")
-            return f"{shown(value)}: {reason}" if reason else shown(value)
+            reason = self.meant(fitting)
+            return (reason, f"{shown(value)}: {reason}") if reason else shown(value)
 
-        outcome = holds(given, shown(right), test)
-        if reason in self._told:
-            return replace(outcome, told=False)
-        self._told |= {reason} if reason else set()
-        return outcome
+        return holds(given, shown(right), test)
+
+    def meant(self, fitting: Sequence[str]) -> str:
+        """Return the first misunderstanding that fits; one that was named before is meant again."""
+        reason = next((words for words in fitting if words in self._named), next(iter(fitting), ""))
+        self._named.add(reason)
+        return reason
+
+
+def asked(
+    cases: Iterable[tuple[Any, ...]],
+    *,
+    given: Callable[..., str],
+    right: Callable[..., Any],
+    tried: Callable[..., Any],
+    misread: Callable[..., Misreadings],
+    equal: Callable[[Any, Any], bool] = same,
+) -> Iterator[Outcome]:
+    """Judge each case, and name the misunderstanding behind a wrong answer.
+
+    All functions take the entries of a case. `given` puts them into words, `tried` calls the learner's answer, and
+    `misread` gives the answer of each misunderstanding. `equal(given answer, other answer)` compares answers.
+    """
+    diagnosis = Diagnosis(equal)
+    for case in cases:
+        yield diagnosis.outcome(given(*case), right(*case), lambda case=case: tried(*case), misread(*case))
 
 
 def plain(value: Any) -> Any:
@@ -238,6 +288,11 @@ def without_grid(message: str) -> str:
     if more:
         others = others[:-1] + [""] * int(more[1])
     return f"{first}{' ' if first.endswith(':') else '; '}{listed(others, separator='; ')}"
+
+
+def reason_of(sentence: str) -> str:
+    """Return what follows the first colon of a sentence, which is why; the whole sentence where there is no colon."""
+    return sentence.partition(": ")[2] or sentence
 
 
 def raised(error: BaseException) -> str:

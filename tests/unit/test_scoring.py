@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from labkit.check import check, exercises
-from labkit.check.scoring import MAX_SHOWN, Score, compare, holds, shown, without_grid
+from labkit.check.scoring import MAX_SHOWN, ONLY_FIRST, Outcome, Score, compare, holds, shown, without_grid
 
 
 def test_score_of_a_right_answer_and_its_repr() -> None:
@@ -69,6 +69,22 @@ def test_claims_pass_only_on_true() -> None:
     assert str(failed) == "Given x, expected no deadlock, got rank 1 waits for rank 0."
     assert not holds("x", "no deadlock", lambda: "").passed
     assert not holds("x", "no deadlock", lambda: 1 / 0).passed
+
+
+def test_a_pair_is_a_reason_and_a_sentence() -> None:
+    failed = holds("x", "no deadlock", lambda: ("too early", "rank 1 waits"))
+    assert (failed.reason, failed.got, failed.passed) == ("too early", "rank 1 waits", False)
+    assert holds("x", "no deadlock", lambda: ("", "")).passed
+
+
+def test_each_reason_is_told_once_and_what_follows_from_a_failure_not_at_all() -> None:
+    def failed(given: str, reason: str) -> Outcome:
+        return Outcome(given, "1", "2", False, reason)
+
+    cases = [failed("a", "late"), failed("b", ""), failed("c", "late"), failed("d", ""), failed("e", ONLY_FIRST)]
+    assert [outcome.given for outcome in Score("00.none", tuple(cases)).told] == ["a", "b", "d"]
+    passed = Outcome("f", "1", "1", True, "late")
+    assert [outcome.given for outcome in Score("00.none", (passed, *cases[4:], *cases)).told] == ["e", "a", "b", "d"]
 
 
 def test_long_values_are_cut_in_the_middle() -> None:
