@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled
+from labkit.viz.style import SEQUENCE, name_rows, new_figure, styled
 
 _HATCHES = ("", "//", "", "xx", "\\\\", "..", "++", "")
 """By part, so that neighbours stay apart without colour."""
@@ -97,9 +97,7 @@ def _frame(axes: Any, rows: Sequence[Kept], unit: float, unit_name: str) -> None
     for place, row in enumerate(rows):
         before = max(row.total, rows[place - 1].total if place else 0.0) / unit
         axes.text(before + 0.015 * most, place, f"{row.total / unit:.1f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    name_rows(axes, [row.label for row in rows], bars=True)
     axes.set(xlabel=unit_name, xlim=(0, 1.09 * most))
 
 

@@ -13,12 +13,11 @@ from matplotlib.patches import Rectangle
 from labkit.events import Event
 from labkit.parallel.context.ring_plan import LAYOUTS, Layout, chunk_length, chunks_of_rank, ring_load, ring_time
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, color, hatch, new_figure, styled, text_color
+from labkit.viz.style import INK, SEQUENCE, color, hatch, name_rows, new_figure, styled, text_color
 
 NAMES: dict[Layout, str] = {"contiguous": "plain cut", "zigzag": "zigzag"}
 """Titles of the two ways to cut a sequence."""
 _ORDER: tuple[Layout, ...] = ("contiguous", "zigzag")
-_INK = "#333333"
 MOST_LETTERED = 8
 """Ranks up to which cells and bars carry their numbers."""
 
@@ -46,7 +45,7 @@ def context_mask(seq_length: int, cp: int) -> Figure:
             axes.set_title(NAMES[layout], loc="left")
         fig.legend(
             handles=[
-                Rectangle((0, 0), 1, 1, facecolor=_shade(rank), edgecolor=_INK, linewidth=0.5, label=f"rank {rank}")
+                Rectangle((0, 0), 1, 1, facecolor=_shade(rank), edgecolor=INK, linewidth=0.5, label=f"rank {rank}")
                 for rank in range(min(cp, len(SEQUENCE)))
             ],
             loc="outside lower center",
@@ -123,17 +122,15 @@ def _draw_steps(axes: Any, load: Sequence[Sequence[int]]) -> None:
             _bar(axes, rank, start, work, "forward", f"kv {(rank - step) % cp}" if cp <= MOST_LETTERED else "")
             _bar(axes, rank, start + work, longest - work, "wait", "")
         start += longest
-        axes.axvline(start, color=_INK, linewidth=0.6)
-    axes.set_yticks(range(cp), [f"rank {rank}" for rank in range(cp)])
-    axes.set_ylim(cp - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
+        axes.axvline(start, color=INK, linewidth=0.6)
+    name_rows(axes, [f"rank {rank}" for rank in range(cp)], bars=True)
 
 
 def _bar(axes: Any, row: int, start: float, length: float, kind: str, text: str) -> None:
     if length <= 0:
         return
     face = color(kind) if kind != "wait" else color("idle")
-    axes.barh(row, length, left=start, height=0.72, color=face, hatch=hatch(kind), edgecolor=_INK, linewidth=0.4)
+    axes.barh(row, length, left=start, height=0.72, color=face, hatch=hatch(kind), edgecolor=INK, linewidth=0.4)
     if text:
         axes.text(start + length / 2, row, text, ha="center", va="center", fontsize=7, color=text_color(face))
 
@@ -177,10 +174,9 @@ def measured_ring(events: dict[Layout, Iterable[Event]], cp: int) -> Figure:
             for event in blocks:
                 text = event.name if cp <= MOST_LETTERED else ""
                 _bar(axes, event.rank, event.start, event.duration, "forward", text)
-            axes.set_yticks(range(cp), [f"rank {rank}" for rank in range(cp)])
-            axes.set(ylim=(cp - 0.5, -0.5), xlim=(0, 1.01 * max(ends.values())), title=NAMES[way])
+            name_rows(axes, [f"rank {rank}" for rank in range(cp)], bars=True)
+            axes.set(xlim=(0, 1.01 * max(ends.values())), title=NAMES[way])
             axes.title.set(ha="left", x=0)
-            axes.tick_params(axis="y", length=0)
         panels[-1].set_xlabel("seconds, measured")
     words = [f"{NAMES[way]} {len(blocks)} block{'s' * (len(blocks) != 1)}" for way, blocks in rows.items()]
     return Figure(fig, f"Ring over cp {cp}, measured: {', '.join(words)}; {_verdict(ends)}.")

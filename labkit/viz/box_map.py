@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from labkit.train.checkpoint.boxes import Box
 from labkit.train.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from labkit.viz.figure import Figure
-from labkit.viz.style import DPI, SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import DPI, box, new_figure, nth_style, styled
 
 _WIDTH, _HEIGHT, _PANEL = 7.2, 3.4, 4.2
 """Most inches of a figure across, its height, and most inches of a panel across."""
@@ -29,7 +29,6 @@ _LETTER, _LINE = 6.0, 13.0
 """Width of a letter and height of a line in pixels."""
 _MOST_TICKS = 7
 _MOST_NAMES = 4
-_HATCHES = ("", "//", "..", "xx")
 """Of ranks 0 to 7, 8 to 15 and so on, which share eight colours."""
 _WRITTEN_BY_A_RANK = re.compile(r"rank_(\d+)\.safetensors")
 
@@ -55,7 +54,7 @@ def stored_boxes(checkpoints: Mapping[str, str | os.PathLike[str]], tensor: str)
             _draw(axes, title, held, writers, width * DPI / len(stored) - _MARGIN)
         handles = [
             Patch(facecolor=fill, hatch=hatch, edgecolor="#FFFFFF", label=writer)
-            for writer, (fill, hatch) in zip(writers, map(_style, range(len(writers))))
+            for writer, (fill, hatch) in zip(writers, map(nth_style, range(len(writers))))
         ]
         fig.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), title="file of")
     return Figure(fig, _sentence(tensor, stored))
@@ -83,11 +82,6 @@ def _in_order(writer: str) -> tuple[int, str]:
     return (int(number), "") if number.isdecimal() else (-1, writer)
 
 
-def _style(place: int) -> tuple[str, str]:
-    """Colour and hatch of the writer at this place of the order."""
-    return SEQUENCE[place % len(SEQUENCE)], _HATCHES[place // len(SEQUENCE) % len(_HATCHES)]
-
-
 def _flat(box: Box) -> tuple[int, int, int, int]:
     """(row, column, rows, columns); a tensor of one dimension is one row."""
     if len(box.shape) == 1:
@@ -102,13 +96,9 @@ def _draw(axes: Any, title: str, tensor: StoredTensor, writers: Sequence[str], w
     for part in tensor.boxes:
         row, column, high, wide = _flat(part.box)
         writer = _writer(part.file)
-        fill, hatch = _style(writers.index(writer))
-        axes.add_patch(
-            Rectangle((column, row), wide, high, facecolor=fill, hatch=hatch, edgecolor="#FFFFFF", linewidth=1.0)
-        )
+        fill, hatch = nth_style(writers.index(writer))
         text = _fitting(writer, part.box, width * wide / columns, height * high / rows)
-        axes.text(column + wide / 2, row + high / 2, text, ha="center", va="center", fontsize=8,
-                  color=text_color(fill))  # fmt: skip
+        box(axes, (column, row), wide, high, fill, text, hatch=hatch, edgecolor="#FFFFFF", linewidth=1.0)
     flat = len(tensor.shape) == 1
     axes.set(xlim=(0, columns), ylim=(rows, 0), xlabel="element" if flat else "column", ylabel="" if flat else "row")
     borders = [_flat(part.box) for part in tensor.boxes]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, color, new_figure, styled, text_color
 
 PARTS = {"mlp": ("A", 4, "GeLU", "B", 4), "attention": ("q, k, v", 3, "heads", "P", 1)}
 """Part of a layer -> (first matrix, its columns in units of h, what follows, second matrix, its rows in units of h)."""
@@ -86,11 +86,8 @@ def _shapes(size: tuple[int, int], cut: Cut, ranks: int) -> str:
 
 
 def _draw(axes: Any, x: float, y: float, width: float, height: float, face: str, text: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor="#333333", linewidth=0.5))
-    if min(width, height) > 0.16:  # a number in a narrower part would not fit
-        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=7, color=text_color(face))
+    fits = min(width, height) > 0.16
+    box(axes, (x, y), width, height, face, text if fits else "", size=7)
 
 
 def _label(axes: Any, x: float, y: float, height: float, name: str, shapes: str) -> None:

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, name_cells, new_figure, styled, text_color
 
 State = Sequence[Any]
 """By rank: an array [cells, ranks, chunks]. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
@@ -124,11 +124,9 @@ def _draw(axes: Any, state: Sequence[Cell], title: str, size: float) -> None:
         for place, cell in enumerate(cells):
             column = (_chunks_in(cell) or [rank])[0] if alone else place
             _draw_cell(axes, column, rank, cell, size)
-    axes.set(xlim=(0, columns), ylim=(ranks, 0), aspect="equal", xticks=[])
-    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"{rank}" for rank in range(ranks)])
-    axes.tick_params(length=0)
+    name_cells(axes, [""] * columns, [f"{rank}" for rank in range(ranks)])
+    axes.set_aspect("equal")
     axes.set_title(title, fontsize=8 if "\n" in title else 7.5)
-    axes.spines[:].set_visible(False)
 
 
 def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> None:

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from labkit.train.reporting.run_records import RunRecords, names_of, pause, runs_in
 from labkit.viz.figure import Figure
 from labkit.viz.live import is_live
-from labkit.viz.style import SEQUENCE, new_figure, styled
+from labkit.viz.style import LINES, SEQUENCE, new_figure, styled
 
 _PANELS = {
     "loss": "training loss, nats a token",
@@ -25,7 +25,6 @@ _PANELS = {
     "tokens_per_second": "tokens a second",
 }
 """Name in metrics.jsonl -> title of its panel."""
-_LINES = ("-", "--", "-.", ":")
 _START = 30.0
 """Seconds that `watch_runs` waits for a folder to appear: a run that was just launched needs some."""
 
@@ -111,7 +110,7 @@ def _figure(runs: Sequence[RunRecords]) -> Figure:
 def _draw(axes: Any, panel: str, runs: Sequence[RunRecords], names: Sequence[str]) -> None:
     """Draw one panel; the first also has the validation losses."""
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        style = {"color": SEQUENCE[number % len(SEQUENCE)], "ls": _LINES[number % len(_LINES)]}
+        style = {"color": SEQUENCE[number % len(SEQUENCE)], "ls": LINES[number % len(LINES)]}
         points = run.series.get(panel, [])
         axes.plot([s for s, _ in points], [v for _, v in points], lw=1.4, label=name,
                   marker="." if len(points) == 1 else None, **style)  # fmt: skip

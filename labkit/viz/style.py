@@ -13,13 +13,14 @@ and every mark carries a label.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
 import matplotlib.figure
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 
 DPI = 100
 """Dots per inch of every PNG."""
@@ -55,6 +56,12 @@ AXES: dict[str, tuple[str, str, str]] = {
 
 SEQUENCE = ("#332288", "#CC6677", "#44AA99", "#DDCC77", "#AA4499", "#88CCEE", "#999933", "#661100")
 """For things with a number (rank, stage, chunk, group or curve 0, 1, ...); repeats after eight."""
+HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
+"""For things 0 to 7, 8 to 15, ..., which share their colours."""
+LINES = ("-", "--", "-.", ":")
+"""For curve 0, 1, ...; repeats after four."""
+INK = "#333333"
+"""Edges and other lines."""
 
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -104,6 +111,18 @@ def label(name: str) -> str:
     return meaning(name)[2]
 
 
+def nth_style(number: int) -> tuple[str, str]:
+    """(colour, hatch) of thing 0, 1, ...: eight colours, then the same with the next hatch."""
+    turn, place = divmod(number, len(SEQUENCE))
+    return SEQUENCE[place], HATCHES[turn % len(HATCHES)]
+
+
+def mixed(base: str, white: float) -> str:
+    """Return `base` (#RRGGBB) mixed with a share of white, from 0 to 1."""
+    channels = [int(base[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(channel + (255 - channel) * white):02X}" for channel in channels)
+
+
 def text_color(background: str) -> str:
     """Black or white, whichever has the larger contrast ratio (WCAG 2) on `background` (#RRGGBB)."""
     channels = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -112,11 +131,65 @@ def text_color(background: str) -> str:
     return "#FFFFFF" if (1.05 / (luminance + 0.05)) > ((luminance + 0.05) / 0.05) else "#000000"
 
 
+def handle(text: str, fill: str, pattern: str = "") -> Patch:
+    """Return an entry of a legend: a patch of this colour and hatch, and its text."""
+    return Patch(facecolor=fill, hatch=pattern, edgecolor=INK, linewidth=0.5, label=text)
+
+
 def legend_patches(names: list[str]) -> list[Patch]:
-    """Legend handles for activities or axes, with colour, hatch and label."""
-    return [
-        Patch(facecolor=color(n), hatch=hatch(n), edgecolor="#333333", linewidth=0.5, label=label(n)) for n in names
-    ]
+    """Return the entries of a legend for activities or axes, with colour, hatch and label."""
+    return [handle(label(name), color(name), hatch(name)) for name in names]
+
+
+def counted_mark(size: float = 6.0) -> Line2D:
+    """Return the entry of a legend for values that were counted: white diamonds."""
+    return Line2D([], [], ls="", marker="D", ms=size, color="#FFFFFF", mec="#000000", label="counted")
+
+
+def box(
+    axes: Any,
+    corner: tuple[float, float],
+    width: float,
+    height: float,
+    fill: str,
+    text: str = "",
+    *,
+    size: float = 8.0,
+    ink: str = "",
+    **look: Any,
+) -> None:
+    """Draw a rectangle from its corner of the smallest x and y, with a text in its middle.
+
+    size, ink: of the text, in points; black or white, whichever is readable on `fill`, without another colour.
+    look: further properties of the rectangle, such as `hatch` or `zorder`.
+    """
+    look = {"facecolor": fill, "edgecolor": INK, "linewidth": 0.5} | look
+    axes.add_patch(Rectangle(corner, width, height, **look))
+    if text:
+        middle = corner[0] + width / 2, corner[1] + height / 2
+        axes.text(*middle, text, ha="center", va="center", fontsize=size, color=ink or text_color(fill))
+
+
+def name_rows(axes: Any, names: Sequence[str], *, bars: bool = False) -> None:
+    """Name the rows of a picture from the top down, without ticks.
+
+    Row r spans r to r + 1; with `bars` it is a horizontal bar at r.
+    """
+    axes.set_yticks([row if bars else row + 0.5 for row in range(len(names))], names)
+    axes.tick_params(axis="y", length=0)
+    if bars:
+        axes.invert_yaxis()
+    else:
+        axes.set_ylim(len(names), 0)
+
+
+def name_cells(axes: Any, columns: Sequence[str], rows: Sequence[str]) -> None:
+    """Name the columns and rows of cells that are 1 wide and 1 high, without ticks and frame."""
+    name_rows(axes, rows)
+    axes.set_xticks([column + 0.5 for column in range(len(columns))], columns)
+    axes.set_xlim(0, len(columns))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
 
 
 @contextmanager

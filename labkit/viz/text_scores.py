@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled
+from labkit.viz.style import SEQUENCE, name_rows, new_figure, styled
 
 _READ, _SCORED = "#D9D9D9", SEQUENCE[0]
 MAX_WINDOWS = 12
@@ -74,8 +74,7 @@ def token_choices(words: Sequence[str], panels: Mapping[str, Sequence[float]]) -
             axes.set_title(name, loc="left")
             axes.set_xlabel("probability")
             axes.tick_params(axis="y", length=0)
-        every[0].set_yticks(range(len(words)), [repr(word)[1:-1] for word in words])
-        every[0].invert_yaxis()
+        name_rows(every[0], [repr(word)[1:-1] for word in words], bars=True)
     parts = [
         f"{name}: {sum(value > 0 for value in values)} of {len(words)} left, the first has {values[0]:.2f}"
         for name, values in panels.items()

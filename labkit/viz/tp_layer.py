@@ -13,7 +13,7 @@ import numpy as np
 
 from labkit.comm.ledger import CommRecord
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, color, new_figure, styled, text_color
 
 PARTS = (("attention", ("qkv", "heads", "proj")), ("mlp", ("fc1", "act", "fc2")))
 """Sub-layers of a block, and the computations of a rank in each, in order."""
@@ -69,29 +69,20 @@ def _draw_part(
     """One sub-layer: f, three boxes on each lane, g."""
     height = len(lanes)
     axes.text(x + 2 * _STEP, height + 0.15, part, ha="center", va="bottom", fontsize=10)
-    for position, box in enumerate(boxes, start=1):
+    for position, name in enumerate(boxes, start=1):
         for lane, rank in enumerate(lanes):
             shade = SEQUENCE[lane % len(SEQUENCE)]
-            axes.add_patch(_box(x + position * _STEP - 0.42, height - 1 - lane + 0.14, 0.84, 0.72, shade))
-            y = height - 1 - lane + 0.5
-            axes.text(
-                x + position * _STEP, y, f"{box} {rank}", ha="center", va="center", fontsize=8, color=text_color(shade)
-            )
-    for operator, position, box in (("f", 0, boxes[0]), ("g", len(boxes) + 1, boxes[-1])):
-        mine = [r for r in records if r.layer is not None and r.layer.endswith(f".{box}")]
+            corner = (x + position * _STEP - 0.42, height - 1 - lane + 0.14)
+            box(axes, corner, 0.84, 0.72, shade, f"{name} {rank}")
+    for operator, position, name in (("f", 0, boxes[0]), ("g", len(boxes) + 1, boxes[-1])):
+        mine = [r for r in records if r.layer is not None and r.layer.endswith(f".{name}")]
         _draw_operator(axes, x + position * _STEP, height, operator, mine)
-
-
-def _box(x: float, y: float, width: float, height: float, face: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), width, height, facecolor=face, edgecolor="#333333", linewidth=0.5)
 
 
 def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Sequence[CommRecord]) -> None:
     """Draw a bar across all lanes, and under the bar its operation in each direction."""
     bar = color("collective")
-    axes.add_patch(_box(x - 0.2, 0.04, 0.4, height - 0.08, bar))
+    box(axes, (x - 0.2, 0.04), 0.4, height - 0.08, bar)
     axes.text(x, height / 2, operator, ha="center", va="center", fontsize=12, style="italic", color=text_color(bar))
     lines = []
     for phase in ("forward", "backward"):
@@ -163,14 +154,14 @@ def _draw_half(
         shape = (s, b, inner // t) if inside else (s, b, h) if whole else (s // t, b, h)
         for lane, rank in enumerate(lanes):
             corner = (x - 0.36, height - 1 - lane + 0.1)
-            axes.add_patch(_box(*corner, 0.72, 0.8, "#FFFFFF"))
+            box(axes, corner, 0.72, 0.8, "#FFFFFF")
             part = (0, 0, 1, 1) if whole else (rank / t, 0, 1 / t, 1) if inside else (0, 1 - (rank + 1) / t, 1, 1 / t)
-            held = _box(
-                corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1], 0.72 * part[2], 0.8 * part[3], SEQUENCE[lane]
-            )
+            held = (corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1])
+            width, high, fill = 0.72 * part[2], 0.8 * part[3], SEQUENCE[lane]
             if station == "fc2":
-                held.set(hatch="////", edgecolor=text_color(SEQUENCE[lane]))
-            axes.add_patch(held)
+                box(axes, held, width, high, fill, hatch="////", edgecolor=text_color(fill))
+            else:
+                box(axes, held, width, high, fill)
         axes.text(x, height + 0.08, station, ha="center", va="bottom", fontsize=9)
         axes.text(x, -0.06, _text_of(shape), ha="center", va="top", fontsize=7)
     for lane, rank in enumerate(lanes):
@@ -184,7 +175,7 @@ def _draw_half(
 def _draw_switch(axes: Any, x: float, height: int, name: str, forward: str, backward: str) -> None:
     """An operator as a bar across the lanes, with what it does in each direction."""
     bar = color("collective")
-    axes.add_patch(_box(x - 0.14, 0.04, 0.28, height - 0.08, bar))
+    box(axes, (x - 0.14, 0.04), 0.28, height - 0.08, bar)
     axes.text(x, height / 2, name, ha="center", va="center", fontsize=11, style="italic", color=text_color(bar))
     words = f"forward:\n{forward}\nbackward:\n{backward}"
     axes.text(x, -0.06, words, ha="center", va="top", fontsize=6.5, linespacing=1.15)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, name_cells, name_rows, new_figure, styled, text_color
 
 _WIDTH = 7.4
 _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
@@ -51,7 +51,7 @@ def _draw_table(axes: Any, vocab_size: int, rows: int, ranks: int) -> None:
     for rank in range(ranks):
         first, end = rank * rows, min((rank + 1) * rows, vocab_size)
         shade = _shade(rank)
-        axes.add_patch(Rectangle((first, 0), rows, 1, facecolor=shade, edgecolor="#FFFFFF", linewidth=1.0))
+        box(axes, (first, 0), rows, 1, shade, edgecolor="#FFFFFF", linewidth=1.0)
         if end < first + rows:
             start = max(first, end)
             axes.add_patch(Rectangle((start, 0), first + rows - start, 1, **_PADDING))
@@ -69,15 +69,10 @@ def _draw_owners(axes: Any, rows: int, ranks: int, ids: Sequence[int]) -> None:
         for rank in range(ranks):
             own = each // rows == rank
             shade = _shade(rank) if own else _FOREIGN
-            axes.add_patch(Rectangle((column, rank), 1, 1, facecolor=shade, edgecolor="#FFFFFF", linewidth=1.0))
-            color = text_color(shade) if own else "#777777"
-            axes.text(column + 0.5, rank + 0.5, f"{each}" if own else "0", ha="center", va="center", fontsize=7.5,
-                      color=color)  # fmt: skip
-    axes.set(xlim=(0, max(1, len(ids))), ylim=(ranks, 0), xticks=[])
-    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
-    axes.tick_params(length=0)
+            text, ink = (f"{each}", "") if own else ("0", "#777777")
+            box(axes, (column, rank), 1, 1, shade, text, size=7.5, ink=ink, edgecolor="#FFFFFF", linewidth=1.0)
+    name_cells(axes, [""] * max(1, len(ids)), [f"rank {rank}" for rank in range(ranks)])
     axes.set_title("the row that each rank adds for a token: row of the id, or zeros", loc="left", fontsize=9)
-    axes.spines[["left", "bottom"]].set_visible(False)
 
 
 def _shards_sentence(vocab_size: int, rows: int, ranks: int, ids: Sequence[int]) -> str:
@@ -183,8 +178,7 @@ def loss_costs(ways: Mapping[str, Mapping[str, Cost]]) -> Figure:
             axes.set_title(quantity, loc="left")
         low, high = np.log10(min(numbers)), np.log10(max(numbers))
         panels[0].set(xlim=(10 ** (np.floor(low) - 0.5), 10 ** (high + 0.35 * (high - low + 1.5))))
-        panels[0].set_yticks(range(len(ways)), list(ways))
-        panels[0].invert_yaxis()
+        name_rows(panels[0], list(ways), bars=True)
     return Figure(fig, _costs_sentence(ways, quantities))
 
 

@@ -26,7 +26,17 @@ from labkit.parallel.data_parallel.bucket_layout import (
 )
 from labkit.plan.zero_stages import STAGES, BytesPerParameter, bytes_per_parameter, formula
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import (
+    INK,
+    SEQUENCE,
+    box,
+    counted_mark,
+    handle,
+    name_rows,
+    new_figure,
+    nth_style,
+    styled,
+)
 
 MAX_BUCKETS = 8
 """Buckets drawn, a row each; of more the first and the last."""
@@ -39,8 +49,6 @@ _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "li
 _GAPS = {"facecolor": "#FFFFFF", "hatch": "....", "edgecolor": "#666666", "linewidth": 0.0}
 _SHADES = ("#D9D9D9", "#BFBFBF")
 """Shades of neighbouring parameters in turn, so that a reader sees the start of the next parameter."""
-_HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
-"""Ranks 0-7, 8-15, ..."""
 
 
 def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
@@ -96,10 +104,9 @@ def _draw_parameters(axes: Any, plan: BucketLayout, bucket: Bucket, row: float, 
     shades = _shades(plan, longest)
     for name in bucket.names:
         start, end = (at - bucket.start for at in plan.ranges[name])
-        fill = shades[name]
-        axes.add_patch(Rectangle((start, low), end - start, height, facecolor=fill, edgecolor="#666666", linewidth=0.4))
-        if short := _fitting(name, 900 * (end - start) / longest):  # about the pixels that the bar is wide
-            axes.text((start + end) / 2, low + height / 2, short, ha="center", va="center", fontsize=8)
+        short = _fitting(name, 900 * (end - start) / longest)  # about the pixels that the bar is wide
+        look = {"edgecolor": "#666666", "linewidth": 0.4}
+        box(axes, (start, low), end - start, height, shades[name], short, **look)
 
 
 def _shades(plan: BucketLayout, longest: int) -> dict[str, str]:
@@ -126,16 +133,15 @@ def _draw_owners(axes: Any, bucket: Bucket, dp: int, row: float, longest: int) -
         low, high = (at - bucket.start for at in shard_range(bucket.start, bucket.end, dp=dp, rank=rank))
         fill, pattern = _owner_style(rank, dp)
         edge = {"edgecolor": "#FFFFFF", "linewidth": 0.8 if dp <= MAX_OWNERS else 0.2}
-        axes.add_patch(Rectangle((low, row + 0.50), high - low, 0.42, facecolor=fill, hatch=pattern, **edge))
-        if 600 * (high - low) / longest > 9 * len(str(rank)):
-            axes.text((low + high) / 2, row + 0.71, str(rank), ha="center", va="center", fontsize=8,
-                      color=text_color(fill))  # fmt: skip
+        fits = 600 * (high - low) / longest > 9 * len(str(rank))
+        text = str(rank) if fits else ""
+        box(axes, (low, row + 0.50), high - low, 0.42, fill, text, hatch=pattern, **edge)
 
 
 def _owner_style(rank: int, dp: int) -> tuple[str, str]:
     if dp > MAX_OWNERS:
         return SEQUENCE[rank % 2], ""
-    return SEQUENCE[rank % len(SEQUENCE)], _HATCHES[rank // len(SEQUENCE) % len(_HATCHES)]
+    return nth_style(rank)
 
 
 def _legend(plan: BucketLayout, dp: int, longest: int) -> dict[str, Any]:
@@ -220,15 +226,12 @@ def zero_stages(
             axes.annotate(text, (float(row.total), y), (8, 0), textcoords="offset points", va="center", fontsize=8)
         for stage, found in (counted or {}).items():
             axes.plot(found, stage, "D", ms=6, color="#FFFFFF", markeredgecolor="#000000", zorder=3)
-        axes.set_yticks(range(len(STAGES)), [f"stage {stage}: {_WHAT[stage]}" for stage in STAGES])
+        name_rows(axes, [f"stage {stage}: {_WHAT[stage]}" for stage in STAGES], bars=True)
         axes.set(xlabel=f"bytes per parameter on each of d = {dp} ranks", xlim=(0, 1.25 * float(rows[0].total)))
-        axes.invert_yaxis()
-        axes.tick_params(axis="y", length=0)
         used = [part for part in _PARTS if any(getattr(row, part[0]) for row in rows)]
-        handles: list[Any] = [Patch(facecolor=fill, hatch=pattern, edgecolor="#333333", linewidth=0.5, label=name)
-                   for _, name, fill, pattern in used]  # fmt: skip
+        handles: list[Any] = [handle(*look) for _, *look in used]
         if counted:
-            handles.append(Line2D([], [], ls="", marker="D", ms=6, color="#FFFFFF", mec="#000000", label="counted"))
+            handles.append(counted_mark())
         fig.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return Figure(fig, _stages_sentence(param_dtype, grad_dtype, dp, parameters, counted or {}))
 
@@ -237,7 +240,7 @@ def _stage_bar(axes: Any, y: int, row: BytesPerParameter) -> None:
     left = 0.0
     for field, _, fill, pattern in _PARTS:
         width = float(getattr(row, field))
-        axes.barh(y, width, 0.7, left=left, color=fill, hatch=pattern, edgecolor="#333333", linewidth=0.5)
+        axes.barh(y, width, 0.7, left=left, color=fill, hatch=pattern, edgecolor=INK, linewidth=0.5)
         left += width
 
 

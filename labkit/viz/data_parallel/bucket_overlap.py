@@ -16,7 +16,7 @@ from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buck
 from labkit.plan.overlap import COMPUTES, BackwardPiece, BucketSize, Link, exposed_seconds, predict_step
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled
+from labkit.viz.style import SEQUENCE, color, handle, hatch, legend_patches, new_figure, styled
 
 _ROW = 0.27
 """Inches of a row."""
@@ -117,9 +117,7 @@ def _handles(steps: Sequence[_Run]) -> list[Patch]:
     kinds = [k for k in ("forward", "backward", "collective", "wait") if any(_has(step, k) for step in steps)]
     handles = legend_patches(kinds)
     if any(step.on_the_link(row) > step.buckets[row].start for step in steps for row in range(len(step.buckets))):
-        handles.append(
-            Patch(facecolor=QUEUED, edgecolor="#333333", linewidth=0.5, label="queued behind the bucket before")
-        )
+        handles.append(handle("queued behind the bucket before", QUEUED))
     return handles
 
 

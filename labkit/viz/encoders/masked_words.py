@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, new_figure, styled
 
 _WIDTH = 7.4
 _CHARACTERS = 88
@@ -71,8 +71,7 @@ def _places(text: Sequence[str], shown: Sequence[str]) -> tuple[list[tuple[int, 
 def _draw_token(axes: Any, top: float, start: float, width: float, token: str, seen: str, kind: str | None) -> None:
     special = token.startswith("[") and token.endswith("]")
     fill = KINDS[kind] if kind else _ADDED if special else _PLAIN
-    axes.add_patch(Rectangle((start, top + 0.1), width, 0.9, facecolor=fill, edgecolor="#CCCCCC", linewidth=0.5))
-    axes.text(start + width / 2, top + 0.57, token, ha="center", va="center", fontsize=7, color=text_color(fill))
+    box(axes, (start, top + 0.1), width, 0.9, fill, token, size=7, edgecolor="#CCCCCC")
     if kind:
         axes.text(start + width / 2, top + 1.5, seen, ha="center", va="center", fontsize=7, color="#333333")
 

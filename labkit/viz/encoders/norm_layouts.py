@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from matplotlib.patches import Rectangle
-
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, new_figure, styled
 
 _PART, _NORM, _LINE = SEQUENCE[0], SEQUENCE[1], "#333333"
 _TITLES = {"post": "post: the original BERT (figure 7a)", "pre": "pre: rearranged (figure 7b)"}
@@ -73,8 +70,6 @@ def _draw_half(axes: Any, placement: str, base: float, name: str) -> None:
     axes.plot(0, plus, marker="+", markersize=7, color=_LINE, zorder=4)
 
 
-def _box(axes: Any, x: float, y: float, text: str, fill: str, size: Sequence[float] = (1.7, 0.5)) -> None:
-    width, height = size
-    corner = (x - width / 2, y - height / 2)
-    axes.add_patch(Rectangle(corner, width, height, facecolor=fill, edgecolor=_LINE, linewidth=0.8, zorder=2))
-    axes.text(x, y, text, ha="center", va="center", fontsize=8, color=text_color(fill), zorder=3)
+def _box(axes: Any, x: float, y: float, text: str, fill: str) -> None:
+    width, height = 1.7, 0.5
+    box(axes, (x - width / 2, y - height / 2), width, height, fill, text, linewidth=0.8, zorder=2)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.patches import Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, color, name_cells, new_figure, styled
 
 _HALVES = {"encoder": SEQUENCE[0], "decoder": SEQUENCE[1]}
 _COPIES = {"words": color("embd"), "positions": SEQUENCE[3]}
@@ -43,11 +42,7 @@ def split_stages(encoder: Sequence[int], decoder: Sequence[int], copies: Mapping
             for stage in held:
                 _box(axes, stage, row, table, _COPIES[table], len(stages))
         names = ["layers", *({"words": "embd", "positions": "pos_embd"}[table] for table in copies)]
-        axes.set_yticks([row + 0.5 for row in range(len(names))], names)
-        axes.set_xticks([s + 0.5 for s in range(len(stages))], [f"stage {s}" for s in range(len(stages))])
-        axes.set(xlim=(0, len(stages)), ylim=(len(names), 0))
-        axes.tick_params(length=0)
-        axes.spines[["left", "bottom"]].set_visible(False)
+        name_cells(axes, [f"stage {stage}" for stage in range(len(stages))], names)
     held = "; ".join(f"{table} on stages {_listed(stages_)}" for table, stages_ in copies.items())
     return Figure(fig, f"{len(stages)} stages, the decoder from stage {len(encoder)} on: {held}.")
 
@@ -57,10 +52,9 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _box(axes: Any, stage: int, row: int, text: str, fill: str, stages: int) -> None:
-    axes.add_patch(Rectangle((stage + 0.06, row + 0.16), 0.88, 0.68, facecolor=fill, zorder=2))
     size = 8.0 if stages <= 4 else 6.0
     words = text.replace(": ", ":\n") if stages > 4 else text
-    axes.text(stage + 0.5, row + 0.5, words, ha="center", va="center", fontsize=size, color=text_color(fill), zorder=3)
+    box(axes, (stage + 0.06, row + 0.16), 0.88, 0.68, fill, words, size=size, edgecolor="none", zorder=2)
 
 
 # ---- distances ----

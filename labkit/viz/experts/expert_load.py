@@ -13,10 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import INK, LINES, SEQUENCE, color, new_figure, styled, text_color
 
-_INK = "#333333"
-_LINES = ("-", "--", "-.", ":")
 _RUNS = ("#000000", "#AA4499", "#44AA99", "#999933")
 """Colours of runs; no run has the colour of an expert."""
 _LAST = 5
@@ -77,7 +75,7 @@ def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
 
 def _draw_fullest(axes: Any, loads: Mapping[str, NDArray[Any]]) -> None:
     for number, (name, table) in enumerate(loads.items()):
-        ratio, style = _fullest(table), {"ls": _LINES[number % len(_LINES)], "color": _RUNS[number % len(_RUNS)]}
+        ratio, style = _fullest(table), {"ls": LINES[number % len(LINES)], "color": _RUNS[number % len(_RUNS)]}
         axes.plot(range(1, len(ratio) + 1), ratio, label=name, **style)
     axes.axhline(1, color="#666666", lw=0.8, ls=":")
     axes.set(xlabel="step", ylabel="fullest expert / mean", ylim=(0.9, None))
@@ -134,7 +132,7 @@ def skew_curve(
         for skew, seconds in (measured or {}).items():
             even = sum(rows[skew]) / len(rows[skew]) * seconds_per_row
             label = "measured" if skew == min(measured or {}) else None
-            left.plot(skew, seconds / even, "o", ms=5, color=SEQUENCE[1], mec=_INK, mew=0.5, label=label)
+            left.plot(skew, seconds / even, "o", ms=5, color=SEQUENCE[1], mec=INK, mew=0.5, label=label)
         left.axvline(chosen, color="#666666", lw=0.9, ls=":")
         left.axhline(1, color="#666666", lw=0.9, ls=":")
         left.set(xlabel="skew (exponent of Zipf's law)", ylabel="step time / that of an even load", ylim=(0, None))
@@ -147,16 +145,16 @@ def _draw_ranks(axes: Any, by_rank: Sequence[int], skew: float) -> None:
     """Draw the rows of each rank as bars, and dots for the time that a rank waits for the fullest."""
     longest, mean = max(by_rank), sum(by_rank) / len(by_rank)
     names = [f"rank {rank}" for rank in range(len(by_rank))]
-    axes.barh(names, by_rank, 0.7, color=SEQUENCE[0], edgecolor=_INK, linewidth=0.4, label="computes")
+    axes.barh(names, by_rank, 0.7, color=SEQUENCE[0], edgecolor=INK, linewidth=0.4, label="computes")
     rest = [longest - count for count in by_rank]
-    axes.barh(names, rest, 0.7, left=by_rank, color=color("idle"), hatch="...", edgecolor=_INK, linewidth=0.4,
+    axes.barh(names, rest, 0.7, left=by_rank, color=color("idle"), hatch="...", edgecolor=INK, linewidth=0.4,
               label="waits")  # fmt: skip
     for place, count in enumerate(by_rank):
         inside = count > 0.15 * longest
         box = None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 1}  # beside it there are dots
         axes.text(0.02 * longest if inside else count + 0.02 * longest, place, f"{count:,}", va="center", fontsize=8,
-                  color=text_color(SEQUENCE[0]) if inside else _INK, bbox=box)  # fmt: skip
-    axes.axvline(mean, color=_INK, lw=0.9, ls=(0, (6, 2)))
+                  color=text_color(SEQUENCE[0]) if inside else INK, bbox=box)  # fmt: skip
+    axes.axvline(mean, color=INK, lw=0.9, ls=(0, (6, 2)))
     axes.set(xlim=(0, 1.02 * longest), xlabel=f"rows at skew {skew:g} (dashed: mean; dotted: waits)")
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -240,7 +238,7 @@ def capacity_curve(
         titles = ("dropped, of all rows", "empty, of the padded buffer")
         for panel, (axes, title) in enumerate(zip(panels, titles)):
             for number, (name, points) in enumerate(found.items()):
-                axes.plot(factors, [point[panel] for point in points], _LINES[number % len(_LINES)], marker="o", ms=3,
+                axes.plot(factors, [point[panel] for point in points], LINES[number % len(LINES)], marker="o", ms=3,
                           color=SEQUENCE[number % len(SEQUENCE)], label=name)  # fmt: skip
             axes.set_title(title, loc="left")
             axes.set(xlabel="capacity factor", ylim=(-0.02, 1))

@@ -11,9 +11,8 @@ from torch import Tensor
 from labkit.viz.experts.router_lab import Policy, Replayed, replay, replay_policies
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, color, new_figure, styled
+from labkit.viz.style import INK, SEQUENCE, color, name_rows, new_figure, styled
 
-_INK = "#333333"
 _FULL, _PART = SEQUENCE[0], color("idle")
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 
@@ -36,8 +35,7 @@ def compare_policies(replayed: Sequence[Replayed], *, hidden: int, element_size:
         _dropped(panels[1], replayed)
         _own(panels[2], replayed)
         _bytes(panels[3], replayed, hidden, element_size)
-        panels[0].set_yticks(range(len(replayed)), [each.name for each in replayed])
-        panels[0].invert_yaxis()
+        name_rows(panels[0], [each.name for each in replayed], bars=True)
         for axes in panels:
             axes.tick_params(axis="y", length=0)
             axes.margins(x=0.22)
@@ -53,7 +51,7 @@ def _pair(axes: Any, above: Sequence[float], below: Sequence[float], labels: tup
         (0.19, below, labels[1], _PART, "////"),
     ):
         places = [place + offset for place in range(len(values))]
-        axes.barh(places, values, 0.36, color=face, hatch=pattern, edgecolor=_INK, linewidth=0.4, label=label)
+        axes.barh(places, values, 0.36, color=face, hatch=pattern, edgecolor=INK, linewidth=0.4, label=label)
         for place, value in zip(places, values):
             axes.annotate(show.format(value), (value, place), xytext=(2, 0), textcoords="offset points", va="center",
                           fontsize=7)  # fmt: skip
@@ -63,7 +61,7 @@ def _pair(axes: Any, above: Sequence[float], below: Sequence[float], labels: tup
 def _balance(axes: Any, replayed: Sequence[Replayed]) -> None:
     experts, ranks = ([getattr(each, f"fullest_{what}") for each in replayed] for what in ("expert", "rank"))
     _pair(axes, experts, ranks, ("fullest expert, chosen", "fullest rank, computed"), "{:.2f}")
-    axes.axvline(1, color=_INK, lw=0.8, ls=":")
+    axes.axvline(1, color=INK, lw=0.8, ls=":")
     axes.set_xlabel("of the mean")
 
 
@@ -77,7 +75,7 @@ def _dropped(axes: Any, replayed: Sequence[Replayed]) -> None:
 
 def _own(axes: Any, replayed: Sequence[Replayed]) -> None:
     values = [each.own_choice for each in replayed]
-    axes.barh(range(len(values)), values, 0.5, color=_FULL, edgecolor=_INK, linewidth=0.4, label="own best")
+    axes.barh(range(len(values)), values, 0.5, color=_FULL, edgecolor=INK, linewidth=0.4, label="own best")
     for place, value in enumerate(values):
         axes.annotate(f"{value:.0%}", (value, place), xytext=(2, 0), textcoords="offset points", va="center",
                       fontsize=7)  # fmt: skip

@@ -16,13 +16,12 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike, NDArray
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import INK, SEQUENCE, box, color, new_figure, styled, text_color
 
 MOST_LETTERED = 16
 """Ranks up to which the cells of a send matrix carry their numbers."""
 MOST_ROWS = 128
 """Rows that `dispatch_steps` draws at most; more cannot be read."""
-_INK = "#333333"
 _PAPER = "#FFFFFF"
 _TOKEN = "#D9D9D9"
 
@@ -53,16 +52,16 @@ def send_matrix_figure(rows: ArrayLike) -> Figure:
 
 
 def _draw_received(axes: Any, received: NDArray[Any]) -> None:
-    axes.bar(range(len(received)), received, 0.7, color=SEQUENCE[0], edgecolor=_INK, linewidth=0.5)
+    axes.bar(range(len(received)), received, 0.7, color=SEQUENCE[0], edgecolor=INK, linewidth=0.5)
     mean = received.mean()
-    axes.axhline(mean, color=_INK, lw=0.9, ls=(0, (6, 2)))
+    axes.axhline(mean, color=INK, lw=0.9, ls=(0, (6, 2)))
     axes.annotate(f"mean {mean:,.4g}", (1, mean), xycoords=("axes fraction", "data"), xytext=(3, 0),
                   textcoords="offset points", va="center", fontsize=8, annotation_clip=False)  # fmt: skip
     if len(received) <= MOST_LETTERED:
         for rank, count in enumerate(received):
             inside = count > 0.2 * received.max()
             axes.text(rank, 0.05 * received.max() if inside else count, f"{count:,}", ha="center", va="bottom",
-                      fontsize=8, color=text_color(SEQUENCE[0]) if inside else _INK)  # fmt: skip
+                      fontsize=8, color=text_color(SEQUENCE[0]) if inside else INK)  # fmt: skip
     axes.set(ylim=(0, 1.1 * max(1, received.max())), ylabel="rows to\ncompute")
     axes.tick_params(axis="x", length=0, labelbottom=False)
 
@@ -84,7 +83,7 @@ def _draw_matrix(axes: Any, table: NDArray[Any]) -> None:
             if ep <= MOST_LETTERED:
                 box = {"facecolor": _PAPER, "edgecolor": "none", "pad": 1.5} if stays else None
                 axes.text(receiver, sender, f"{table[sender, receiver]:,}", ha="center", va="center", fontsize=8,
-                          color=_INK if stays else text_color(face), bbox=box)  # fmt: skip
+                          color=INK if stays else text_color(face), bbox=box)  # fmt: skip
     step = 1 if ep <= MOST_LETTERED else max(1, ep // 8)
     axes.set(xlim=(-0.5, ep - 0.5), ylim=(ep - 0.5, -0.5), xlabel="to rank (dotted: stays)", ylabel="from rank")
     axes.set_xticks(range(0, ep, step))
@@ -233,9 +232,7 @@ def _draw_boxes(axes: Any, dispatch: _Dispatch, column: int) -> None:
     for row, y in dispatch.heights[column].items():
         face = _shade(row.expert)
         corner = (_X[column] - _WIDTH / 2, y - 0.44)
-        axes.add_patch(Rectangle(corner, _WIDTH, 0.88, facecolor=face, edgecolor=_INK, linewidth=0.4, zorder=2))
-        axes.text(_X[column], y, row.token, ha="center", va="center_baseline", fontsize=7, zorder=3,
-                  color=text_color(face))  # fmt: skip
+        box(axes, corner, _WIDTH, 0.88, face, str(row.token), size=7, linewidth=0.4, zorder=2)
 
 
 def _label_ranks(axes: Any, dispatch: _Dispatch) -> None:

@@ -19,7 +19,7 @@ from labkit.graphs.order_table import read_order
 from labkit.graphs.pool import Frame, Life, Playback
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import name_cells, name_rows, new_figure, nth_style, styled, text_color
 
 MAX_FRAMES = 24
 """Frames that one picture shows."""
@@ -33,7 +33,7 @@ _KIB = 1024
 
 
 def _color(microbatch: int) -> str:
-    return SEQUENCE[microbatch % len(SEQUENCE)]
+    return nth_style(microbatch)[0]
 
 
 def _thinned(labels: Sequence[str]) -> list[str]:
@@ -65,13 +65,9 @@ def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") ->
                 _write_user(axes, use, first, plan.assignment[use] + 0.52, chunks)
         for meeting in meetings:
             _draw_meeting(axes, meeting, chunks)
-        axes.set(xlim=(0, len(order)), ylim=(plan.num_buffers, 0), xlabel="order, one step a column")
-        axes.set_xticks([step + 0.5 for step in range(len(order))], _thinned([f"{entry:g}" for entry in order]))
-        axes.set_yticks(
-            [row + 0.5 for row in range(plan.num_buffers)], [f"buffer {b}" for b in range(plan.num_buffers)]
-        )
-        axes.tick_params(length=0)
-        axes.spines[["left", "bottom"]].set_visible(False)
+        columns = _thinned([f"{entry:g}" for entry in order])
+        name_cells(axes, columns, [f"buffer {number}" for number in range(plan.num_buffers)])
+        axes.set_xlabel("order, one step a column")
         handles = [Patch(facecolor="#BBBBBB", label="held by microbatch (chunk in brackets)" if chunks
                          else "held by microbatch, from its forward to its backward")]  # fmt: skip
         if meetings:
@@ -196,9 +192,8 @@ def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, 
         axes = fig.subplots()
         for row, number in enumerate(shown):
             _draw_strip(axes, row, playback.frames[number])
-        axes.set(xlim=(0, _end(playback) / _KIB), ylim=(len(shown), 0), xlabel="place in the pool, KiB")
-        axes.set_yticks([row + 0.5 for row in range(len(shown))], [names[number] for number in shown])
-        axes.tick_params(axis="y", length=0)
+        axes.set(xlim=(0, _end(playback) / _KIB), xlabel="place in the pool, KiB")
+        name_rows(axes, [names[number] for number in shown])
         handles = _legend([life for number in shown for life in playback.frames[number].live], taken_over=True)
         fig.legend(handles=handles, loc="outside upper center", ncols=6)
     return Figure(fig, _frames_sentence(playback, shown, names, what))

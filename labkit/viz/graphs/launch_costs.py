@@ -13,13 +13,12 @@ from labkit.config.errors import counted
 from labkit.graphs.study.launches import Launches, Run
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog, memory_of
 from labkit.viz.figure import Figure
-from labkit.viz.style import ACTIVITIES, SEQUENCE, color, legend_patches, new_figure, styled, text_color
+from labkit.viz.style import ACTIVITIES, LINES, SEQUENCE, color, legend_patches, new_figure, styled, text_color
 
 _INK, _PALE, _LEAVES = "#333333", 0.25, ".."
 _OPERATION, _LAUNCH = SEQUENCE[:2]
 _THINNEST = 150
 """A bar is drawn at least as wide as this part of the axis, so that a bias does not vanish beside a weight."""
-_LINES = ("-", "--", "-.", ":")
 _MARKS = ("o", "s", "^", "D")
 
 
@@ -239,7 +238,7 @@ def cost_by_size(
         axes = fig.subplots()
         for number, (name, times) in enumerate(seconds.items()):
             axes.plot(sizes, [1e6 * t for t in times], marker=_MARKS[number % 4], markersize=4, label=name,
-                      color=SEQUENCE[number], linestyle=_LINES[number % 4])  # fmt: skip
+                      color=SEQUENCE[number], linestyle=LINES[number % 4])  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel=what, ylabel=f"time of {of} (us)")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
@@ -267,7 +266,7 @@ def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int =
             axes.axvspan(0.5, captured + 0.5, color=color("idle"), zorder=0, label="warm-up and capture")
         for number, (name, values) in enumerate(series.items()):
             axes.step(range(1, len(values) + 1), values, where="mid", label=name, linewidth=2,
-                      color=SEQUENCE[number], linestyle=_LINES[number % 4])  # fmt: skip
+                      color=SEQUENCE[number], linestyle=LINES[number % 4])  # fmt: skip
         axes.set(xlabel="call", ylabel=what, xlim=(0.5, calls + 0.5))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))

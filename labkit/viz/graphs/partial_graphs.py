@@ -10,9 +10,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, color, new_figure, styled
+from labkit.viz.style import INK, SEQUENCE, color, handle, name_rows, new_figure, styled
 
-_INK = "#333333"
 _RAISED = SEQUENCE[7]
 _HELD = "held by the fullest rank"
 _ROW = 0.26
@@ -74,7 +73,7 @@ def _arrow(axes: Any, y: float, source: float, target: float, call: Call) -> Non
     """From one lifeline to the other, the name ahead of the first lifeline on the way; a call of one's own goes round a
     corner."""
     face = _RAISED if call.raised else SEQUENCE[0]
-    text: dict[str, Any] = {"fontsize": 7.5, "color": face if call.raised else _INK}
+    text: dict[str, Any] = {"fontsize": 7.5, "color": face if call.raised else INK}
     line: dict[str, Any] = {"color": face, "lw": 1.2, "ls": "--" if call.raised else "-"}
     if source == target:
         source += 0.16
@@ -142,8 +141,7 @@ def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
             _bars(axes, title, values, relative=title not in ("choices dropped", "loss"), plain=title == _HELD)
             if title == _HELD:
                 fig.legend(handles=_stacks(axes, costs), loc="outside upper right", ncols=len(costs[0].held))
-        panels[0].set_yticks(range(len(costs)), [each.name for each in costs])
-        panels[0].invert_yaxis()
+        name_rows(panels[0], [each.name for each in costs], bars=True)
     return Figure(fig, _cost_words(costs))
 
 
@@ -155,12 +153,9 @@ def _stacks(axes: Any, costs: Sequence[PaddingCost]) -> list[Patch]:
         left = 0.0
         for number, nbytes in enumerate(each.held.values()):
             shade = shades[number % len(shades)]
-            axes.barh(place, nbytes / unit, 0.6, left=left, color=shade, edgecolor=_INK, linewidth=0.4)
+            axes.barh(place, nbytes / unit, 0.6, left=left, color=shade, edgecolor=INK, linewidth=0.4)
             left += nbytes / unit
-    return [
-        Patch(facecolor=shades[number % len(shades)], edgecolor=_INK, linewidth=0.4, label=name)
-        for number, name in enumerate(costs[0].held)
-    ]
+    return [handle(name, shades[number % len(shades)]) for number, name in enumerate(costs[0].held)]
 
 
 def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool, plain: bool) -> None:
@@ -171,7 +166,7 @@ def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool, pla
     form = "{:.2f}x" if relative else "{:.1%}" if title != "loss" else "{:.3f}"
     for place, value in enumerate(shown):
         face, pattern = (color("idle"), "////") if place else (SEQUENCE[0], "")
-        bar: dict[str, Any] = {"color": face, "hatch": pattern, "edgecolor": _INK, "linewidth": 0.4}
+        bar: dict[str, Any] = {"color": face, "hatch": pattern, "edgecolor": INK, "linewidth": 0.4}
         if not plain:
             axes.barh(place, value - low, 0.6, left=low, **bar)
         text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}

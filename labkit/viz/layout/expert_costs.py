@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, color, hatch, new_figure, styled
+from labkit.viz.style import SEQUENCE, color, counted_mark, handle, hatch, new_figure, styled
 
 _PARTS = {
     "weights": (SEQUENCE[0], "", "weights kept"),
@@ -47,12 +44,9 @@ def expert_costs(
         axes.set(xlabel="bytes of a rank", xlim=(-0.01 * largest, 1.15 * largest))
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
-        handles: list[Any] = [
-            Patch(facecolor=fill, hatch=pattern, edgecolor="#333333", linewidth=0.5, label=name)
-            for fill, pattern, name in _PARTS.values()
-        ]
+        handles: list[Any] = [handle(name, fill, pattern) for fill, pattern, name in _PARTS.values()]
         if counted is not None:
-            handles.append(Line2D([], [], ls="", marker="D", ms=5, color="#FFFFFF", mec="#000000", label="counted"))
+            handles.append(counted_mark(5.0))
         fig.legend(handles=handles, loc="outside upper center", ncols=2)
     rows = [f"{name}: {_in_words(row)}" for name, row in expected.items()]
     return Figure(fig, f"Bytes of a rank's experts; {'; '.join(rows)}{_agreement(expected, counted)}.")

@@ -19,14 +19,13 @@ from labkit.comm.rank_generator import DEFAULT_ORDER, RankGenerator, rank_genera
 from labkit.viz.figure import Figure
 from labkit.viz.layout.rank_grids import Grid, nodes_in_words
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import box, color, mixed, new_figure, nth_style, styled
 
 _SIZES = ("tp", "cp", "pp", "etp", "ep")
 MAX_DRAWN = 512
 """Ranks that `fold_grid` draws at most."""
 MAX_DIGITS = 32
 """Ranks that `folded_digits` draws at most: each is a column of digits."""
-_HATCHES = ("", "//", "..", "xx")
 _EXPERT_NAMES = {"tp": "etp", "dp": "edp"}
 """Axes of the expert generator under the names that its groups have."""
 
@@ -156,8 +155,7 @@ def _colour(axes: Any, grid: Grid, reading: Reading) -> None:
     shown = [axis for axis in reading.digits if reading.sizes[axis] > 1]
     for rank, job in enumerate(jobs.tolist()):
         letters = "".join(f"{_LETTERS[axis]}{reading.digits[axis][rank]}" for axis in shown)
-        fill, pattern = SEQUENCE[job % 8], _HATCHES[job // 8 % 4]
-        grid.draw(axes, rank, fill, pattern, _cell_text(rank, letters), size=7 if len(letters) <= 5 else 6)
+        grid.draw(axes, rank, *nth_style(job), _cell_text(rank, letters), size=7 if len(letters) <= 5 else 6)
     grid.outline(axes, reading.groups(*reading.job_axes), width=2.2)
 
 
@@ -213,9 +211,8 @@ def folded_digits(sizes: Mapping[str, Any], *, world_size: int) -> Figure:
 
 def _row(axes: Any, top: float, axis: str, digits: np.ndarray, size: int) -> None:
     for rank, digit in enumerate(digits.tolist()):
-        fill = _tint(color(axis), (digit + 1) / size) if size > 1 else "#EEEEEE"
-        axes.add_patch(Rectangle((rank, top), 1, 1, facecolor=fill, edgecolor="#FFFFFF", linewidth=0.8))
-        axes.text(rank + 0.5, top + 0.5, str(digit), ha="center", va="center", fontsize=8, color=text_color(fill))
+        fill = mixed(color(axis), 0.75 * (1 - (digit + 1) / size)) if size > 1 else "#EEEEEE"
+        box(axes, (rank, top), 1, 1, fill, str(digit), edgecolor="#FFFFFF", linewidth=0.8)
 
 
 def _mark(axes: Any, both: tuple[Reading, Reading], clash: list[int]) -> None:
@@ -226,13 +223,6 @@ def _mark(axes: Any, both: tuple[Reading, Reading], clash: list[int]) -> None:
         for rank in clash:
             axes.add_patch(Rectangle((rank + 0.06, row + 0.06), 0.88, 0.88, fill=False, edgecolor="#000000", lw=2))
         top += len(reading.digits) + 0.45
-
-
-def _tint(colour: str, share: float) -> str:
-    """`colour` mixed with white: all of it at share 1, a quarter of it at share 0."""
-    weight = 0.25 + 0.75 * share
-    channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(255 + (c - 255) * weight):02X}" for c in channels)
 
 
 def _strides(reading: Reading) -> str:

@@ -14,7 +14,7 @@ from labkit.comm.rank_generator import DEFAULT_ORDER
 from labkit.config import ParallelConfig
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled, text_color
+from labkit.viz.style import color, hatch, legend_patches, new_figure, nth_style, styled, text_color
 
 MAX_ROWS = 8
 """Up to this many nodes a node is a row; beyond it a column, so that many nodes make a wide picture."""
@@ -24,7 +24,6 @@ MAX_LARGE_COLUMNS = 16
 """Up to this many columns cells are large enough for a text."""
 MAX_WIDTH = 8.6
 """Inches across which panels are laid side by side; a notebook shows a wider picture smaller than it was drawn."""
-_HATCHES = ("", "//", "..", "xx")
 
 Sizes = ParallelConfig | Mapping[str, Any]
 
@@ -111,7 +110,8 @@ def rank_grid(
             groups = plan[kind]
             grid.prepare(axes, f"{kind}: {_count(groups)}")
             for number, group in enumerate(groups.tolist()):
-                fill, pattern = SEQUENCE[number % 8], _HATCHES[number // 8 % 4] if world_size <= MAX_LABELLED else ""
+                fill, pattern = nth_style(number)
+                pattern = pattern if world_size <= MAX_LABELLED else ""
                 for rank in group:
                     grid.draw(axes, rank, fill, pattern, f"{rank}\ng{number}")
             grid.outline(axes, groups.tolist())

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from labkit.plan.stages import StageContents
 from labkit.schedules.ir import Schedule
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, name_rows, new_figure, nth_style, styled
 
 _WIDTH = 9.0
-_HATCHES = ("", "//", "..", "xx")
 
 
 def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figure:
@@ -37,11 +36,10 @@ def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figu
             if not width:
                 empty.setdefault((rank, first), []).append(number)
                 continue
-            fill, pattern = SEQUENCE[chunk % len(SEQUENCE)], _HATCHES[chunk // len(SEQUENCE) % len(_HATCHES)]
-            axes.add_patch(Rectangle((first, rank + 0.08), width, 0.84, facecolor=fill, edgecolor="#FFFFFF",
-                                     linewidth=1.2, hatch=pattern))  # fmt: skip
-            axes.text(first + width / 2, rank + 0.5, f"stage {number}" if width * 14 > layers else str(number),
-                      ha="center", va="center", fontsize=8, color=text_color(fill))  # fmt: skip
+            fill, pattern = nth_style(chunk)
+            text = f"stage {number}" if width * 14 > layers else str(number)
+            corner = (first, rank + 0.08)
+            box(axes, corner, width, 0.84, fill, text, edgecolor="#FFFFFF", linewidth=1.2, hatch=pattern)
             first += width
         for (rank, place), numbers in empty.items():
             edge = SEQUENCE[schedule.chunk(numbers[0]) % len(SEQUENCE)]
@@ -50,8 +48,8 @@ def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figu
         step = max(1, layers // 16)
         ticks = range(0, layers, step)
         axes.set_xticks([-0.5, *(tick + 0.5 for tick in ticks), layers + 0.5], ["E", *map(str, ticks), "L"])
-        axes.set_yticks([rank + 0.5 for rank in range(schedule.pp)], [f"rank {rank}" for rank in range(schedule.pp)])
-        axes.set(xlim=(-1, layers + 1), ylim=(schedule.pp, 0), xlabel="layer")
+        name_rows(axes, [f"rank {rank}" for rank in range(schedule.pp)])
+        axes.set(xlim=(-1, layers + 1), xlabel="layer")
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         fig.legend(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from statistics import median
 from typing import Any
 
@@ -13,12 +12,11 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.events import Event
 from labkit.viz.pipeline.timeline_rows import COMPUTE, STRIP, Rows
-from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, text_color
+from labkit.viz.style import SEQUENCE, color, handle, hatch, legend_patches, mixed, text_color
 
 WIDTH = 9.0
 """Of the figure, in inches."""
@@ -112,17 +110,11 @@ def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: fl
 def _shade(kind: str, chunk: int | None, chunks: int, pale: bool) -> str:
     """The colour of a kind, mixed with white for predictions and for later chunks of a rank."""
     white = _white_of(chunk or 0, chunks)
-    return _mixed(color(kind), 0.55 + white / 2 if pale else white)
+    return mixed(color(kind), 0.55 + white / 2 if pale else white)
 
 
 def _white_of(chunk: int, chunks: int) -> float:
     return chunk * min(0.35, 0.66 / max(1, chunks - 1))
-
-
-@cache
-def _mixed(base: str, white: float) -> str:
-    channels = np.array([int(base[i : i + 2], 16) for i in (1, 3, 5)])
-    return "#" + "".join(f"{value:02X}" for value in np.rint(channels + (255 - channels) * white).astype(int))
 
 
 def finish(axes: Axes, labels: list[str], end: float, inches: float) -> None:
@@ -162,14 +154,5 @@ def legend(fig: Any, rows: Rows, strips: bool) -> None:
     handles = legend_patches([*kinds, "idle"])
     if rows.chunks > 1:
         shown = range(rows.chunks) if rows.chunks <= 4 else (0, rows.chunks - 1)
-        handles += [_chunk_patch(chunk, rows.chunks) for chunk in shown]
+        handles += [handle(f"chunk {chunk}", mixed("#555555", _white_of(chunk, rows.chunks))) for chunk in shown]
     fig.legend(handles=handles, loc="outside upper right", ncols=min(len(handles), 8))
-
-
-def _chunk_patch(chunk: int, chunks: int) -> Patch:
-    return Patch(
-        facecolor=_mixed("#555555", _white_of(chunk, chunks)),
-        edgecolor="#333333",
-        linewidth=0.5,
-        label=f"chunk {chunk}",
-    )
