@@ -2,9 +2,7 @@
 
 An explorer builds its controls and gives a function that draws a Figure from their values:
 
-    shown = LiveFigure(figure)
-    shown.follow(inputs, draw)          # each change of a control draws anew
-    return widgets.VBox([*inputs.values(), *shown.parts])
+    return LiveFigure(figure).panel(inputs, draw)       # each change of a control draws anew
 """
 
 from __future__ import annotations
@@ -60,6 +58,37 @@ class LiveFigure:
 
         for control in inputs.values():
             control.observe(redraw, names="value")
+
+    def panel(
+        self,
+        inputs: Mapping[str, Any],
+        draw: Callable[[dict[str, Any]], Figure],
+        rows: Sequence[Sequence[str]] = (),
+    ) -> Any:
+        """Return one widget: the controls, and below them the figure, which follows them.
+
+        rows: names of the controls that stand side by side; without rows each control has a row of its own.
+        """
+        import ipywidgets as widgets
+
+        self.follow(inputs, draw)
+        above = [widgets.HBox([inputs[name] for name in row]) for row in rows] or [*inputs.values()]
+        return widgets.VBox([*above, *self.parts])
+
+
+def whole_number(name: str, value: int, most: int) -> Any:
+    """Return a control for a whole number from 1 on."""
+    import ipywidgets as widgets
+
+    look: dict[str, Any] = {"layout": widgets.Layout(width="190px"), "style": {"description_width": "100px"}}
+    return widgets.BoundedIntText(value=value, min=1, max=most, description=name, **look)
+
+
+def words(name: str, value: str) -> Any:
+    """Return a control for a text, which draws anew when the reader has finished it."""
+    import ipywidgets as widgets
+
+    return widgets.Text(value=value, description=name, continuous_update=False)
 
 
 def _spoken(sentence: str) -> str:

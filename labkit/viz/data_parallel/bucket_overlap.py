@@ -322,6 +322,4 @@ def _controls(model: _Model, figure: Figure, start: dict[str, float], limit: flo
         )
         for name, (text, low, high) in _SLIDERS.items()
     }  # fmt: skip
-    shown = LiveFigure(figure)
-    shown.follow(inputs, lambda setting: model.drawn(setting, limit))
-    return widgets.VBox([*inputs.values(), *shown.parts])
+    return LiveFigure(figure).panel(inputs, lambda setting: model.drawn(setting, limit))

@@ -209,9 +209,7 @@ def _slider(figure: Figure, drawn: Callable[[float], Figure], chosen: float, lar
     control = widgets.FloatSlider(
         value=chosen, min=0, max=largest, step=0.05, description="skew", layout=widgets.Layout(width="460px")
     )
-    shown = LiveFigure(figure)
-    shown.follow({"skew": control}, lambda given: drawn(round(given["skew"], 2)))
-    return widgets.VBox([control, *shown.parts])
+    return LiveFigure(figure).panel({"skew": control}, lambda given: drawn(round(given["skew"], 2)))
 
 
 # ---- capacity ----

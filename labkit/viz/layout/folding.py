@@ -18,7 +18,7 @@ from labkit.comm.mixed_radix import as_size
 from labkit.comm.rank_generator import DEFAULT_ORDER, RankGenerator, rank_generators
 from labkit.viz.figure import Figure
 from labkit.viz.layout.rank_grids import Grid, nodes_in_words
-from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.live import LiveFigure, is_live, whole_number, words
 from labkit.viz.style import box, color, mixed, new_figure, nth_style, styled
 
 _SIZES = ("tp", "cp", "pp", "etp", "ep")
@@ -279,14 +279,9 @@ def _drawn(setting: dict[str, Any]) -> Figure:
 def _controls(figure: Figure, start: dict[str, Any]) -> Any:
     import ipywidgets as widgets
 
-    look: dict[str, Any] = {"layout": widgets.Layout(width="190px"), "style": {"description_width": "100px"}}
-    inputs: dict[str, Any] = {
-        name: widgets.BoundedIntText(value=start[name], min=1, max=2**12, description=name, **look)
-        for name in ("world_size", "gpus_per_node", *_SIZES)
-    }
-    inputs["order"] = widgets.Text(value=start["order"], description="order", continuous_update=False)
+    numbers = ("world_size", "gpus_per_node", *_SIZES)
+    inputs: dict[str, Any] = {name: whole_number(name, start[name], most=2**12) for name in numbers}
+    inputs["order"] = words("order", start["order"])
     inputs["folded"] = widgets.Checkbox(value=start["folded"], description="folded")
-    shown = LiveFigure(figure)
-    shown.follow(inputs, _drawn)
     rows = (("world_size", "gpus_per_node"), ("tp", "cp", "pp"), ("etp", "ep"), ("order", "folded"))
-    return widgets.VBox([*(widgets.HBox([inputs[name] for name in row]) for row in rows), *shown.parts])
+    return LiveFigure(figure).panel(inputs, _drawn, rows)

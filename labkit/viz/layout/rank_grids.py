@@ -13,7 +13,7 @@ from labkit.comm.group_plan import GROUP_KINDS, all_groups, groups_of_rank
 from labkit.comm.rank_generator import DEFAULT_ORDER
 from labkit.config import ParallelConfig
 from labkit.viz.figure import Figure
-from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.live import LiveFigure, is_live, whole_number, words
 from labkit.viz.style import color, hatch, legend_patches, new_figure, nth_style, styled, text_color
 
 MAX_ROWS = 8
@@ -217,23 +217,13 @@ def explore_layout(
 
 
 def _controls(figure: Figure, start: dict[str, Any], kinds: tuple[str, ...]) -> Any:
-    import ipywidgets as widgets
-
-    narrow, labels = widgets.Layout(width="180px"), {"description_width": "100px"}
-    inputs: dict[str, Any] = {
-        name: widgets.BoundedIntText(value=value, min=1, max=2**20, description=name, layout=narrow, style=labels)
-        for name, value in start.items()
-        if name != "order"
-    }
-    numbers = list(inputs.values())
-    inputs["order"] = widgets.Text(value=start["order"], description="order", continuous_update=False)
-    inputs["kinds"] = widgets.Text(value=" ".join(kinds), description="kinds", continuous_update=False)
+    numbers = [name for name in start if name != "order"]
+    inputs: dict[str, Any] = {name: whole_number(name, start[name], most=2**20) for name in numbers}
+    inputs |= {"order": words("order", start["order"]), "kinds": words("kinds", " ".join(kinds))}
 
     def draw(given: dict[str, Any]) -> Figure:
         drawn_kinds, world, per_node = given.pop("kinds").split(), given.pop("world_size"), given.pop("gpus_per_node")
         return rank_grid(given, drawn_kinds, world_size=world, gpus_per_node=per_node)
 
-    shown = LiveFigure(figure)
-    shown.follow(inputs, draw)
-    rows = [widgets.HBox(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
-    return widgets.VBox([*rows, widgets.HBox([inputs["order"], inputs["kinds"]]), *shown.parts])
+    rows = [*(numbers[i : i + 4] for i in range(0, len(numbers), 4)), ("order", "kinds")]
+    return LiveFigure(figure).panel(inputs, draw, rows)
