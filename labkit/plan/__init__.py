@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from labkit.plan.overlap import Link as Link
     from labkit.plan.overlap import exposed_seconds as exposed_seconds
     from labkit.plan.overlap import predict_step as predict_step
-    from labkit.plan.overlap import sweep_bucket_sizes as sweep_bucket_sizes
     from labkit.plan.parameters import active_parameters as active_parameters
     from labkit.plan.parameters import expert_parameters as expert_parameters
     from labkit.plan.parameters import layer_parameters as layer_parameters

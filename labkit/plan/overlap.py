@@ -14,11 +14,11 @@ gradient of the backward is exposed whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from labkit.events import Event
-from labkit.parallel.data_parallel.bucket_layout import BucketLayout, ParameterSpec, plan_buckets
+from labkit.parallel.data_parallel.bucket_layout import BucketLayout
 
 COMPUTES = ("forward", "backward", "input_grad", "weight_grad")
 """Kinds of Events during which a rank computes."""
@@ -115,24 +115,3 @@ class BucketSize:
     """Number of buckets."""
     exposed: float
     """Exposed seconds."""
-
-
-def sweep_bucket_sizes(
-    parameters: Sequence[ParameterSpec],
-    backward: Sequence[BackwardPiece],
-    sizes: Iterable[int],
-    *,
-    link: Link,
-    dp: int,
-    element_bytes: int = 4,
-    distributed_optimizer: bool = False,
-) -> list[BucketSize]:
-    """Call `predict_step` for each of `sizes`; parameters in the order of registration."""
-
-    def tried() -> Iterator[BucketSize]:
-        for size in sizes:
-            plan = plan_buckets(parameters, dp=dp, bucket_size=size, distributed_optimizer=distributed_optimizer)
-            events = predict_step(plan, backward, link=link, element_bytes=element_bytes)
-            yield BucketSize(size, len(plan.buckets), exposed_seconds(events))
-
-    return list(tried())

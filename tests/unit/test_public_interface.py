@@ -55,7 +55,7 @@ NAMES: dict[str, str] = {
     """,
     "plan": """
         BackwardPiece exposed_seconds Link model_parameters predict_step rank_parameters stage_contents stage_layers
-        step_flops sweep_bucket_sizes
+        step_flops
     """,
     "schedules": """
         Action convert_schedule_table_to_order Costs dualpipe_v explain_gap

@@ -70,7 +70,7 @@ def test_a_vector_is_one_row_and_a_box_without_room_has_no_words(tmp_path):
     assert figure.fig.axes[0].get_xlabel() == "element" and figure.fig.axes[0].get_yticks().tolist() == []
     assert figure.sentence == "b of shape [8] as boxes: dp2: 1 box, rank 1 with 8 elements."
     thin = stored_boxes({"dp2": folder}, "thin").fig.axes[0]
-    assert [text.get_text() for text in thin.texts] == ["rank 0\nshape [999, 4]\nat [0, 0]", ""]
+    assert [text.get_text() for text in thin.texts] == ["rank 0\nshape [999, 4]\nat [0, 0]"]
     assert thin.get_yticks().tolist() == [0, 1000], "999 and 1000 would lie on each other"
 
 

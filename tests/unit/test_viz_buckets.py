@@ -1,6 +1,5 @@
 """Pictures of buckets, owners and ZeRO stages: their sentences counted by hand, and what is drawn."""
 
-import pytest
 from matplotlib.patches import Rectangle
 
 from labkit.parallel import ParameterSpec, plan_buckets
@@ -76,12 +75,3 @@ def test_bytes_by_stage_of_the_papers_model() -> None:
     axes = figure.fig.axes[0]
     ends = [max(p.get_x() + p.get_width() for p in axes.patches if round(p.get_y() + 0.35) == y) for y in range(4)]
     assert ends == [18, 7.5, 4, 2.25]
-
-
-def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="450 elements cannot be cut into 4 equal parts"):
-        bucket_map(plan_buckets(THREE, dp=4), 4)
-    with pytest.raises(ValueError, match="no parameter to draw"):
-        bucket_map(plan_buckets([], dp=4), 4)
-    with pytest.raises(ValueError, match="grad_dtype is 'fp8'"):
-        zero_stages(grad_dtype="fp8")

@@ -50,11 +50,3 @@ def test_measured_blocks_begin_at_zero():
     first, second = figure.fig.axes
     assert [(bar.get_x(), bar.get_width()) for bar in first.patches] == [(0.0, 1.0)]
     assert second.patches[1].get_x() == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="nothing was measured for the zigzag"):
-        measured_ring({"zigzag": events["contiguous"][1:]}, 2)
-
-
-def test_a_length_that_cannot_be_cut_is_refused():
-    for draw in (context_mask, ring_timeline):
-        with pytest.raises(ValueError, match="choose a multiple of 8"):
-            draw(30, 4)

@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from matplotlib.patches import Rectangle
 
 from labkit.viz import distance_buckets, masked_words, norm_layouts, split_stages
@@ -57,21 +56,3 @@ def test_a_key_that_is_never_seen_has_no_number():
     assert figure.sentence == "Buckets of 2 x 2 pairs of positions. both: 3 buckets in use; back: 2 buckets in use."
     wide = distance_buckets({"a": np.zeros((40, 40), dtype=int)})
     assert words_of(wide.fig.axes[0]) == []
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: masked_words(["a"], [], [], "m"), "1 tokens of the text and 0"),
-        (lambda: masked_words(["a"], ["b"], [], "m"), "token 0 differs and is in no n-gram"),
-        (lambda: norm_layouts(0), "one or more"),
-        (lambda: split_stages([], [1], {}), "at least one stage in each half"),
-        (lambda: split_stages([1], [1], {"biases": [0]}), "no table 'biases'"),
-        (lambda: split_stages([1], [1], {"words": [2]}), "stage 2 is none of the 2 stages"),
-        (lambda: distance_buckets({}), "at least one map"),
-        (lambda: distance_buckets({"a": [[0]], "b": [[0, 1]]}), "all of one shape"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw, message):
-    with pytest.raises(ValueError, match=message):
-        draw()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,20 +83,6 @@ def test_digits_mark_the_ranks_whose_pipelines_differ() -> None:
     framed = [patch for patch in bad.fig.axes[0].patches if not patch.get_fill()]
     assert sorted(int(patch.get_x()) for patch in framed) == [1, 1, 2, 2, 5, 5, 6, 6]
     assert [patch for patch in good.fig.axes[0].patches if not patch.get_fill()] == []
-
-
-def test_what_cannot_be_is_refused_with_the_reason() -> None:
-    clash = {"tp": 2, "pp": 2, "etp": 1, "ep": 2, "order": "tp-pp-cp-ep-dp"}
-    with pytest.raises(ValueError, match="disagree on the pipelines"):
-        fold_grid(clash, world_size=8)
-    with pytest.raises(ValueError, match="ep 8 does not divide dp 1"):
-        fold_grid({"cp": 8, "ep": 8}, world_size=8, folded=False)
-    with pytest.raises(ValueError, match="etp is 1, tp 2"):
-        fold_grid({"tp": 2, "ep": 2, "etp": 1}, world_size=8, folded=False)
-    with pytest.raises(ValueError, match="33 ranks make too many columns"):
-        folded_digits({}, world_size=33)
-    with pytest.raises(ValueError, match="1024 ranks make cells too small"):
-        fold_grid({}, world_size=1024)
 
 
 def test_controls_follow_the_sizes_and_hide_the_picture_where_a_layout_cannot_be(monkeypatch) -> None:

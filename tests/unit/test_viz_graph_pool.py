@@ -109,12 +109,6 @@ def test_layers_are_told_apart():
     assert [label.get_text() for label in labels] == ["F0 l0", "F0 l1", "B0 l1"]
 
 
-def test_a_pool_without_history_is_refused():
-    for draw in (pool_blocks, pool_frames, explore_pool):
-        with pytest.raises(ValueError, match="the pool has no history to draw"):
-            draw(play_back([]))
-
-
 def test_a_live_notebook_gets_a_player(monkeypatch):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert repr(explore_pool(SMALL)) == repr(pool_frames(SMALL))

@@ -61,11 +61,6 @@ def test_writing_in_place_makes_no_result(given):
     assert [line.get_marker() for line in figure.fig.axes[0].lines] == ["o", "s"], "read, then written"
 
 
-def test_nothing_logged_is_refused():
-    with pytest.raises(ValueError, match="at least one operation"):
-        graph_memory({"forward": log_of()}, {})
-
-
 def test_launches_have_a_lane_for_the_host_and_one_for_the_device():
     runs = {"one by one": predict_launches([3.0] * 4, 8.0), "graph": predict_launches([3.0] * 4, 8.0, graph=True)}
     figure = launch_timeline(runs)

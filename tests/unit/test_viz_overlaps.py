@@ -26,7 +26,8 @@ from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
 from labkit.parallel import ParameterSpec, plan_buckets
-from labkit.plan import BackwardPiece, Link, predict_step, sweep_bucket_sizes
+from labkit.plan import BackwardPiece, Link, predict_step
+from labkit.plan.overlap import BucketSize, exposed_seconds
 from labkit.schedules import Costs, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz.experts.router_lab import replay_policies, standard_policies
 
@@ -85,12 +86,15 @@ def buckets(layers: int, bucket_size: int, link_mb: float) -> Any:
 
 
 def swept(links: int) -> Any:
-    plan = [ParameterSpec(f"layer {i}", 30_000) for i in range(6)]
+    layers = [ParameterSpec(f"layer {i}", 30_000) for i in range(6)]
     pieces = [BackwardPiece(0.02, (f"layer {i}",)) for i in reversed(range(6))]
-    points, sizes = {}, [10_000 * 2**i for i in range(6)]
-    for link in range(links):
-        speed = Link(latency=0.001 * 5**link, bandwidth=1e7)
-        points[f"{speed.latency * 1e3:g} ms a message"] = sweep_bucket_sizes(plan, pieces, sizes, link=speed, dp=8)
+    points: dict[str, list[BucketSize]] = {}
+    for link in (Link(latency=0.001 * 5**number, bandwidth=1e7) for number in range(links)):
+        points[f"{link.latency * 1e3:g} ms a message"] = found = []
+        for size in (10_000 * 2**i for i in range(6)):
+            plan = plan_buckets(layers, dp=8, bucket_size=size)
+            exposed = exposed_seconds(predict_step(plan, pieces, link=link))
+            found.append(BucketSize(size, len(plan.buckets), exposed))
     return viz.bucket_size_curve(points)
 
 

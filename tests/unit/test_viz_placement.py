@@ -47,8 +47,3 @@ def test_an_empty_stage_is_a_label_on_its_rank(schedule: Schedule, text: str, ho
     (axes,) = figure.fig.axes
     assert [label.get_text() for label in axes.texts if "empty" in label.get_text()] == labels
     assert len(axes.patches) == sum(bool(stage.layers) or stage.embedding or stage.loss for stage in contents)
-
-
-def test_other_numbers_of_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="8 stages are described, 1F1B has 4"):
-        layer_placement(one_f_one_b(4, 4), stage_contents(TINY, 8))

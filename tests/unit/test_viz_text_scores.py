@@ -1,6 +1,5 @@
 """Figures of an evaluated language model: what is drawn, and the sentence, are those of the numbers given."""
 
-import pytest
 from matplotlib.patches import Rectangle
 
 from labkit.viz import named_curves, scoring_windows, token_choices
@@ -34,18 +33,3 @@ def test_curves_have_their_points_and_the_sentence_both_ends():
     assert [list(map(tuple, line.get_xydata())) for line in axes.lines] == [[(1, 100), (2, 10)], [(4, 0.5)]]
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_yscale()) == ("step", "work", "log")
     assert figure.sentence == "work by step: a 100 at 1, 10 at 2; b 0.5 at 4."
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: scoring_windows([], 10, 4, 2), "at least one window"),
-        (lambda: token_choices(["a"], {}), "at least one panel"),
-        (lambda: token_choices(["a"], {"x": [0.5, 0.5]}), "1 probabilities in each"),
-        (lambda: named_curves({}, x="a", y="b"), "at least one curve"),
-        (lambda: named_curves({"c": []}, x="a", y="b"), "at least one point"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw, message):
-    with pytest.raises(ValueError, match=message):
-        draw()

@@ -214,19 +214,6 @@ def test_the_memory_panel_weighs_activations():
     assert repr(figure).endswith("peak 6 in flight")
 
 
-def test_far_too_much_to_draw_is_refused():
-    with pytest.raises(ValueError, match=r"104,448 actions are more than a picture can show \(100,000\)"):
-        gantt(simulate(one_f_one_b(64, 816)))
-
-
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="nothing to draw"):
-        gantt([])
-    timeline = simulate(one_f_one_b(2, 2))
-    with pytest.raises(ValueError, match="4 ranks were measured, 2 predicted"):
-        gantt_overlay(timeline, simulate(one_f_one_b(4, 2)).events)
-
-
 def test_the_same_timeline_gives_the_same_bytes():
     assert gantt(simulate(gpipe(2, 2))).png == gantt(simulate(gpipe(2, 2))).png
 

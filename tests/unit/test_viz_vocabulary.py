@@ -1,7 +1,6 @@
 """Figures of a cut vocabulary: rectangles, bars and sentences are those of the numbers given."""
 
 import numpy as np
-import pytest
 import torch
 from matplotlib.patches import Rectangle
 
@@ -49,20 +48,3 @@ def test_costs_share_an_axis_and_the_sentence_says_how_far_they_are_from_the_pre
         "prediction."
     )
     assert loss_costs({"a": {"b": (1, 1)}}).sentence == "Bytes of a rank, b: a 1; as predicted."
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: vocabulary_shards(10, 4, 2, [1]), "2 parts of 4 rows are fewer than 10 words"),
-        (lambda: vocabulary_shards(10, 6, 2, [10]), "id 10 is outside the vocabulary 0..9"),
-        (lambda: split_softmax([0.0] * 6, 4, 0), "6 columns cannot be cut over 4 ranks"),
-        (lambda: split_softmax([0.0] * 8, 4, 8), "label 8 is outside the columns 0..7"),
-        (lambda: loss_costs({}), "at least one way"),
-        (lambda: loss_costs({"a": {"b": (1, 1)}, "c": {"d": (1, 1)}}), "the same quantities"),
-        (lambda: loss_costs({"a": {"b": (1, 0)}}), "0 bytes cannot be drawn"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw, message):
-    with pytest.raises(ValueError, match=message):
-        draw()
