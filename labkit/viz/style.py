@@ -86,7 +86,7 @@ RC: dict[Any, Any] = {
 
 
 def meaning(name: str) -> tuple[str, str, str]:
-    """(colour, hatch, label) of an activity or an axis; combined groups (`dp_cp`) take their first axis.
+    """Return (colour, hatch, label) of an activity or an axis; combined groups (`dp_cp`) take their first axis.
 
     Raises ValueError for a name that has no meaning here.
     """
@@ -97,22 +97,22 @@ def meaning(name: str) -> tuple[str, str, str]:
 
 
 def color(name: str) -> str:
-    """Colour of an activity or an axis, as #RRGGBB."""
+    """Return the colour of an activity or an axis, as #RRGGBB."""
     return meaning(name)[0]
 
 
 def hatch(name: str) -> str:
-    """matplotlib hatch of an activity or an axis; empty where the colour suffices."""
+    """Return the matplotlib hatch of an activity or an axis; empty where the colour suffices."""
     return meaning(name)[1]
 
 
 def label(name: str) -> str:
-    """Name of an activity or an axis in a legend."""
+    """Return the name of an activity or an axis in a legend."""
     return meaning(name)[2]
 
 
 def nth_style(number: int) -> tuple[str, str]:
-    """(colour, hatch) of thing 0, 1, ...: eight colours, then the same with the next hatch."""
+    """Return (colour, hatch) of thing 0, 1, ...: eight colours, then the same with the next hatch."""
     turn, place = divmod(number, len(SEQUENCE))
     return SEQUENCE[place], HATCHES[turn % len(HATCHES)]
 
@@ -124,7 +124,7 @@ def mixed(base: str, white: float) -> str:
 
 
 def text_color(background: str) -> str:
-    """Black or white, whichever has the larger contrast ratio (WCAG 2) on `background` (#RRGGBB)."""
+    """Return black or white, whichever has the larger contrast ratio (WCAG 2) on `background` (#RRGGBB)."""
     channels = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -160,7 +160,7 @@ def box(
 ) -> None:
     """Draw a rectangle from its corner of the smallest x and y, with a text in its middle.
 
-    size, ink: of the text, in points; black or white, whichever is readable on `fill`, without another colour.
+    size: of the text, in points. ink: colour of the text, by default black or white, whichever is readable on `fill`.
     look: further properties of the rectangle, such as `hatch` or `zorder`.
     """
     look = {"facecolor": fill, "edgecolor": INK, "linewidth": 0.5} | look
@@ -200,7 +200,7 @@ def styled() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> matplotlib.figure.Figure:
-    """An empty figure of `width` x `height` inches with constrained layout, unknown to pyplot.
+    """Make an empty figure of `width` x `height` inches with constrained layout, unknown to pyplot.
 
     pyplot would keep the figure alive, and Jupyter would show the figure a second time. Call inside `styled`.
     """

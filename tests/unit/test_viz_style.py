@@ -12,7 +12,20 @@ from PIL import Image
 
 from labkit import events
 from labkit.viz.figure import Figure
-from labkit.viz.style import ACTIVITIES, AXES, SEQUENCE, color, hatch, label, new_figure, styled, text_color
+from labkit.viz.style import (
+    ACTIVITIES,
+    AXES,
+    HATCHES,
+    SEQUENCE,
+    color,
+    hatch,
+    label,
+    mixed,
+    new_figure,
+    nth_style,
+    styled,
+    text_color,
+)
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
 VISION = {
@@ -63,6 +76,16 @@ def test_labels_on_marks_are_legible() -> None:
     for name in [*ACTIVITIES, *AXES]:
         luminance = [float(linear(c) @ TO_XYZ[1]) for c in (color(name), text_color(color(name)))]
         assert (max(luminance) + 0.05) / (min(luminance) + 0.05) >= 4.5, name
+
+
+def test_things_with_a_number_differ_up_to_the_last_hatch() -> None:
+    count = len(SEQUENCE) * len(HATCHES)
+    assert len({nth_style(number) for number in range(count)}) == count
+    assert nth_style(count) == nth_style(0)
+
+
+def test_a_colour_mixed_with_white() -> None:
+    assert [mixed("#004080", white) for white in (0, 0.5, 1)] == ["#004080", "#80A0C0", "#FFFFFF"]
 
 
 def test_a_name_without_meaning_is_refused_and_combined_groups_take_their_first_axis() -> None:

@@ -13,7 +13,17 @@ from labkit.config.errors import counted
 from labkit.graphs.study.launches import Launches, Run
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog, memory_of
 from labkit.viz.figure import Figure
-from labkit.viz.style import ACTIVITIES, LINES, SEQUENCE, color, legend_patches, new_figure, styled, text_color
+from labkit.viz.style import (
+    ACTIVITIES,
+    LINES,
+    SEQUENCE,
+    color,
+    legend_patches,
+    name_rows,
+    new_figure,
+    styled,
+    text_color,
+)
 
 _INK, _PALE, _LEAVES = "#333333", 0.25, ".."
 _OPERATION, _LAUNCH = SEQUENCE[:2]
@@ -81,8 +91,8 @@ def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) 
             _draw_given(left, number, row, names)
             _draw_pool(right, number, rows, names, axis)
         left.set_xticks(range(len(names)), names.values(), rotation=90)
-        left.set(xlim=(-0.6, len(names) - 0.4), ylim=(len(rows), 0))
-        left.set_yticks([n + 0.5 for n in range(len(rows))], [f"{n} {r.operation.name}" for n, r in enumerate(rows)])
+        left.set_xlim(-0.6, len(names) - 0.4)
+        name_rows(left, [f"{number} {row.operation.name}" for number, row in enumerate(rows)])
         left.set_title("given", loc="left")
         right.set_title("pool", loc="left")
         right.set(xlabel="kB", xlim=(0, 1.01 * max(axis.total / 1e3, 1e-3)))
@@ -194,9 +204,8 @@ def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Fi
         axes = fig.subplots()
         for row, (_, shade, lane) in enumerate(lanes):
             _draw_lane(axes, row, shade, lane, end)
-        axes.set_yticks([row + 0.5 for row in range(len(lanes))], [name for name, _, _ in lanes])
-        axes.tick_params(axis="y", length=0)
-        axes.set(xlim=(0, end), ylim=(len(lanes), 0), xlabel="microseconds")
+        name_rows(axes, [name for name, _, _ in lanes])
+        axes.set(xlim=(0, end), xlabel="microseconds")
         axes.set_facecolor(color("idle"))
         for row in range(1, len(lanes)):
             axes.axhline(row, color="white", linewidth=2)
