@@ -377,10 +377,9 @@ def curves_of(fig: Canvas) -> list[Curve]:
     return found
 
 
-def touching(fig: Canvas) -> list[str]:
+def touching(fig: Canvas, texts: list[tuple[str, Bbox]]) -> list[str]:
     """What touches: two texts, or a text and a curve."""
-    fig.draw_without_rendering()
-    texts, curves = shown_texts(fig), curves_of(fig)
+    curves = curves_of(fig)
     boxes = np.array([box.extents for _, box in texts]).reshape(-1, 4)
     low = np.maximum(boxes[:, None, :2], boxes[None, :, :2])
     common = np.minimum(boxes[:, None, 2:], boxes[None, :, 2:]) - low
@@ -389,18 +388,24 @@ def touching(fig: Canvas) -> list[str]:
     return sorted(found | {f"{text!r} and a curve" for text, box in texts if any(c.touches(box) for c in curves)})
 
 
-def cut_off(fig: Canvas) -> list[str]:
+def cut_off(fig: Canvas, texts: list[tuple[str, Bbox]]) -> list[str]:
     """Texts that reach beyond the picture."""
-    fig.draw_without_rendering()
     whole = fig.bbox.padded(SLACK)
-    return sorted(text for text, box in shown_texts(fig) if not (whole.contains(*box.min) and whole.contains(*box.max)))
+    return sorted(text for text, box in texts if not (whole.contains(*box.min) and whole.contains(*box.max)))
+
+
+def mistakes(fig: Canvas) -> tuple[list[str], list[str]]:
+    """What touches, and what is cut off, after one layout of the picture, which takes most of the time."""
+    fig.draw_without_rendering()
+    texts = shown_texts(fig)
+    return touching(fig, texts), cut_off(fig, texts)
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["smallest", "largest"])
 @pytest.mark.parametrize("name", DRAWN)
 def test_no_text_touches_another_or_leaves_the_picture(name: str, end: int) -> None:
     fig = DRAWN[name][end]().fig
-    assert touching(fig) == [] and cut_off(fig) == []
+    assert mistakes(fig) == ([], [])
 
 
 @pytest.mark.parametrize("gpus", range(2, 9))
@@ -408,7 +413,7 @@ def test_titles_of_narrow_grids_fit(gpus: int) -> None:
     """Side by side, the two panels are narrow; above eight GPUs a node they stand one above the other."""
     for sizes, ranks in (({"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 4}, 16), ({"cp": 4, "ep": 4}, 4)):
         fig = viz.fold_grid(sizes, world_size=ranks, gpus_per_node=gpus).fig
-        assert touching(fig) == [] and cut_off(fig) == []
+        assert mistakes(fig) == ([], [])
 
 
 def test_every_function_that_draws_is_here() -> None:
@@ -426,6 +431,5 @@ def test_texts_and_curves_that_touch_are_noticed() -> None:
     axes.text(0, 2, "there")
     axes.text(0, 9, "cut off", clip_on=True)
     axes.set(xlim=(0, 2), ylim=(0, 2.5))
-    assert touching(fig) == ["'here' and 'there'", "'on the curve' and a curve"]
-    axes.text(1.5, 2.2, "far too long for this picture").set_in_layout(False)
-    assert cut_off(fig) == ["far too long for this picture"]
+    axes.text(1.5, 0.2, "far too long for this picture").set_in_layout(False)
+    assert mistakes(fig) == (["'here' and 'there'", "'on the curve' and a curve"], ["far too long for this picture"])
