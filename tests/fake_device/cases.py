@@ -1,5 +1,6 @@
 """The cases of `steps.py`: a small model of every family, in every precision, through every dispatcher and under every
-kind of parallelism. We combine only features that share code."""
+kind of parallelism. We combine only features that share code. `make test` runs `DAILY`, which has every feature once;
+`make sweep` runs all."""
 
 from __future__ import annotations
 
@@ -136,6 +137,16 @@ CASES = {
     "tp2 ep2 etp1 padded": Case(MOE | PADDED | ranks(tp=2, sequence_parallel=True, ep=2, etp=1)),
     "cp2 tp2 per token loss": Case({"optim.calculate_per_token_loss": True} | ranks(cp=2, tp=2)),
 }
+
+DAILY = (
+    "gpt fp16", "gpt unfused attention", "gpt recompute selective", "llama bf16", "llama fp8 delayed", "bert fp32",
+    "t5 relative bf16", "mamba hybrid bf16", "moe padded", "moe sequential experts", "moe fp16 losses",
+    "moe shared overlap", "moe expert bias", "graphs gpt full iteration", "graphs moe shared overlap",
+    "graphs moe in part", "graphs dp2", "dp2 shared overlap", "tp2 sequence parallel fp8", "tp2 t5 relative",
+    "cp2 ring last rank", "cp2 all_gather", "ep2 allgather", "tp2 ep2 zero", "pp2 interleaved", "pp2 zero bubble",
+    "pp2 dp2 zero", "tp2 ep2 etp1 padded", "cp2 tp2 per token loss",
+)  # fmt: skip
+"""Every family, precision, dispatcher, kind of graph and kind of parallelism, and every kind of overlap."""
 
 
 def config_of(case: Case) -> tuple[RunConfig, int]:

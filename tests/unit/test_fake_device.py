@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_device.cases import CASES
+from fake_device.cases import CASES, DAILY
 from fake_device.library import Unavailable, built, compiler
 from fake_device.parent import Verdicts, verdicts_of
 
@@ -55,7 +55,9 @@ def plants() -> Verdicts:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.sweep]) for name in CASES]
+)
 def test_a_step_has_no_race_and_waits_as_often_as_it_must(steps: Verdicts, name: str) -> None:
     found = steps[name]
     assert found["error"] is None, found["error"]
