@@ -24,7 +24,7 @@ from labkit.launch.folders import SERVER_PREFIX, LaunchFolder, parent_of_sockets
 
 _server = ForkServer()
 _modules = ["labkit.launch.preloaded"]
-"""Imported in this order; `preloaded` stays the last, since it freezes what has been imported before it."""
+"""Imported in this order."""
 _server.set_forkserver_preload(_modules)
 _started_by = 0
 """Process that has started the server."""
@@ -42,7 +42,7 @@ def preload(*modules: str) -> None:
     """
     if _server._forkserver_pid is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise RuntimeError("the fork server already runs: call preload() before the first run() or Ranks()")
-    _modules[-1:-1] = [module for module in modules if module not in _modules]
+    _modules.extend(module for module in modules if module not in _modules)
 
 
 def ensure_running() -> None:

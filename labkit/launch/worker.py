@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -121,7 +122,9 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
 
 
 def _prepare(spec: LaunchSpec, rank: int) -> None:
-    """Make the forked process a rank: signals, process group, lifeline, output, environment, stacks."""
+    """Make the forked process a rank: garbage, signals, process group, lifeline, output, environment, stacks."""
+    gc.freeze()  # what the fork server has imported is never looked through
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts all processes; the launcher ends the ranks
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the fork server blocks both
