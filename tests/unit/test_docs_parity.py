@@ -25,18 +25,6 @@ def _without_numbers(text):
     return re.sub(r" [^.]+ differs from one process by up to #, first in .+? as far\.", "", text)
 
 
-def test_a_row_of_rounding_in_the_file_is_no_other_row():
-    """A machine that adds up in another order may write one where this one writes none."""
-    matrix, row = _matrix(), parity.ParityRow({}, 2, "tp2 pp1 dp1", 0.0, 0.0, 0.0, None, "equal")
-    biased = parity.ParityRow({}, 2, "tp2 pp1 dp1", 0.0, 0.0, 2e-5, "layers.1.mlp.fc1.bias parameter", "rounding")
-    written = [
-        matrix.section("A table", "", parity.ParityReport(rows, 3, "float32", 1e-5, []))
-        for rows in ([row, row], [row, biased])
-    ]
-    assert "fc1.bias parameter (rounding) |" in written[1] and "1 of 2 layouts" in written[1]
-    assert _without_numbers(written[0]) == _without_numbers(written[1])
-
-
 def test_the_committed_tables_are_those_of_the_script_but_for_the_numbers(tmp_path, monkeypatch):
     """Nothing is trained: every layout is planned and named as ever, and two empty runs are compared."""
     nothing = SimpleNamespace(losses=[], disagreements=[], routings={})

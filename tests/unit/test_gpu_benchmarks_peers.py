@@ -7,13 +7,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -28,7 +26,7 @@ import gpu_precision
 import gpu_profile
 import gpu_replays
 from gpu_peers import Side, beside
-from gpu_profile import REST, STEP, Op, by_phase, shares, waits, work_of
+from gpu_profile import REST, STEP, Op
 from harness import Comparison
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
@@ -321,17 +319,6 @@ def test_microseconds_of_python_in_a_replay() -> None:
     assert gpu_replays.host_facts([100.0, 60.0], None, 0) == {"host_us": [100.0, 60.0]}
 
 
-def test_the_host_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(gpu_replays, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    def takes(seconds: float) -> Any:
-        return lambda: clock.__setitem__(0, clock[0] + seconds)
-
-    found = gpu_replays.host_us([takes(1e-3), takes(5e-6), takes(2e-6)], HOST, repetitions=3)
-    assert found == pytest.approx([1000.0, 5.0, 2.0])
-
-
 @pytest.mark.sweep
 @pytest.mark.usefixtures("without_inductor")
 def test_graphs_of_all_makers_stand_in_one_run() -> None:
@@ -401,68 +388,6 @@ PROFILE = [
         ("scale", 75, 79), ("adamw", 79, 89), ("Memset", 89, 90), ("Memcpy DtoH", 90, 92),
     )),
 ]  # fmt: skip
-
-
-def test_kernels_belong_to_the_phase_that_launched_them() -> None:
-    found = by_phase(PROFILE, on_gpu=True)
-    assert found == pytest.approx(
-        {
-            "forward": 0.020,
-            "output layer and loss": 0.020,
-            "backward": 0.032,
-            "gradients: norm, check": 0.003,
-            "gradients: clip": 0.004,
-            "optimizer": 0.010,
-            "other": 0.003,  # the memset, and the copy that no operation claims
-        }
-    )
-    seen = work_of(PROFILE)
-    assert (seen["kernels"], seen["kernel_us"]) == (8, pytest.approx(89)), "no range, copy or fill"
-    assert waits(PROFILE) == (1, 5.0)
-
-
-def test_idle_time_comes_from_profiles_of_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profiler of the host's operations makes the GPU wait for slower launches."""
-    asked: list[list[ProfilerActivity]] = []
-
-    class Profile:
-        def __init__(self, *, activities: list[ProfilerActivity]) -> None:
-            asked.append(activities)
-
-        def __enter__(self) -> Profile:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def events(self) -> list[Any]:
-            return []
-
-    monkeypatch.setattr(gpu_profile, "profile", Profile)
-    monkeypatch.setattr(gpu_profile, "synchronize", lambda _: None)
-    for operations in (False, True):
-        gpu_profile.profiled(lambda: None, torch.device("cuda"), operations=operations)
-    assert asked == [[ProfilerActivity.CUDA], [ProfilerActivity.CUDA, ProfilerActivity.CPU]]
-
-
-def test_work_is_the_median_over_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ops(kernel_us: float) -> list[Op]:
-        seen = [Op(("gemm",), 0, kernel_us, on_gpu=True), Op(("Memcpy DtoD",), 0, 5, on_gpu=True)]
-        return [*seen, *(Op((name,), 0, 4) for name in ("cudaGraphLaunch", "cudaLaunchKernel", "cudaMemcpyAsync"))]
-
-    samples = iter([ops(us) for us in (900.0, 40.0, 30.0, 50.0, 40.0)])
-    monkeypatch.setattr(gpu_profile, "profiled", lambda *_: next(samples))
-    found = gpu_profile.work_facts(lambda: None, 80e-6, torch.device("cuda"))
-    assert found == {"kernels": 1, "launches": 2, "kernel_ms": 0.04, "over_kernels": 2.0, "idle": 0.5}
-    assert gpu_profile.work_facts(lambda: None, 80e-6, HOST) == {}
-
-
-def test_shares_of_a_step_sum_to_one() -> None:
-    row = shares({"forward": 2.0, "backward": 5.0}, 10.0)
-    assert row["share"] == {"forward": 0.2, "backward": 0.5, REST: 0.3}
-    assert row["ms"][REST] == 3.0
-    overlapping = shares({"forward": 6.0, "backward": 6.0}, 10.0)
-    assert overlapping["share"] == {"forward": 0.5, "backward": 0.5, REST: 0.0}
 
 
 def test_phases_of_both_steps() -> None:

@@ -74,7 +74,8 @@ def test_the_tests_of_the_packages_exist(load_script):
 
 def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
     mutants, mutations = scripts
-    sample = mutants.sample()
+    chosen = {"second: int = 3", "return x + x", "return pair.first * pair.second * scale"}
+    sample = [mutant for mutant in mutants.sample() if mutant.name.split("`")[1] in chosen]
     results = mutations.run(sample, 1)
     assert [row["mutant"] for row in results] == [mutant.name for mutant in sample]
     [survivor] = [row for row in results if not row["killed"]]

@@ -141,30 +141,3 @@ def test_hangs():
     assert re.search(r"line 1[01] in test_hangs", said), "its stack"
     found = re.search(r"started (\d+) in (\d+)", said)
     assert found and not any(alive(int(pid)) for pid in found.groups())
-
-
-def test_an_interrupt_ends_the_child_too(tmp_path: Path) -> None:
-    """As pytest-timeout does, which raises inside the wait for the child."""
-    code, said = run(
-        tmp_path,
-        """
-import signal
-
-def interrupt(*_):
-    raise RuntimeError("out of time")
-
-@pytest.fixture
-def alarm():
-    if "LABKIT_TEST_IN_OWN_PROCESS" not in os.environ:
-        signal.signal(signal.SIGALRM, interrupt)
-        signal.alarm(3)
-
-@pytest.mark.own_process
-def test_hangs(alarm, tmp_path):
-    with open("pid", "w") as file:
-        file.write(str(os.getpid()))
-    time.sleep(90)
-""",
-    )
-    assert code == 1 and "out of time" in said, said
-    assert not alive(int((tmp_path / "pid").read_text()))

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -45,17 +43,6 @@ def test_chapters_table_names_every_chapter():
     assert linked == {path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
 
 
-def test_contributing_names_what_browser_tests_need():
-    """The Chromiums that they look for, and the packages that they import or drive."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert len(text.splitlines()) < 60
-    source = next((ROOT / "tests" / "browser").glob("test_*.py")).read_text()
-    (looked_for,) = re.findall(r'names = \(os.environ.get\("(\w+)"\), (.*)\)', source)
-    for name in (looked_for[0], *re.findall(r'"(.*?)"', looked_for[1])):
-        assert f"`{name}`" in text or f"`{name}=path`" in text
-    assert all(word in text for word in ("playwright", "JupyterLab", "ipywidgets", "make sweep PART=browser"))
-
-
 def commands() -> list[str]:
     """Lines of code blocks that call labkit, by its command or as a module."""
     lines = [
@@ -87,24 +74,3 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
         words.append("--print_config")
     assert main(words) == 0, capsys.readouterr().err
     assert capsys.readouterr().out
-
-
-PAGES = ["../README", "checkpoints", "config", "data", "evaluation", "finetune", "running", "schedules"]
-_WRITES = re.compile(r"(?:>|--(?:csv|plot|trace|out|save|train\.output_dir|checkpoint\.dir)) +(\S+)")
-
-
-def files_written(command: str) -> list[str]:
-    """Files and folders that a command names to write them."""
-    words = list(takewhile(lambda word: not word.startswith(("--", ">")), command.split()))
-    last = words[-1:] if words[1:3] in [["data", "prepare"], ["data", "clean"], ["checkpoint", "export"]] else []
-    return last + (words[3:4] if words[1:3] == ["checkpoint", "import"] else []) + _WRITES.findall(command)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_what_commands_write_is_in_a_folder_that_git_ignores(page):
-    lines = (re.split(r" {3,}| #", line.strip())[0] for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines())
-    written = [path for line in lines if line.startswith(("labkit ", "python ", "--")) for path in files_written(line)]
-    assert written
-    ignored = subprocess.run(["git", "check-ignore", *written], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ignored.stdout.split() == written
-    assert all((ROOT / path).parent.is_dir() for path in written if path.count("/") == 1), "there in a fresh checkout"

@@ -34,14 +34,6 @@ def test_starts_nothing_after_a_failure_and_names_it(script, tmp_path, capfd, mo
     assert script.run(chosen[:1]).failed == []
 
 
-def test_two_pieces_run_side_by_side(script, tmp_path):
-    """Each of two pieces ends only once the other has started."""
-    meet = "import os, sys; own, other = sys.argv[1:]; open(own, 'w')\nwhile not os.path.exists(other): pass"
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    pieces = tuple(script.Piece(x, "python", ("-c", meet, x, y)) for x, y in ((a, b), (b, a)))
-    assert script.run([script.Stage("pair", pieces)]).failed == []
-
-
 def test_a_piece_waits_until_there_are_cores_for_it(script, tmp_path):
     """Two that share a core run beside a third; a fourth starts once one has ended."""
     log = tmp_path / "log"
@@ -60,16 +52,6 @@ def test_totals_add_up_and_an_error_counts_as_failed(script, tmp_path):
     assert script.totals([]) == "0 passed, 0 failed, 0 skipped"
 
 
-def test_the_slowest_come_first_by_name(script, tmp_path):
-    case = '<testcase classname="tests.unit.test_{}" name="test_it" time="{}"/>'
-    for name, seconds in (("a", "0.5"), ("b", "2.0"), ("c", "1.0")):
-        (tmp_path / f"{name}.xml").write_text(
-            f"<testsuites><testsuite>{case.format(name, seconds)}</testsuite></testsuites>"
-        )
-    found = script.slowest(sorted(tmp_path.glob("*.xml")), 2)
-    assert found == [(2.0, "tests.unit.test_b::test_it"), (1.0, "tests.unit.test_c::test_it")]
-
-
 def test_stages_are_the_promised_ones_in_order(script):
     """Beside the tests of hangs only single processes run: types and unit tests."""
     names = [stage.name for stage in script.stages()]
@@ -84,11 +66,6 @@ def test_every_test_file_and_chapter_is_in_one_piece(script):
     found = [path for path in (root / "tests").rglob("test_*.py") if path.parent.name not in ("gpu", "browser")]
     expected = [*found, *(root / "notebooks").glob("[0-9][0-9]_*.ipynb"), root / "tests" / "gpu"]
     assert sorted(files) == sorted(path.relative_to(root).as_posix() for path in expected)
-
-
-def test_pieces_have_names_of_their_own(script):
-    names = [piece.name for stage in script.stages() for piece in stage.pieces]
-    assert len(set(names)) == len(names)
 
 
 def test_only_the_piece_with_gpu_tests_sees_a_gpu(script, monkeypatch, tmp_path):

@@ -63,13 +63,6 @@ def test_a_cut_part_goes_on_and_a_complete_one_starts_again(sweep):
     assert sweep.log.read_text() == "0121012"
 
 
-def test_another_commit_starts_anew(sweep):
-    assert in_a_process(sweep, "one").returncode == 1
-    assert in_a_process(sweep, "two").returncode == 1
-    assert sweep.log.read_text() == "012012"
-    assert "an older state" in sweep.standing("three", "three")
-
-
 def test_every_marked_file_is_in_one_part(load_script):
     """`rest` takes what no other part names; a part that is split by names has both halves."""
     script = load_script("sweep")
