@@ -49,6 +49,8 @@ def scripts(load_script, tmp_path, monkeypatch):
     monkeypatch.setattr(mutations, "STATE", tmp_path / "state")
     monkeypatch.setattr(mutations, "tests", lambda: ["test_pairs.py"])
     monkeypatch.setattr("sweep.commit", lambda: "one")
+    preloading = "multiprocessing.context.BaseContext.set_forkserver_preload"
+    monkeypatch.setattr(preloading, lambda context, modules: None)  # torch and transformers: these tests use neither
     return mutants, mutations
 
 
@@ -74,8 +76,7 @@ def test_the_tests_of_the_packages_exist(load_script):
 
 def test_mutants_are_judged_and_a_cut_run_goes_on(scripts, monkeypatch):
     mutants, mutations = scripts
-    chosen = {"second: int = 3", "return x + x", "return pair.first * pair.second * scale"}
-    sample = [mutant for mutant in mutants.sample() if mutant.name.split("`")[1] in chosen]
+    sample = mutants.sample()
     results = mutations.run(sample, 1)
     assert [row["mutant"] for row in results] == [mutant.name for mutant in sample]
     [survivor] = [row for row in results if not row["killed"]]
