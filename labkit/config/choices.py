@@ -96,7 +96,7 @@ DISPATCHERS = {
     "alltoall": Dispatcher("labkit.moe.dispatch.alltoall:MoEAlltoAllTokenDispatcher"),
     "allgather": Dispatcher("labkit.moe.dispatch.allgather:MoEAllGatherTokenDispatcher", "each rank sees all tokens"),
     "local": Dispatcher(
-        "labkit.moe.dispatch.one_rank:MoELocalTokenDispatcher", "one rank has all experts: ep = etp = 1"
+        "labkit.moe.dispatch.dispatcher:MoELocalTokenDispatcher", "one rank has all experts: ep = etp = 1"
     ),
 }
 """`moe.dispatcher` -> the dispatcher."""
