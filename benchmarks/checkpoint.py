@@ -55,10 +55,8 @@ class State:
         self.step = 0
 
     def checkpoints(self, **changes: Any) -> Checkpoints:
-        """labkit's checkpoints of this state, open."""
-        made = Checkpoints(self.config.override(changes), self.groups, self.chunks, self.optimizer, say=lambda _: None)
-        made.open()
-        return made
+        """labkit's checkpoints of this state."""
+        return Checkpoints(self.config.override(changes), self.groups, self.chunks, self.optimizer, say=lambda _: None)
 
     def theirs(self) -> dict[str, Any]:
         """The same tensors as state dicts, for the peers."""
@@ -152,7 +150,6 @@ def measure(megabytes: int, repetitions: int, folder: Path) -> list[Comparison]:
     reading = loaders(state)
     loading = interleave(f"load {words} from the page cache", reading, repetitions=repetitions, warmup=1)
     loading = replace(loading, facts={"peak_memory_mb": {n: round(peak_of(step) / 1e6) for n, step in reading.items()}})
-    ours.close()
     return [found, loading, around(state, words, repetitions)]
 
 
@@ -160,7 +157,7 @@ def around(state: State, words: str, repetitions: int) -> Comparison:
     """Five stand-ins for a training step (a product of 0.2 s or so), in whose first a save is due: synchronous,
     asynchronous, torch's asynchronous save, and none."""
     x = torch.rand(1500, 1500)
-    plain, behind = state.checkpoints(), None
+    behind = state.checkpoints(**{"checkpoint.asynchronous": True})
 
     def steps(begin: Callable[[], None], poll: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -172,8 +169,6 @@ def around(state: State, words: str, repetitions: int) -> Comparison:
 
         return run
 
-    plain.close()
-    behind = state.checkpoints(**{"checkpoint.asynchronous": True})
     theirs, pending = state.theirs(), []
 
     def ours() -> None:
@@ -196,7 +191,6 @@ def around(state: State, words: str, repetitions: int) -> Comparison:
         f"five steps, a save of {words} begins before the first", alternatives, repetitions=repetitions, warmup=1
     )
     behind.finish()
-    behind.close()
     for future in pending:
         future.result()
     return found

@@ -38,7 +38,7 @@ PARTS: dict[str, list[str]] = {
     "chapters": [f"tests/notebooks/test_{name}.py" for name in ("cli_run", "exercises", "parameters", "run_chapters")],
     "chapters-random": ["tests/notebooks/test_random_parameters.py"],
     "browser": ["tests/browser"],
-    "survival-saves": [f"{SURVIVAL}/test_killed_saves.py"],
+    "survival-saves": [f"{SURVIVAL}/test_killed_{name}.py" for name in ("saves", "starts")],
     "survival-ranks": [f"{SURVIVAL}/test_{name}.py" for name in ("killed_ranks", "silent_ranks", "one_folder")],
     "survival-files": [f"{SURVIVAL}/test_damaged_files.py", f"{SURVIVAL}/test_no_room.py"],
     "survival-layouts": [f"{SURVIVAL}/test_resumed_layouts.py"],

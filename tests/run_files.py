@@ -9,8 +9,8 @@ from typing import Any
 
 from labkit.config import presets
 from labkit.train.reporting.metrics import strict
-from labkit.train.reporting.output_folder import RunFolder
-from labkit.train.reporting.run_records import METRICS
+from labkit.train.run_folder.claim import RunFolder
+from labkit.train.run_folder.contents import METRICS
 
 
 def append(folder: Path, *records: Mapping[str, Any]) -> None:
@@ -21,9 +21,10 @@ def append(folder: Path, *records: Mapping[str, Any]) -> None:
 
 
 def begun(folder: Path, *records: Mapping[str, Any], steps: int = 9, tp: int = 1) -> RunFolder:
-    """A run that goes on, with these lines; `finish` or `let_go` ends it."""
+    """A run that goes on, with these lines; `finish` or `release` ends it."""
     run = RunFolder(presets.tiny().override({"output_dir": str(folder), "steps": steps, "tp": tp}), tp)
     run.claim()
+    run.begin()
     append(folder, *records)
     return run
 

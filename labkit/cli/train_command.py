@@ -104,9 +104,8 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     device, timeout = arguments.options["device"], arguments.options["timeout"]
     arguments.problems += device_problems(device)
     arguments.problems += timeout_problems(timeout)
-    arguments.problems += output_problems(
-        "--trace", arguments.options["trace"], [config.train.output_dir, config.checkpoint.dir]
-    )
+    made = [config.train.output_dir, config.checkpoint.dir]
+    arguments.problems += output_problems("--trace", arguments.options["trace"], made)
     arguments.refuse(config.problems(world_size))
     assert world_size is not None, "a sound layout has a smallest world"
     from labkit.launch import info
@@ -145,16 +144,17 @@ def execute(arguments: Arguments, **providers: Any) -> int:
 
 
 def saved_words(config: RunConfig) -> str:
-    """`; the same command goes on from ...` for the line of an interrupt; empty without `checkpoint.dir`."""
+    """`; the same command goes on from ...` for the line of an interrupt; empty for a run that saves nothing."""
     from labkit.train.checkpoint.manifest import CheckpointError
     from labkit.train.checkpoint.resume import to_try
+    from labkit.train.run_folder.contents import saves_into
 
-    if config.checkpoint.dir is None or not first_rank():
+    if saves_into(config) is None or not first_rank():
         return ""
     try:
         found = to_try(config)
     except CheckpointError:  # the same command would be rejected, for example with checkpoint.load = none
-        return f"; checkpoints: {config.checkpoint.dir}"
+        return f"; checkpoints: {saves_into(config)}"
     return f"; the same command goes on from {found[0]}" if found else "; nothing was saved"
 
 
@@ -326,6 +326,7 @@ def refuse_if_any(results: list[Any], source: str = "labkit train") -> None:
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
     """The final losses, the load of experts, and where the files are."""
     from labkit.train.reporting.progress_line import FIELDS
+    from labkit.train.run_folder.contents import saves_into
 
     done = result.resumed_after + len(result.losses)
     lines = [f"step {done:,} of {config.train.steps:,}: training loss {loss:.4f}" for loss in result.losses[-1:]]
@@ -347,8 +348,8 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     if config.train.output_dir is not None:
         files = "metrics and events" if config.train.write_events else "metrics"
         lines.append(f"{files}: {config.train.output_dir}")
-    if config.checkpoint.dir is not None:
-        lines.append(f"checkpoints: {config.checkpoint.dir}")
+    if (saved := saves_into(config)) is not None:
+        lines.append(f"checkpoints: {saved}")
     return lines
 
 

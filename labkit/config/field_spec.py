@@ -82,7 +82,8 @@ class FieldSpec:
     """Megatron-LM's words for values -> labkit's."""
     needs: tuple[str, ...] = ()
     """Nothing reads the field unless each of these holds: `optim.fp8=e4m3|hybrid`, or `train.output_dir`, which then
-    must be given and not be 0. A field that nothing reads must have its default."""
+    must be given and not be 0; of `checkpoint.dir|train.output_dir` one must. A field that nothing reads must have its
+    default."""
     path: str = ""
     """The value names a `file` that exists, a `folder` that may exist, or `any` path; empty where it names none. A `~`
     at its start is the home folder."""

@@ -111,10 +111,12 @@ class Findings:
                 self.add(condition.partition("=")[0], rule)
 
     def _holds(self, condition: str) -> bool:
-        """`optim.fp8=e4m3|hybrid` holds for these values, `train.output_dir` for any value but the default."""
+        """`optim.fp8=e4m3|hybrid` holds for these values, `train.output_dir` for any value but the default; so does
+        `checkpoint.dir|train.output_dir` for one of the two."""
         name, _, words = condition.partition("=")
-        value = self.value(name)
-        return as_yaml(value) in words.split("|") if words else value != self.specs[name].default
+        if words:
+            return as_yaml(self.value(name)) in words.split("|")
+        return any(self.value(other) != self.specs[other].default for other in name.split("|"))
 
     def _refuse_unread(self, name: str) -> None:
         """Refuse a field that nothing reads, as the first of its `needs` that does not hold says: somebody set the
@@ -122,12 +124,13 @@ class Findings:
         for need in self.specs[name].needs:
             if self._holds(need):
                 continue
-            other, _, words = need.partition("=")
+            names, _, words = need.partition("=")
             reason = f", {REASONS[need]}" if need in REASONS else ""
-            wanted = f"to {words.replace('|', ' or ')}" if words else f"above {self.specs[other].default}"
-            why = f"with {other} = {as_yaml(self.values[other])}{reason}; set that {wanted}"
-            if not words and self.values[other] is None:
-                why = f"without {other}{reason}; set that"
+            first, *more = names.split("|")
+            wanted = f"to {words.replace('|', ' or ')}" if words else f"above {self.specs[first].default}"
+            why = f"with {first} = {as_yaml(self.values[first])}{reason}; set that {wanted}"
+            if not words and self.values[first] is None:
+                why = f"without {' or '.join([first, *more])}{reason}; set {'one' if more else 'that'}"
             self.add(name, f"has no effect {why}, or leave this out")
             return
 

@@ -25,6 +25,7 @@ _MAMBA = "model.family=mamba"
 _HALVES = "model.model_type=encoder_and_decoder"
 _PROFILED = "train.profile=pytorch|nsys"
 _DECAYS = "optim.lr_schedule=cosine|linear|inverse-square-root|wsd"
+_SAVES = "checkpoint.dir|checkpoint.interval"
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _FIXED = ", ".join(name for name, row in SCHEDULES.items() if row.chunks not in (1, None))
 _BY_VPP = "|".join(name for name, row in SCHEDULES.items() if row.chunks is None)
@@ -503,8 +504,8 @@ class TrainConfig(_HasPaths):
     profile_step_end: int = field(12, "Last step of the profile.", ge=1, needs=_PROFILED)
     profile_ranks: tuple[int, ...] = field((0,), "Ranks that are profiled; empty: all.", needs=_PROFILED)
     output_dir: str | None = field(None,
-        "Folder for metrics.jsonl and scalars.jsonl; None writes nothing. One run at a time writes into it, and a "
-        "folder that holds a run already is refused.", path="folder")
+        "Folder of the run: configuration, state, metrics, traces, checkpoints; None writes nothing. One run at a time "
+        "writes into it, and a folder that holds a run already is refused.", path="folder")
     tensorboard_dir: str | None = field(None,
         "Folder for TensorBoard, which gets the numbers of scalars.jsonl; needs the package tensorboard.",
         path="folder")
@@ -518,14 +519,14 @@ class CheckpointConfig(_HasPaths):
     """Saved states of a run, from which it or another run goes on, under any layout."""
 
     dir: str | None = field(None,
-        "Folder of the run's checkpoints; None saves nothing. One run at a time saves into it.", aliases="save",
-        path="folder")
-    interval: int = field(100, "Steps between checkpoints; the last step always has one.", ge=1,
-        aliases="save_interval", needs="checkpoint.dir")
-    keep: int = field(2, "The newest so many stay, older ones are removed.", ge=1, needs="checkpoint.dir")
-    asynchronous: bool = field(False, "Write a copy behind later steps.", aliases="async_save", needs="checkpoint.dir")
-    load: str | None = field(None, "`none` starts anew; `latest` resumes from checkpoint.dir, null does if that has a "
-        "checkpoint; else a folder of checkpoints, or one of its steps.", none="", path="any")
+        "Folder of the run's checkpoints; None is the folder checkpoints in train.output_dir if checkpoint.interval is "
+        "given, otherwise nothing is saved. One run at a time saves into it.", aliases="save", path="folder")
+    interval: int | None = field(None, "Steps between checkpoints; the last step always has one. None is 100 if "
+        "checkpoint.dir is given.", ge=1, aliases="save_interval", needs="checkpoint.dir|train.output_dir")
+    keep: int = field(2, "How many checkpoints to keep; older ones are removed.", ge=1, needs=_SAVES)
+    asynchronous: bool = field(False, "Write a copy while later steps run.", aliases="async_save", needs=_SAVES)
+    load: str | None = field(None, "`none` starts anew; `latest` resumes from the run's own checkpoints, null does if "
+        "there are any; else the folder of another run or of its checkpoints, or one step.", none="", path="any")
 
 
 class ExtraConfig(SimpleNamespace):

@@ -31,9 +31,11 @@ def rank_memories(
     return _by_rank(config, world_size, by_place)
 
 
-def host_copies(config: RunConfig, world_size: int, schedule: Schedule) -> list[RankMemory]:
-    """Return the host memory that each rank on a GPU needs: the tensors of a checkpoint pass through the host."""
-    saves = config.checkpoint.dir is not None
+def host_copies(config: RunConfig, world_size: int, schedule: Schedule, *, saves: bool) -> list[RankMemory]:
+    """Return the host memory that each rank on a GPU needs: the tensors of a checkpoint pass through the host.
+
+    saves: the run saves checkpoints at all.
+    """
     saved = [checkpoint_bytes(config, world_size, schedule, place) if saves else 0 for place in range(schedule.pp)]
     return _by_rank(config, world_size, [RankMemory(0, 0, 0, 0, size) for size in saved])
 

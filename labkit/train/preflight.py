@@ -11,24 +11,22 @@ Each rule has its place elsewhere: `labkit.config` has those between fields, `ru
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import shown
 from labkit.launch import info, machine
 from labkit.launch.launcher import MOST_RANKS
-from labkit.output_files import unwritable
 from labkit.plan.memory import RankMemory, rank_memory
 from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES, host_copies, rank_memories, shortage
 from labkit.plan.stages import configured_schedule
 from labkit.schedules import Schedule
-from labkit.train.checkpoint import resume, step_folders
+from labkit.train.checkpoint import resume
 from labkit.train.device_rules import device_problems, machine_problems
-from labkit.train.reporting.output_folder import RunFolder, folder_problem
 from labkit.train.reporting.tensorboard_writer import tensorboard_problem
+from labkit.train.run_folder.claim import folder_problems
+from labkit.train.run_folder.contents import saves_into
 from labkit.train.run_schedule import checked_schedule
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ def problems(
     schedule, problem = checked_schedule(config, world_size, schedule)
     found = [problem, *model_problems(config, own_model), *machine_problems(config, world_size, device)]
     if not info.under_torchrun():  # under torchrun each rank checks its machine, and rank 0 the folder
-        found += [*folder_problems(config), *checkpoint_problems(config)]
+        found += [*folder_problems(config), tensorboard_problem(config.train), *resume.problems(config)]
         if not own_model and schedule is not None:
             found.append(memory_problem(config, world_size, device, schedule=schedule))
     return [problem for problem in found if problem]
@@ -76,16 +74,6 @@ def model_problems(config: RunConfig, own_model: bool) -> list[str]:
     return found
 
 
-def checkpoint_problems(config: RunConfig) -> list[str]:
-    """Return why the run cannot save its checkpoints or resume from one, as far as files tell without a model."""
-    given = config.checkpoint
-    if given.dir is None and given.load is None:
-        return []
-    folder = None if given.dir is None else Path(given.dir)
-    cannot = "" if folder is None else unwritable(folder) or step_folders.in_the_way(folder)
-    return [f"checkpoint.dir = {shown(given.dir, 200)}: {cannot}"] if cannot else resume.problems(config)
-
-
 def memory_problem(
     config: RunConfig, world_size: int, device: str = "auto", *, schedule: Schedule | None = None
 ) -> str:
@@ -95,7 +83,8 @@ def memory_problem(
         return ""
     schedule, kind = schedule or configured_schedule(config, world_size), info.device_kind(device)
     ranks, host = rank_memories(config, world_size, schedule, kind), machine.host_memory()
-    in_host = ranks if kind == "cpu" else host_copies(config, world_size, schedule)
+    saves = saves_into(config) is not None
+    in_host = ranks if kind == "cpu" else host_copies(config, world_size, schedule, saves=saves)
     found = shortage(config, in_host, TORCH_BYTES, host.available, host.words)
     if kind == "cpu":
         return found
@@ -104,15 +93,6 @@ def memory_problem(
         if on_gpu := ranks[gpu :: len(free)]:  # rank r is on GPU r % count
             found = found or shortage(config, on_gpu, CUDA_BYTES, available, f"GPU {gpu}")
     return found
-
-
-def folder_problems(config: RunConfig) -> list[str]:
-    """Return why the folders of a run cannot be written; empty sentences count for nothing."""
-    found = []
-    if config.train.output_dir is not None:
-        continues = resume.continues_folder(config, resume.first_readable(config))
-        found.append(folder_problem(config, continues=continues))
-    return found if config.train.tensorboard_dir is None else [*found, tensorboard_problem(config.train)]
 
 
 # ---- on the ranks, together ----
@@ -138,7 +118,7 @@ def check_machines(config: RunConfig, groups: ParallelGroups, schedule: Schedule
     """
     found = [*model_problems(config, own_model), *device_problems(config, groups.device.type)]
     if groups.world.rank == 0:
-        found += folder_problems(config)
+        found += [*folder_problems(config), tensorboard_problem(config.train)]
     skipped = own_model or config.train.allow_oversubscription
     kind = "cuda" if groups.device.type == "cuda" else "cpu"
     memory = None if skipped else rank_memory(config, groups.world.size, schedule, groups.pp.rank, kind)
@@ -169,34 +149,6 @@ def _places_too_small(config: RunConfig, seen: list[_Seen]) -> list[str]:
             available = min(one.available for one in there)
             problems.append(shortage(config, needed, 0, available, where))
     return [problem for problem in problems if problem]
-
-
-@contextmanager
-def run_folder(config: RunConfig, groups: ParallelGroups, *, continues_after: int | None = None) -> Iterator[None]:
-    """Rank 0 locks `train.output_dir`, if there is one, and marks the run as finished if the block ends without an
-    exception. All ranks call this. Raises ConfigError on all ranks if rank 0 cannot lock the folder.
-
-    continues_after: the run resumes the run in the folder, after so many of its steps.
-    """
-    if config.train.output_dir is None:
-        yield
-        return
-    folder, problems = None, []
-    if groups.world.rank == 0:
-        folder = RunFolder(config, groups.world.size, continues_after=continues_after)
-    try:
-        if folder is not None and (said := folder.claim()):
-            info.announce(said)
-    except ConfigError as error:
-        problems = error.problems
-    refuse(problem for found in _exchanged(problems, groups) for problem in found)
-    try:
-        yield
-        if folder is not None:
-            folder.finish()
-    finally:
-        if folder is not None:
-            folder.let_go()
 
 
 def _exchanged(own: Any, groups: ParallelGroups) -> list[Any]:

@@ -53,15 +53,17 @@ from labkit.parallel.random import seed_default_generators
 from labkit.plan.stages import configured_schedule
 from labkit.schedules.ir import Schedule
 from labkit.te.spec import EngineSpec
-from labkit.train.checkpoint.resume import Progress, continues_folder
+from labkit.train.checkpoint.resume import Progress
 from labkit.train.evaluation import Evaluations, ProcessNonLossData
 from labkit.train.forward_step import Batch, ForwardStep, forward_step_of, gpt_forward_step
 from labkit.train.interruption import RunInterrupted, listening
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.pipeline import Pipeline
-from labkit.train.preflight import check_machines, problems, refuse, run_folder
+from labkit.train.preflight import check_machines, problems, refuse
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
+from labkit.train.run_folder.claim import run_folder
+from labkit.train.run_folder.contents import saves_into
 from labkit.train.run_schedule import check_schedule
 from labkit.train.stepping import Observer, train_step
 
@@ -171,8 +173,8 @@ def pretrain(
     observer: its methods get model, gradients and parameters; the parity microscope is an observer.
 
     If `train.output_dir` is given, the run writes metrics.jsonl, scalars.jsonl and, with `train.write_events`,
-    events.jsonl there during the run (`labkit.train.reporting.report`). The configuration and the state of the run lie
-    in the same folder (`labkit.train.reporting.output_folder`).
+    events.jsonl there during the run (`labkit.train.reporting.report`). The configuration, the state of the run and its
+    checkpoints are in the same folder (`labkit.train.run_folder.contents`).
 
     `pretrain` closes the process groups at the end, also after an error. A model that you keep can then compute only if
     it needs no other rank.
@@ -346,9 +348,10 @@ def train(
     if observer is not None:
         observer.on_model(run.groups, chunks, run.schedule)
 
-    with checkpoints_of(run, chunks, optimizer) as checkpoints:
+    with run_folder(config, run.groups) as begin, checkpoints_of(run, chunks, optimizer) as checkpoints:
         resumed = Progress() if checkpoints is None else checkpoints.load(pipeline.loss_scaler)
-        continues = checkpoints is not None and continues_folder(config, checkpoints.resumed)
+        continues = checkpoints is not None and checkpoints.continues
+        begin(resumed.step if continues else None)
         batches = data.train(resumed.consumed_samples)
         with watched(run, pipeline, resumed, continues=continues) as (report, profiled):
             evaluations = Evaluations(pipeline, data.validation, data.test, report, process_non_loss_data)
@@ -379,17 +382,14 @@ def train(
             evaluations.test()
             if config.optim.distributed_optimizer:
                 finish_param_sync(chunks)
-            if checkpoints is not None:
-                checkpoints.finish()  # before the folder of the run counts as finished
     return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps, resumed.step)
 
 
 def checkpoints_of(
     run: Run, chunks: Sequence[DataParallel], optimizer: MegatronOptimizer
 ) -> AbstractContextManager[Checkpoints | None]:
-    """Return the checkpoints of a run; None without `checkpoint.dir` and `checkpoint.load`."""
-    given = run.config.checkpoint
-    if given.dir is None and given.load is None:
+    """Return the checkpoints of a run; None for one that neither saves nor loads any."""
+    if saves_into(run.config) is None and run.config.checkpoint.load is None:
         return nullcontext()
     from labkit.train.checkpoint.checkpoints import Checkpoints  # needs libraries that other runs do without
 
@@ -402,14 +402,13 @@ def watched(
 ) -> Iterator[tuple[Report, Callable[[int], AbstractContextManager[None]]]]:
     """Open all that accompanies the steps and changes none of their numbers, and close it after the last one.
 
-    Rank 0 holds the run's folder, the recorder collects Events if the configuration asks for them, and CUDA graphs are
-    released at the end. Yields the report of the run, and a context for each step that profiles the chosen ones.
+    The recorder collects Events if the configuration asks for them, and CUDA graphs are released at the end. Yields the
+    report of the run, and a context for each step that profiles the chosen ones.
 
     continues: the run appends to the files of the run that saved the checkpoint `resumed`.
     """
     config, groups = run.config, run.groups
     with (
-        run_folder(config, groups, continues_after=resumed.step if continues else None),
         nullcontext() if pipeline.graphs is None else closing(pipeline.graphs),
         recording(groups.rank) if _records(config) else nullcontext() as recorder,
         _profile(run) as profiled,

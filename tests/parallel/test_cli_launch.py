@@ -22,7 +22,7 @@ import torch.distributed as dist
 from labkit.cli import main, train_command
 from labkit.config import RunConfig
 from labkit.launch import waiting
-from labkit.train.reporting.output_folder import folder_problem
+from labkit.train.run_folder.claim import folder_problems
 
 SMALL = ["--preset", "tiny", "--layers", "2", "--hidden", "16", "--heads", "2", "--seq-length", "16",
          "--global-batch-size", "4"]  # fmt: skip
@@ -43,7 +43,7 @@ def test_train_prints_the_final_losses_and_writes_metrics(tmp_path: Path, capfd:
     last = [line for line in lines if "loss" in line][-1]
     assert f"step 2 of 2: loss {final:.4f}  " in err and f"lr {last['learning_rate']:.2e}" in err and " tokens/s" in err
     assert re.search(r"^step 2 of 2: validation loss \d", err, re.M) and "\r" not in err
-    names = ["board", "config.yaml", "metrics.jsonl", "run.json", "scalars.jsonl"]
+    names = [".lock", "board", "config.yaml", "metrics.jsonl", "run.json", "scalars.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -193,7 +193,7 @@ def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: 
         first.wait()
     written = [json.loads(line)["step"] for line in metrics.read_text().rpartition("\n")[0].splitlines()]
     assert written == list(range(written[0], written[0] + len(written))), "every step of the first run, and once"
-    while (said := folder_problem(RunConfig().override({"output_dir": str(tmp_path)}))).endswith("has ended"):
+    while (said := folder_problems(RunConfig().override({"output_dir": str(tmp_path)}))[0]).endswith("has ended"):
         time.sleep(0.05)  # its ranks are being killed
     assert "holds a run that did not finish" in said
     assert main(["watch", str(tmp_path)]) == 0

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from labkit.cli import main
-from labkit.config import presets
+from labkit.config import ConfigError, presets
 from labkit.models import build_model_chunks
 from labkit.parallel import single_process_groups
-from labkit.train import preflight, pretrain
+from labkit.train import pretrain
 from labkit.train.checkpoint.exchange import import_weights
 from labkit.train.checkpoint.manifest import CheckpointError, read_manifest, write_manifest
 from labkit.train.checkpoint.rank_state import RankWeights
 from labkit.train.checkpoint.resume import problems, to_try
 from labkit.train.checkpoint.shard_files import Reader
+from labkit.train.run_folder.claim import RunFolder, folder_problems
 
 MODEL = {"hidden": 32, "heads": 4, "layers": 2, "seq_length": 16, "global_batch_size": 2}
 RESUMED = presets.tiny().override(MODEL | {"steps": 5, "eval_steps": 0, "optim.precision": "bf16"})
@@ -126,9 +127,9 @@ def test_what_is_in_the_way_of_a_save_is_seen_before_a_run_starts(run: Path, nam
         place.write_text("mine")
     config, before = RESUMED.override({"checkpoint.dir": str(run)}), os.lstat(place)
     problem = f"checkpoint.dir = {str(run)!r}: {name} in it is no {kind}, and a run writes one there"
-    assert [found.partition(";")[0] for found in preflight.checkpoint_problems(config)] == [problem]
-    with pytest.raises(CheckpointError, match=re.escape(problem)):
-        pretrain(config)
+    assert [found.partition(";")[0] for found in folder_problems(config)] == [problem]
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        RunFolder(config, 1).claim()
     with pytest.raises(CheckpointError, match=f"{re.escape(name)} in it is no {kind}"):
         import_weights(None, run)  # type: ignore[arg-type] # refused before the weights are looked at
     assert os.path.samestat(before, os.lstat(place))
@@ -294,16 +295,16 @@ def test_a_count_whose_double_is_no_int64_is_refused(run: Path) -> None:
 BEGINS: list[tuple[str | None, str | None, list[str] | str]] = [
     (None, None, []),
     (None, "none", []),
-    (None, "latest", "checkpoint.load = 'latest' needs the folder in checkpoint.dir, or give a path to load"),
+    (None, "latest", "checkpoint.load = 'latest': the run has no folder of checkpoints; name one that holds some"),
     (None, "RUN", ["step_00000004", "step_00000002"]),
     (None, "RUN/step_00000002", ["step_00000002"]),
-    (None, "EMPTY", "EMPTY' holds no checkpoint; name a folder with step_00000001"),
+    (None, "EMPTY", "EMPTY' holds no checkpoint; name the folder of a run, one with"),
     ("EMPTY", None, []),
     ("EMPTY", "none", []),
-    ("EMPTY", "latest", "EMPTY' holds no checkpoint; name the folder that does"),
+    ("EMPTY", "latest", "EMPTY holds no checkpoint; name one that holds some"),
     ("EMPTY", "RUN/step_00000002", ["step_00000002"]),
     ("RUN", None, ["step_00000004", "step_00000002"]),
-    ("RUN", "none", "the checkpoints of another, step_00000004 the latest; name another checkpoint.dir, or remove"),
+    ("RUN", "none", "the checkpoints of another, step_00000004 the latest; name another folder, or remove"),
     ("RUN", "latest", ["step_00000004", "step_00000002"]),
     ("RUN", "RUN/step_00000002", ["step_00000002"]),
     ("RUN", "EMPTY", ["step_00000004", "step_00000002"]),
@@ -336,10 +337,10 @@ REQUESTS = [
     ("export DIR DIR/../x --dtype fp8", "--dtype 'fp8': must be one of fp32, bf16, fp16"),
     ("export DIR DIR/../x --step -1", "--step -1: must be at least 0"),
     ("export DIR DIR/../x --step 3", "has no checkpoint of step 3; it has step_00000002, step_00000004"),
-    ("list EMPTY", "holds no checkpoint; give a folder with step_00000001 or similar in it"),
+    ("list EMPTY", "holds no checkpoint; give the folder of a run, one with step_00000001"),
     ("verify EMPTY", "holds no checkpoint"),
     ("export EMPTY x.safetensors", "holds no checkpoint"),
-    ("verify EMPTY/nothing", "is no folder; give the folder of a run's checkpoints, or one of its steps"),
+    ("verify EMPTY/nothing", "is no folder; give the folder of a run or of its checkpoints, or one step"),
     ("list DIR/latest", "is no folder"),
     ("export DIR nowhere/x.safetensors", "there is no folder 'nowhere'; make it first"),
     ("export DIR DIR/latest", "is a file; give a folder, or a name that ends with .safetensors"),

@@ -36,7 +36,7 @@ from labkit.train import pretrain
 from labkit.train.checkpoint import exchange
 from labkit.train.checkpoint.exchange import Import, import_weights
 from labkit.train.checkpoint.manifest import read_manifest, write_manifest
-from labkit.train.checkpoint.step_folders import lock_folder
+from labkit.train.run_folder.lock import locked
 
 SMALL = {"hidden": 32, "heads": 4, "layers": 3, "seq_length": 16, "vocab_size": 99}
 GPT2 = presets.tiny().override(SMALL)
@@ -541,10 +541,9 @@ def test_an_import_spares_other_checkpoints_and_leaves_nothing_after_an_error(
         assert main(words) == 1
     assert "No space left on device" in capsys.readouterr().err and not (tmp_path / "ours").exists()
     (tmp_path / "ours" / ".step_00000000.partial").mkdir(parents=True)  # of an import that was killed
-    held = lock_folder(tmp_path / "ours")
-    assert held is not None and main(words) == 2
-    assert "a run saves its checkpoints there" in capsys.readouterr().err
-    os.close(held)
+    with locked(tmp_path / "ours"):
+        assert main(words) == 2
+    assert f"process {os.getpid()} on " in capsys.readouterr().err
     assert main(words) == 0
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == [".lock", "latest", "step_00000000"]
     before = sorted((tmp_path / "ours").rglob("*"))

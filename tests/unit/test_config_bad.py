@@ -371,6 +371,8 @@ RULES: list[tuple[dict, object, str, str]] = [
         "output_dir", "tensorboard_dir")],
     ({"write_events": True}, None, "train.write_events", "no effect without train.output_dir; set that"),
     ({"overwrite": True}, None, "train.overwrite", "no effect without train.output_dir; set that"),
+    ({"interval": 9}, None, "checkpoint.interval", "no effect without checkpoint.dir or train.output_dir; set one"),
+    ({"output_dir": "runs", "keep": 3}, None, "checkpoint.keep", "without checkpoint.dir or checkpoint.interval; set"),
 ]  # fmt: skip
 
 # (YAML text, part of the message)

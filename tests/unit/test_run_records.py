@@ -14,8 +14,8 @@ import pytest
 
 from labkit.config import presets
 from labkit.train import pretrain
-from labkit.train.reporting.output_folder import CONFIG, STATE
-from labkit.train.reporting.run_records import GRACE, METRICS, OVERDUE, RunRecords, names_of, runs_in
+from labkit.train.reporting.run_records import GRACE, OVERDUE, RunRecords, names_of, runs_in
+from labkit.train.run_folder.contents import CONFIG, METRICS, STATE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from run_files import append, begun
@@ -125,12 +125,11 @@ def test_the_states_of_a_run(tmp_path: Path) -> None:
     aged(tmp_path, GRACE * OVERDUE / 2)
     run.refresh()
     assert run.state == "running", "a line is due after ten steps of a minute"
-    folder.let_go()
+    folder.release()
     run.refresh()
     assert run.state == run.words == "unfinished" and run.over
-    (tmp_path / "ckpt" / "step_00000003").mkdir(parents=True)
-    (tmp_path / "ckpt" / "latest").write_text("step_00000003")
-    run._config["checkpoint.dir"] = str(tmp_path / "ckpt")
+    (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000003")
     assert run.words == "stopped at step 3 of 9, can be resumed"
     aged(tmp_path, GRACE / 2)
     assert not run.over, "torchrun may start it again"
@@ -177,7 +176,7 @@ def test_folders_of_runs_and_folders_of_such_folders(tmp_path: Path) -> None:
     deep = tmp_path / "deep" / "a"
     assert runs_in([tmp_path / "b", str(tmp_path), tmp_path / "deep"]) == ([inside[1], inside[0], inside[2], deep], [])
     assert names_of([*inside, deep]) == [str(tmp_path / "a"), "b", "c", str(deep)]
-    started.let_go()
+    started.release()
     (tmp_path / "file").write_text("")
     for folder, rule in {
         "c": "ended before the first line of metrics.jsonl",

@@ -320,7 +320,7 @@ def test_files(tmp_path):
 def test_a_run_writes_no_events_unless_it_is_asked_to(tmp_path):
     """They are 0.5 MB a step; what stays in memory is for who calls `pretrain`."""
     result = pretrain(small(output_dir=str(tmp_path)))
-    names = ["config.yaml", "metrics.jsonl", "run.json", "scalars.jsonl"]
+    names = [".lock", "config.yaml", "metrics.jsonl", "run.json", "scalars.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert {event.step for event in result.events} == {1, 2, 3}
 

@@ -61,7 +61,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         training_curves(tmp_path / "new")
     append(tmp_path / "new", {"step": 1, "loss": 3.0})
     assert len(training_curves(tmp_path / "new").fig.axes) == 1, "no panel without numbers"
-    run.let_go()
+    run.release()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_the_watch_ends_before_the_run_after_its_seconds(tmp_path: Path, shown: 
     assert [figure.sentence for _, figure in shown] == [
         "Training loss by step: run (running, step 1 of 2) 6.00 to 6.00."
     ]
-    run.let_go()
+    run.release()
     with pytest.raises(ValueError, match="no such folder"):
         watch_runs(tmp_path / "gone", seconds=0.0)
 

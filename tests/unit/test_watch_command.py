@@ -144,7 +144,7 @@ def test_a_pipe_gets_the_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture
         assert err == "" and "\x1b" not in out
         assert re.search(r"^a  finished    step 2 of 2: .* grad norm 1.20$", out, re.M)
         assert re.search(r"^b  running     step 2 of 9: .* ETA 0:14 ", out, re.M)
-    run.let_go()
+    run.release()
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
@@ -240,7 +240,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
         text = until("nothing that is ever shown")
         assert process.wait(60) == 130
     assert "Traceback" not in text and "interrupt" not in text
-    run.let_go()
+    run.release()
 
 
 def test_ctrl_c_just_before_a_sleep_waits_for_no_more_than_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

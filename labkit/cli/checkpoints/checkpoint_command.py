@@ -15,6 +15,7 @@ from labkit.output_files import unwritable
 from labkit.train.checkpoint.inventory import FACTS, checkpoints_at, chosen, row_of, size_words, strays
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
 from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder
+from labkit.train.run_folder.contents import checkpoints_in
 
 WEIGHTS = "model.safetensors"
 """Name of the weights in a folder that transformers loads."""
@@ -48,7 +49,7 @@ def execute(arguments: Arguments) -> int:
 
 def _list(arguments: Arguments, folder: Path) -> int:
     """One line for each checkpoint."""
-    rows, latest = [row_of(path) for path in _found(arguments, folder)], latest_step(folder)
+    rows, latest = [row_of(path) for path in _found(arguments, folder)], latest_step(checkpoints_in(folder))
     lines: list[tuple[str, ...]] = [("checkpoint", *FACTS, "state")]
     for row in rows:
         state = f"damaged: {row.damage}" if row.damage else "complete"
@@ -66,7 +67,7 @@ def _verify(arguments: Arguments, folder: Path) -> int:
         bad += problems
         if problems:
             show(f"{path}: damaged")
-    for cut in remains_in(folder):
+    for cut in remains_in(checkpoints_in(folder)):
         show(f"{cut}: a checkpoint that was never finished; no run reads it, and the next run here removes it")
     if bad:
         raise CommandFailedError("\n  ".join([counted(len(bad), "problem"), *bad]))
@@ -200,8 +201,8 @@ COMMAND = Command(
     name="checkpoint",
     summary="Checkpoints of a run: `list DIR` shows them, `verify DIR` reads every byte, `export DIR OUT` writes the "
     "weights in Hugging Face's names (OUT.safetensors, or a folder with config.json), and `import DIR SOURCE` makes a "
-    "checkpoint of a model's folder or safetensors file. DIR is checkpoint.dir of a run; verify and export also take "
-    "one step in it.",
+    "checkpoint of a model's folder or safetensors file. DIR is the folder of a run, or of its checkpoints; verify "
+    "and export also take one step.",
     options=(
         Option("step", "int", "export the checkpoint of this step; the latest where not given", ge=0),
         Option("dtype", "str", "type of exported weights; that of the stored ones where not given", choices=DTYPES),

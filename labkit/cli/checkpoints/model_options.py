@@ -25,7 +25,7 @@ from labkit.train.checkpoint.manifest import CheckpointError, read_manifest
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 MODEL_OPTIONS = (
-    Option("checkpoint", "str", "folder of a run's checkpoints, or one of its steps", path="any"),
+    Option("checkpoint", "str", "folder of a run or of its checkpoints, or one step", path="any"),
     Option("step", "int", "the checkpoint of this step; the latest where not given", ge=0),
     Option("tokenizer", "str", "the tokenizer's file; where not given, that of the run", path="file"),
     Option("tp", "int", "tensor parallel size", 1, ge=1),
@@ -58,7 +58,7 @@ def broken_options(arguments: Arguments, command: Command) -> list[str]:
         if value is not None and (rule := option.broken(value)):
             problems.append(f"--{option.name} {value}: {rule}")
     if arguments.options["checkpoint"] is None:
-        problems.append("--checkpoint: give the folder of a run's checkpoints, or one of its steps")
+        problems.append("--checkpoint: give the folder of a run or of its checkpoints, or one step")
     return problems + output_problems("--out", arguments.options.get("out"))
 
 

@@ -10,12 +10,11 @@ A save has three stages, so that a kill at any moment leaves the last complete c
 While an asynchronous save is under way, each step ends with a question to all ranks: are the files written? If so,
 the ranks commit. Threads never communicate.
 
-Rank 0 holds a lock on the folder (flock), which the kernel releases when the process ends.
+The folder is the run's own: `train/run_folder` makes and locks it before, and ends what a killed save had begun.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ from labkit.train.checkpoint.manifest import (
 from labkit.train.checkpoint.rank_state import Piece, RankState, fill
 from labkit.train.checkpoint.resume import (
     Progress,
-    busy,
+    continues_folder,
     model_differences,
     other_differences,
     same_layout,
@@ -55,6 +54,7 @@ from labkit.train.checkpoint.resume import (
 )
 from labkit.train.checkpoint.shard_files import Reader, shard_name, write_shard
 from labkit.train.loss_scaler import LossScaler
+from labkit.train.run_folder.contents import INTERVAL, saves_into
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Save:
 
 
 class Checkpoints:
-    """Saves and loads the state of a run. All ranks call every method; without `checkpoint.dir` saving does nothing."""
+    """Saves and loads the state of a run. All ranks call every method; a run without a folder for it saves nothing."""
 
     def __init__(
         self, config: RunConfig, groups: ParallelGroups, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer,
@@ -87,64 +87,26 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         """chunks, optimizer: as `pretrain` makes them. say: gets sentences for the user, on rank 0.
 
-        Nothing is read or written yet: call `open`, or use a `with` block.
+        A `with` block ends with a save that is under way.
         """
         self._config, self._groups = config, groups
         self._state = RankState(chunks, optimizer, groups)
         self._say = say if groups.world.rank == 0 else lambda _: None
-        self._folder = Path(config.checkpoint.dir) if config.checkpoint.dir is not None else None
-        self._lock = -1
+        self._folder = saves_into(config)
         self._pending: _Save | None = None
         self._staging: dict[str, Tensor] = {}
         self.last: Path | None = None
         """The newest checkpoint that this run has saved or loaded."""
-        self.resumed: Manifest | None = None
-        """The manifest of the loaded checkpoint."""
-
-    # ---- the folder ----
+        self.continues = False
+        """The loaded checkpoint is of the run whose files are in `train.output_dir`."""
 
     def __enter__(self) -> Checkpoints:
-        self.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error no rank waits for others: a save under way is left as it is, and no reader looks at it."""
-        try:
-            if kind is None:
-                self.finish()
-        finally:
-            self.close()
-
-    def open(self) -> None:
-        """Make and lock the folder, and remove what an earlier run left half-written.
-
-        Raises CheckpointError on all ranks if another run has the lock or the folder cannot be written.
-        """
-        self._agree(self._claimed() if self._folder is not None and self._groups.world.rank == 0 else "")
-
-    def _claimed(self) -> str:
-        assert self._folder is not None
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if odd := disk.in_the_way(self._folder):
-                return f"checkpoint.dir = {str(self._folder)!r}: {odd}"
-            held = disk.lock_folder(self._folder)
-            if held is None:
-                return busy(self._config)
-            self._lock = held
-            for problem in disk.settle(self._folder):
-                self._say(problem)
-        except OSError as error:
-            return f"checkpoint.dir = {str(self._folder)!r} cannot be written ({error.strerror or error})"
-        except CheckpointError as error:
-            return str(error)
-        return ""
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if kind is None:
+            self.finish()
 
     # ---- loading ----
 
@@ -222,7 +184,7 @@ class Checkpoints:
         if config.model.transformer_impl == "transformer_engine" and config.optim.fp8 != "none":
             said.append("Transformer Engine keeps its fp8 history to itself, so that starts anew")
         reader.close()
-        self.last, self.resumed = reader.folder, stored
+        self.last, self.continues = reader.folder, continues_folder(config, reader.folder, stored)
         self._say(f"resumed from {reader.folder}{': ' if said else ''}{'; '.join(said)}")
         return Progress(training["step"], training["consumed_samples"], training["skipped_steps"])
 
@@ -239,7 +201,7 @@ class Checkpoints:
         """True if a checkpoint is due after `step`: every `checkpoint.interval` steps and after the last."""
         if self._folder is None:
             return False
-        return step % self._config.checkpoint.interval == 0 or step == self._config.train.steps
+        return step % (self._config.checkpoint.interval or INTERVAL) == 0 or step == self._config.train.steps
 
     def save(self, progress: Progress, scaler: LossScaler) -> None:
         """Save the state after `progress.step` steps; with `checkpoint.asynchronous` only begin to.
@@ -269,7 +231,7 @@ class Checkpoints:
             self.finish()
 
     def save_now(self, progress: Progress, scaler: LossScaler) -> str | None:
-        """Save, also asynchronously, and wait for it. Return the checkpoint; None without `checkpoint.dir`."""
+        """Save, also asynchronously, and wait for it. Return the checkpoint; None for a run that saves nothing."""
         self.save(progress, scaler)
         self.finish()
         return str(self.last) if self._folder is not None else None
@@ -364,7 +326,7 @@ def _on_host(values: Tensor) -> Tensor:
 def _write(partial: Path, file: str, pieces: Sequence[Piece], held: dict[str, Tensor]) -> _Written:
     """Write this rank's file. Errors of the file system are returned: all ranks must learn of them."""
     try:
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         if not held:
             return _Written(None, [])
         stored, sums = write_shard(partial / file, held)

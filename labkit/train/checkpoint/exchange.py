@@ -13,7 +13,6 @@ before anything is written.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,6 +46,7 @@ from labkit.train.checkpoint.manifest import (
 from labkit.train.checkpoint.resume import MODEL_FIELDS
 from labkit.train.checkpoint.shard_files import Reader
 from labkit.train.checkpoint.weight_files import WeightFiles, read_json, write_tensors
+from labkit.train.run_folder.lock import FolderError, locked
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Words of `labkit checkpoint export --dtype` -> types."""
@@ -220,9 +220,15 @@ def import_weights(source: Import, folder: Path) -> Manifest:
     folder.mkdir(parents=True, exist_ok=True)
     if odd := disk.in_the_way(folder):
         raise CheckpointError(f"{folder}: {odd}")
-    lock = disk.lock_folder(folder)
-    if lock is None:
-        raise CheckpointError(f"{folder}: a run saves its checkpoints there; name another folder")
+    try:
+        with locked(folder):
+            return _imported(source, folder, made=made)
+    except FolderError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _imported(source: Import, folder: Path, *, made: bool) -> Manifest:
+    """The import, in a folder that is locked. made: the folder is new, and goes again after an error."""
     try:
         if disk.steps_in(folder):
             raise CheckpointError(f"{folder} holds checkpoints already; name another folder, or remove them")
@@ -234,7 +240,6 @@ def import_weights(source: Import, folder: Path) -> Manifest:
         raise
     finally:
         shutil.rmtree(disk.partial_folder(folder, 0), ignore_errors=True)
-        os.close(lock)
 
 
 def _written(source: Import, folder: Path) -> Manifest:

@@ -11,35 +11,38 @@ from typing import Any
 from labkit.config.errors import counted
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder, steps_in
+from labkit.train.run_folder.contents import checkpoints_in
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints in the folder of a run, oldest first; or `path` itself, if it is a checkpoint, damaged or not.
+    """The checkpoints of a run, oldest first; or `path` itself, if it is a checkpoint, damaged or not.
 
-    Raises CheckpointError if there is none.
+    path: the folder of a run, or of its checkpoints, or one of these. Raises CheckpointError if there is none.
     """
+    path = checkpoints_in(path)
     if steps := steps_in(path):
         return [step_folder(path, step) for step in steps]
     here = path.resolve()
     if path.is_dir() and here in [step_folder(here.parent, step) for step in steps_in(here.parent)]:
         return [path]
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give the folder of a run's checkpoints, or one of its steps")
+        raise CheckpointError(f"{path} is no folder; give the folder of a run or of its checkpoints, or one step")
     cut = f"; {remains_in(path)[0].name} was never finished" if remains_in(path) else ""
     raise CheckpointError(
-        f"{path} holds no checkpoint{cut}; give a folder with step_00000001 or similar in it, or one of these"
+        f"{path} holds no checkpoint{cut}; give the folder of a run, one with step_00000001 or similar in it, or a step"
     )
 
 
 def chosen(path: Path, step: int | None) -> Path:
     """The checkpoint of `step` under `path`, or the one that a run would resume from. Raises CheckpointError."""
-    found = checkpoints_at(path)
+    folder = checkpoints_in(path)
+    found = checkpoints_at(folder)
     if step is None:
-        latest = latest_step(path)
-        return found[0] if latest is None else step_folder(path, latest)
-    for folder in found:
-        if folder.name == step_folder(path, step).name:
-            return folder
+        latest = latest_step(folder)
+        return found[0] if latest is None else step_folder(folder, latest)
+    for checkpoint in found:
+        if checkpoint.name == step_folder(folder, step).name:
+            return checkpoint
     raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(f.name for f in found)}")
 
 

@@ -1,13 +1,13 @@
 """The choice of the checkpoint with which a run begins, and the fields that may differ from it. Needs no torch.
 
-`checkpoint.load` says where to look:
+`checkpoint.load` says where to look. The run's own checkpoints are those in the folder in which it saves:
 
-    (nothing)   resume from checkpoint.dir if it holds a checkpoint, else start anew
-    latest      resume from checkpoint.dir, which must hold one
-    none        start anew; refused if checkpoint.dir holds checkpoints, since the two runs would mix
-    PATH        a folder of checkpoints or one of its steps; checkpoint.dir comes first if it holds a checkpoint by now,
-                so that a restarted run goes on from where it was. A step of checkpoint.dir itself comes first until
-                the run has saved one
+    (nothing)   resume from the run's own checkpoints if there are any, else start anew
+    latest      resume from the run's own, of which there must be one
+    none        start anew; refused if the folder holds checkpoints, since the two runs would mix
+    PATH        a folder of a run, or of checkpoints, or one of its steps; the run's own come first if there are any by
+                now, so that a restarted run goes on from where it was. A step among its own comes first until the run
+                has saved one
 
 A resumed run may have another layout, precision, batch size, schedule or number of steps: each difference is said. It
 must have the same model: fields of `MODEL_FIELDS` are refused one by one.
@@ -25,11 +25,12 @@ from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.config.fields import SPECS
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
-from labkit.train.checkpoint.step_folders import is_locked, newest_first, step_folder, steps_in
+from labkit.train.checkpoint.step_folders import newest_first, step_folder, steps_in
+from labkit.train.run_folder.contents import CHECKPOINTS, checkpoints_in, saves_into
 
 MODEL_FIELDS = tuple(name for name, spec in SPECS.items() if spec.of_model)
 """Fields whose declaration says `of_model`: they change the tensors of a model, or what it computes from them."""
-_OF_THIS_LAUNCH = (
+OF_THIS_LAUNCH = (
     "checkpoint.",
     "train.output_dir",
     "train.overwrite",
@@ -37,7 +38,7 @@ _OF_THIS_LAUNCH = (
     "train.record_events",
     "parallel.distributed_timeout_minutes",
 )
-"""Fields whose difference says nothing about the training."""
+"""Fields that belong to one launch of a run: a command may set them anew, and the training is the same."""
 
 
 @dataclass(frozen=True)
@@ -61,32 +62,27 @@ def to_try(config: RunConfig) -> list[Path]:
 
     Raises CheckpointError if `checkpoint.load` names nothing, or would mix two runs.
     """
-    given = config.checkpoint
-    own = newest_first(Path(given.dir)) if given.dir is not None else []
-    if given.load == "none":
-        if own:
-            raise CheckpointError(
-                f"checkpoint.load = 'none' starts a new run, and checkpoint.dir = {shown(given.dir, 200)} holds the "
-                f"checkpoints of another, {own[0].name} the latest; name another checkpoint.dir, or remove them"
-            )
-        return []
-    if given.load == "latest" and given.dir is None:
-        raise CheckpointError("checkpoint.load = 'latest' needs the folder in checkpoint.dir, or give a path to load")
-    if given.load == "latest" and not own:
+    load, folder = config.checkpoint.load, saves_into(config)
+    own = newest_first(folder) if folder is not None else []
+    if load == "none" and own:
         raise CheckpointError(
-            f"checkpoint.load = 'latest': checkpoint.dir = {shown(given.dir, 200)} holds no checkpoint; name the "
-            "folder that does, or leave checkpoint.load out to start anew"
+            f"checkpoint.load = 'none' starts a new run, and {folder} holds the checkpoints of another, {own[0].name} "
+            "the latest; name another folder, or remove them"
         )
-    if given.load in (None, "latest"):
+    if load == "latest" and not own:
+        found = "the run has no folder of checkpoints" if folder is None else f"{folder} holds no checkpoint"
+        rule = "name one that holds some in checkpoint.dir, or leave checkpoint.load out to start anew"
+        raise CheckpointError(f"checkpoint.load = 'latest': {found}; {rule}")
+    if load in (None, "none", "latest"):
         return own
-    path = Path(given.load)
+    path = Path(load)
     if own and not (path.resolve() in _resolved_steps(own[0].parent) and not _repeats(own[0], config)):
         return own
-    found = newest_first(path) or ([path] if (path / MANIFEST).exists() else [])
+    found = newest_first(checkpoints_in(path)) or ([path] if (path / MANIFEST).exists() else [])
     if not found:
         raise CheckpointError(
-            f"checkpoint.load = {shown(given.load, 200)} holds no checkpoint; name a folder with step_00000001 or "
-            "similar in it, one of these, latest, or none"
+            f"checkpoint.load = {shown(load, 200)} holds no checkpoint; name the folder of a run, one with "
+            "step_00000001 or similar in it, one of these steps, latest, or none"
         )
     return found
 
@@ -97,27 +93,19 @@ def _resolved_steps(folder: Path) -> list[Path]:
 
 def _repeats(newest: Path, config: RunConfig) -> bool:
     """True if a run of this configuration saved the checkpoint, and so the same command was started again."""
-    try:
-        before = read_manifest(newest).config
-    except CheckpointError:
-        return False
+    with contextlib.suppress(CheckpointError):
+        return same_run(read_manifest(newest).config, config)
+    return False
+
+
+def same_run(before: Mapping[str, Any], config: RunConfig) -> bool:
+    """True if runs of the two configurations begin and train alike, so that they are launches of one run."""
     same_start = before.get("checkpoint", {}).get("load") == config.checkpoint.load
-    return same_start and all(name.startswith(_OF_THIS_LAUNCH) for name, *_ in _changed(before, config.to_dict()))
-
-
-def busy(config: RunConfig) -> str:
-    """The sentence for a folder that another run has locked."""
-    return (
-        f"checkpoint.dir = {shown(config.checkpoint.dir, 200)}: another run saves its checkpoints there; name another "
-        "folder, or wait until that run has ended"
-    )
+    return same_start and all(name.startswith(OF_THIS_LAUNCH) for name, *_ in _changed(before, config.to_dict()))
 
 
 def problems(config: RunConfig) -> list[str]:
-    """Sentences for everything that keeps the run from its checkpoints, as far as manifests and the lock tell."""
-    given = config.checkpoint.dir
-    if given is not None and is_locked(Path(given)):
-        return [busy(config)]
+    """Sentences for everything that keeps the run from its checkpoints, as far as manifests tell."""
     try:
         paths = to_try(config)
     except CheckpointError as error:
@@ -169,7 +157,7 @@ def other_differences(manifest: Manifest, config: RunConfig) -> list[str]:
     return [
         f"{name} {shown(old)} -> {shown(new)}"
         for name, old, new in _changed(manifest.config, config.to_dict())
-        if name not in MODEL_FIELDS and not name.startswith(_OF_THIS_LAUNCH)
+        if name not in MODEL_FIELDS and not name.startswith(OF_THIS_LAUNCH)
     ]
 
 
@@ -190,21 +178,20 @@ def same_layout(manifest: Manifest, config: RunConfig, world_size: int) -> bool:
     return all(before.get(name) == value for name, value in now.items() if not name.startswith("distributed_"))
 
 
-def continues_folder(config: RunConfig, manifest: Manifest | None) -> bool:
-    """True if the run that saved the checkpoint of `manifest` wrote into the same `train.output_dir`.
-
-    manifest: of the checkpoint from which the run resumes; None for a run that starts anew.
-    """
-    before = manifest and manifest.config.get("train", {}).get("output_dir")
-    if not before or config.train.output_dir is None:
+def continues_folder(config: RunConfig, checkpoint: Path, manifest: Manifest) -> bool:
+    """True if a run that resumes from `checkpoint` goes on in the files of the run that saved it: `train.output_dir` is
+    the same folder, or has the checkpoint, as in a copy of a run's folder."""
+    if config.train.output_dir is None:
         return False
-    return Path(before).absolute() == Path(config.train.output_dir).absolute()
+    folder, before = Path(config.train.output_dir).absolute(), manifest.config.get("train", {}).get("output_dir")
+    within = checkpoint.absolute().parent in (folder, folder / CHECKPOINTS)
+    return within or (before is not None and Path(before).absolute() == folder)
 
 
-def first_readable(config: RunConfig) -> Manifest | None:
-    """The manifest with which the run will probably begin; tensors are not looked at."""
+def will_continue(config: RunConfig) -> bool:
+    """`continues_folder` of the checkpoint with which the run will probably begin; tensors are not looked at."""
     with contextlib.suppress(CheckpointError):
         for path in to_try(config):
             with contextlib.suppress(CheckpointError):
-                return read_manifest(path)
-    return None
+                return continues_folder(config, path, read_manifest(path))
+    return False

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: their names, their order, the lock. Needs no torch.
+"""The folder of a run's checkpoints: their names and their order. Needs no torch.
 
     DIR/latest                          name of the newest checkpoint: `step_00000003`
     DIR/step_00000003/                  a checkpoint (`manifest.py`)
-    DIR/.lock                           locked by the run that saves here
+    DIR/.lock                           locked by the run that saves here (`run_folder/lock.py`)
     DIR/.latest.partial                 the next content of `latest`
     DIR/.step_00000006.partial          a checkpoint that is being written, or was cut off; no reader looks at it
     DIR/.step_00000001.old              a checkpoint that is being removed
@@ -23,13 +23,12 @@ import re
 import shutil
 from pathlib import Path
 
-from labkit.train import file_lock
+from labkit.output_files import unwritable
 from labkit.train.checkpoint.manifest import STEP_NAME, CheckpointError, read_manifest
+from labkit.train.run_folder.lock import LOCK
 
-LATEST, LOCK = "latest", ".lock"
+LATEST = "latest"
 _DRAFT = f".{LATEST}.partial"
-PATIENCE = 2.0
-"""Seconds for which a run tries to lock its folder: ranks of a killed run may just be ending."""
 _REMAINS = re.compile(r"\.step_\d{8,15}\.(partial|old)")
 
 
@@ -63,12 +62,12 @@ def remains_in(folder: Path) -> list[Path]:
 
 
 def in_the_way(folder: Path) -> str:
-    """Why a run cannot save here: a folder has the name of a file that it writes, or the reverse; empty if none has."""
-    files = [folder / name for name in (LATEST, LOCK, _DRAFT)]
-    odd = [path.name for path in files if path.exists() and not path.is_file()]
-    odd += [path.name for path in remains_in(folder) if path.suffix == ".partial" and not _is_folder(path)]
-    kind = "file" if odd and not _REMAINS.fullmatch(odd[0]) else "folder"
-    return f"{odd[0]} in it is no {kind}, and a run writes one there; move it, or name another folder" if odd else ""
+    """Why a run cannot save here, or an empty string: nothing can be written, or a folder has the name of a file that
+    the run writes, or the reverse."""
+    for path in remains_in(folder):
+        if path.suffix == ".partial" and not _is_folder(path):
+            return f"{path.name} in it is no folder, and a run writes one there; move it, or name another folder"
+    return unwritable(folder, (LATEST, LOCK, _DRAFT))
 
 
 def _is_folder(path: Path) -> bool:
@@ -120,28 +119,6 @@ def passed_over(folder: Path) -> list[int]:
 
 
 # ---- changes; only by a run that holds the lock ----
-
-
-def lock_folder(folder: Path) -> int | None:
-    """Lock the folder for one run. Return the descriptor that holds the lock, or None if another run has it.
-
-    Raises OSError if there is no folder, or if nothing can be written there.
-    """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    if file_lock.lock(descriptor, file_lock.EXCLUSIVE, folder / LOCK, patience=PATIENCE):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def is_locked(folder: Path) -> bool:
-    """True if a run saves into the folder. Leaves no file behind. Raises OSError for a lock that cannot be opened."""
-    if not (folder / LOCK).exists():
-        return False
-    held = lock_folder(folder)
-    if held is not None:
-        os.close(held)
-    return held is None
 
 
 def appear(folder: Path, step: int) -> None:

@@ -39,10 +39,10 @@ from labkit.schedules import Schedule
 from labkit.train.cuda_graphs import TrainingGraphs
 from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank
-from labkit.train.reporting.earlier_run import EVALUATIONS, evaluations_at
 from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
 from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.reporting.slow_ranks import Pace, PaceWatch
+from labkit.train.reporting.step_lines import EVALUATIONS, evaluations_at
 from labkit.train.reporting.tensorboard_writer import TensorBoard
 from labkit.train.stepping import StepResult
 

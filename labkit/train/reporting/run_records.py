@@ -5,12 +5,12 @@ the file with the last line that it read. If that line is gone, the file is read
 half written; it counts once it ends. A step below the one before it replaces what the file had from that step on.
 
     finished     the run marked run.json at its end
-    starting     a process holds the lock of run.json, and there is no line yet
+    starting     a process holds the folder's lock, and there is no line yet
     running      a process holds the lock
     stale        the same, but the next line is long overdue
     unfinished   nobody holds the lock: the run failed, or was stopped or killed
 
-Without run.json, or on a file system without locks, the age of the files decides between running and stale.
+Without a lock, or on a file system without locks, the age of the files decides between running and stale.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from statistics import fmean
 from typing import IO, Any, Literal
 
 from labkit.config import ConfigError, yaml_text
-from labkit.train import file_lock
 from labkit.train.checkpoint.manifest import CheckpointError
 from labkit.train.checkpoint.step_folders import latest_step
-from labkit.train.reporting.earlier_run import CONFIG, METRICS
-from labkit.train.reporting.output_folder import STATE
 from labkit.train.reporting.progress_line import FIELDS
+from labkit.train.run_folder.contents import CONFIG, METRICS, STATE, checkpoints_in
+from labkit.train.run_folder.lock import is_locked
 
 State = Literal["starting", "running", "stale", "unfinished", "finished"]
 GRACE = 60.0
@@ -64,7 +63,7 @@ class RunRecords:
     def refresh(self) -> bool:
         """Read what is new. Return True if there are new lines, or if the state has changed."""
         before = self.state, self._offset, self._tail
-        words, self._locked = self._words(), _is_locked(self.folder / STATE)  # ahead of the lines, which then are all
+        words, self._locked = self._words(), is_locked(self.folder)  # ahead of the lines, which then are all
         self._read_lines()
         if not self._config:
             self._read_config()
@@ -99,10 +98,9 @@ class RunRecords:
     @property
     def words(self) -> str:
         """The state; of an unfinished run with a checkpoint, how far it came and that it can be resumed."""
-        folder, steps = self._config.get("checkpoint.dir"), self._config.get("train.steps")
-        saved = None
-        with suppress(CheckpointError):  # its folder is not here
-            saved = latest_step(Path(folder)) if folder is not None and self.state == "unfinished" else None
+        steps, saved = self._config.get("train.steps"), None
+        with suppress(CheckpointError):  # its folder cannot be read
+            saved = latest_step(checkpoints_in(self.folder)) if self.state == "unfinished" else None
         if saved is None or steps is None:
             return self.state
         after = "" if saved == self._step else f" after step {saved}"
@@ -209,19 +207,6 @@ def _texts(not_finite: Any) -> list[tuple[str, str]]:
     return [(name, text) for name, text in not_finite.items() if text in ("nan", "inf", "-inf")]
 
 
-def _is_locked(state: Path) -> bool | None:
-    """True if a process holds the lock of a run's state; None if that cannot be known, or if there is no state."""
-    try:
-        file = state.open("rb")
-    except OSError:
-        return None
-    with file:  # closing gives the lock back
-        try:
-            return not file_lock.try_lock(file.fileno(), file_lock.SHARED)
-        except OSError:
-            return None
-
-
 # ---- folders ----
 
 
@@ -251,7 +236,7 @@ def runs_in(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
 def _is_run(folder: Path) -> bool:
     """True if the folder has metrics, or a run that starts."""
     state = folder / STATE
-    return (folder / METRICS).is_file() or (state.is_file() and _is_locked(state) is not False)
+    return (folder / METRICS).is_file() or (state.is_file() and is_locked(folder) is not False)
 
 
 def pause(seconds: float) -> None:

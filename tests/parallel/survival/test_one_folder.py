@@ -15,10 +15,10 @@ from survival_runs import TINY, alive, complete_steps, on_this_machine, saving, 
 from labkit.config import ConfigError
 from labkit.launch import RankError, run
 from labkit.train import pretrain
-from labkit.train.checkpoint.step_folders import PATIENCE
+from labkit.train.run_folder.lock import PATIENCE
 
 MANY = 60
-BUSY = "another run saves its checkpoints there"
+BUSY = "is writing there; name another folder"
 
 
 def held(config, go: Path):
@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_and_the_first_one_ends_as_if_alone(tmp_path):
             assert soon(lambda: (tmp_path / "shared" / "latest").exists(), 30)
             with pytest.raises(ConfigError, match=BUSY):  # before any process starts
                 run(pretrain, 2, shared)
-            with pytest.raises(RankError, match=f"CheckpointError: .*{BUSY}"):  # in the ranks, which look again
+            with pytest.raises(RankError, match=f"ConfigError: .*{BUSY}"):  # in the ranks, which look again
                 run(without_a_look, 2, shared)
         finally:
             go.touch()
