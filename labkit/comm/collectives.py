@@ -1,9 +1,9 @@
-"""Every byte that ranks exchange passes through here.
+"""The collectives and messages by which ranks exchange tensors.
 
 Each function takes an explicit `Group`; a group of size 1 is the identity and records nothing. Each tensor operation
 has an `_async` form that returns a `Pending`; between the call and `.wait()` the transfer runs in the background.
 
-All of them go through `issue`. It calls the function of `gloo.py` or `nccl.py` that moves the bytes, and returns the
+All of these go through `issue`. It calls the function of `gloo.py` or `nccl.py` that moves the bytes, and returns the
 `Pending` that waits for it (`pending.py`). Whenever a call blocks, it names itself in the launcher's status slot, so
 that a hang can be named. While somebody watches (`labkit.events.watchers`), a call also
 
@@ -53,14 +53,14 @@ def issue(
     kept: bytes of x that stay on this rank, for the ledger.
     """
     if watchers or _start_may_block(x):
-        return _issue_watched(operation, move, x, group, *details, kept=kept)
+        return _issue_guarded(operation, move, x, group, *details, kept=kept)
     return Pending(operation, x, group, move(x, group, *details))
 
 
-def _issue_watched(
+def _issue_guarded(
     operation: str, move: Callable[..., Finish], x: Tensor, group: Group, *details: Any, kept: int = 0
 ) -> Pending:
-    """`issue` for all who watch, with the name of the call in the status slot while it starts."""
+    """`issue` for all who watch, and for a start that may block: the status slot then has the name of the call."""
     if (capture := active_capture()) is not None:  # it makes this call now, and again at each replay
         return capture.transfer(issue, operation, move, x, group, *details, kept=kept)
     if (own := dropped_result(operation, x, group, *details)) is not None:

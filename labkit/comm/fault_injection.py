@@ -1,7 +1,7 @@
 """Calls that are dropped or delayed on purpose, for chapters and tests.
 
 `dropped` plants the fault "somebody forgot the all-reduce" without touching a layer. `delayed` plants a slow network.
-Both are watchers (`labkit.events`), so a training that opens neither never looks for them.
+Both are watchers (`labkit.events`), so a training that nobody watches never looks for them.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Finish:
         flat = host.view(-1)
         finish_host = _exchange_and_reduce(flat, flat, flat if in_place and direct else None, group, op)
     else:
-        finish_host = _ring_all_reduce(host, group, op, in_place and direct)
+        finish_host = _whole_all_reduce(host, group, op, in_place and direct)
 
     def finish() -> Tensor:
         reduced = finish_host().view(x.shape)
@@ -117,7 +117,7 @@ def all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Finish:
     return finish
 
 
-def _ring_all_reduce(host: Tensor, group: Group, op: str, in_place: bool) -> Finish:
+def _whole_all_reduce(host: Tensor, group: Group, op: str, in_place: bool) -> Finish:
     """gloo's own all-reduce; half precision travels as float32."""
     half = host.dtype in _HALF
     buffer = host.float() if half else (host if in_place else host.clone())

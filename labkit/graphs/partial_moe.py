@@ -24,7 +24,7 @@ own (`megatron/core/transformer/moe/moe_utils.py`). A graph has to end several c
 a forward. If it ended by early returns, every function on the way would have to know of graphs. The exception leaves
 all of them at once, and only during warm-up and capture: no eager run and no replay raises it.
 
-There the steps leave attributes on the dispatcher in the place of metadata, and `cudagraph_attrs` lists them.
+In Megatron the steps leave attributes on the dispatcher in the place of metadata, and `cudagraph_attrs` lists them.
 
 Shapes: S, B, H, T, E, N as in `labkit/moe/layer.py`.
 """

@@ -183,6 +183,8 @@ class MoELayer(nn.Module):
         with comm_scope(layer=self.shared_experts.name):
             return self._part("shared_experts", self.shared_experts, x_SBH)
 
+    # Each step is a method, because a partial CUDA graph ends after one of the first two (`graphs/partial_moe.py`).
+
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
         return self.router(x_SBH)

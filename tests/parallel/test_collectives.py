@@ -271,7 +271,7 @@ def functions_to_torch() -> list[str]:
 
 
 def test_while_nobody_watches_an_all_reduce_goes_straight_to_torch(on_ranks) -> None:
-    straight = ["all_reduce", "all_reduce_async", "issue", "all_reduce", "_ring_all_reduce"]
+    straight = ["all_reduce", "all_reduce_async", "issue", "all_reduce", "_whole_all_reduce"]
     assert on_ranks(functions_to_torch, 2) == [straight, straight]
 
 

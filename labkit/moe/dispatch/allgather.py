@@ -3,9 +3,9 @@
     tokens, weights, map -> all-gather (tp_ep) -> pick and sort by local expert -> experts
     result <- reduce-scatter (tp_ep) <- put back into place <-
 
-It needs no counts and no split sizes, and makes two large transfers. Every token goes to every rank. That pays where a
-token goes to most ranks anyway (top_k near ep or above), or where equal transfers are much faster. One reduce-scatter
-adds a token's results from its experts (over ep) and from the slices of one expert (over etp).
+It needs no split sizes, only the counts of the experts, and makes two large transfers. Every token goes to every rank.
+That pays where a token goes to most ranks anyway (top_k near ep or above), or where equal transfers are much faster.
+One reduce-scatter adds a token's results from its experts (over ep) and from the slices of one expert (over etp).
 
 All ranks must hold the same number of tokens.
 

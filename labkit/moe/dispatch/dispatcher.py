@@ -24,18 +24,20 @@ step makes it, and every other step takes it and returns it with what it adds.
     hidden_SBH                    = combine_postprocess(rows, metadata)
 
 Each dispatcher has a NamedTuple of its own for it. A CUDA graph that ends after `dispatch_preprocess` returns the
-tensors in it (`labkit/graphs/partial.py`). Backward needs no metadata, since autograd saves its own tensors.
+tensors in it (`labkit/graphs/partial_moe.py`). Megatron's dispatchers keep the same things as attributes of their own.
+Backward needs no metadata, since autograd saves its own tensors.
 
 The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. A forward makes one copy
 to the host, at `cuda_dtoh_point`; nothing else here makes the host wait. The steps are separate, because
-`dispatch_preprocess` can do without these numbers. The all-gather needs no split sizes. It copies its counts in
-`dispatch_postprocess`.
+`dispatch_preprocess` can mostly do without these numbers (it cannot with a capacity and no padding). The all-gather
+needs no split sizes. It copies its counts in `dispatch_postprocess`.
 
 Every rank of the group runs every step, even without tokens. Backward communicates in the same places, and a rank
 outside autograd's graph would let the others wait.
 
-Shapes: S sequence of this rank, B batch, H hidden, T = S B tokens of this rank, E experts, k = top_k. N rows for the
-experts of this rank: one for each token and expert that it visits.
+Shapes: S sequence of this rank, B batch, H hidden, T = S B tokens of this rank, E experts, k = top_k. N rows, one
+for each token and expert that it visits: up to `token_dispatch`, and from `token_combine` on, those of this rank's
+tokens; in between those for this rank's experts.
 """
 
 from __future__ import annotations
