@@ -25,12 +25,14 @@ class NamedSchedule(NamedTuple):
     """Input and weight gradients are two actions."""
     least_microbatches: int = 0
     """Fewest microbatches of a step for each pipeline rank; 0: a single microbatch will do."""
+    reads: tuple[str, ...] = ()
+    """Fields of the section `schedule` that the builder takes as keyword arguments of the same name."""
 
 
 SCHEDULES = {
     "gpipe": NamedSchedule("labkit.schedules.builders:gpipe"),
     "1f1b": NamedSchedule("labkit.schedules.builders:one_f_one_b"),
-    "interleaved": NamedSchedule("labkit.schedules.builders:interleaved", chunks=None),
+    "interleaved": NamedSchedule("labkit.schedules.builders:interleaved", chunks=None, reads=("all_warmup",)),
     "zero_bubble_h1": NamedSchedule("labkit.schedules.zero_bubble:zero_bubble_h1", splits_backward=True),
     "zbv": NamedSchedule("labkit.schedules.zero_bubble:zbv", chunks=2, splits_backward=True),
     "dualpipe_v": NamedSchedule(

@@ -157,11 +157,11 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
     if name not in known:
         raise ValueError(f"schedule.name is {name!r}; choose one of {', '.join(known)}, or give schedule.path")
     row = named_schedule(name, vpp)
-    builder = resolve_name(row.builder)
+    builder, read = resolve_name(row.builder), {field: getattr(config, field) for field in row.reads}
     if row.chunks is None:
         if vpp == 1 and pp > 1:
             raise ValueError(f"schedule.name is {name!r} and vpp is 1: give parallel.vpp at least 2, or choose 1f1b")
-        return builder(pp, vpp, microbatches, config.microbatch_group_size, all_warmup=config.all_warmup)
+        return builder(pp, vpp, microbatches, config.microbatch_group_size, **read)
     if config.all_warmup:
         raise ValueError(f"schedule.all_warmup is a rule of interleaving, and schedule.name is {name!r}; leave it out")
     if vpp not in (1, row.chunks):
@@ -169,7 +169,7 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
             f"schedule.name is {name!r}, which has {counted(row.chunks, 'stage')} a rank, and vpp is {vpp}: leave "
             "parallel.vpp at 1, or choose interleaved"
         )
-    return builder(pp, microbatches)
+    return builder(pp, microbatches, **read)
 
 
 def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:

@@ -250,9 +250,17 @@ def from_programs(
 
     Phases with 0 times are left out. The function drops actions of microbatches from `microbatches` on, so a program
     for more microbatches serves too.
+
+    Raises:
+        ValueError: a phase with a negative number of times.
     """
     rows = []
     for rank, program in enumerate(programs):
+        if short := [f"{times} times `{words}`" for times, words in program if times < 0]:
+            raise ValueError(
+                f"{name}: the program of rank {rank} has a phase of {short[0]}; a phase has 0 times or more, so with "
+                f"{counted(microbatches, 'microbatch')} a warm-up is at most {microbatches}"
+            )
         kinds, chunks, numbers = _row(program)
         stages = np.array([stage_of(rank, chunk) for chunk in range(1 + int(chunks.max()))])
         kept = numbers < microbatches

@@ -19,17 +19,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULE = '''
-"""Two forwards, then their two backwards, and so on: GPipe in rounds of two microbatches."""
+"""Some forwards, then their backwards, and so on: GPipe in rounds."""
 
 from labkit.schedules.ir import Schedule
 from labkit.schedules.tables import from_programs
 
 
-def in_pairs(pp: int, microbatches: int) -> Schedule:
-    """Program of every rank: `(m/2)(F F B B)`."""
-    rounds = [(microbatches, "F"), (microbatches, "B")] if microbatches == 1 else [(2, "F"), (2, "B")]
-    return from_programs("in pairs", microbatches, [rounds * ((microbatches + 1) // 2)] * pp, lambda rank, _: rank)
+def in_rounds(pp: int, microbatches: int, *, microbatches_a_round: int) -> Schedule:
+    """Program of every rank with n microbatches a round: `(m/n)(nF nB)`."""
+    count = min(microbatches_a_round, microbatches)
+    rounds = [(count, "F"), (count, "B")] * -(-microbatches // count)
+    return from_programs("in rounds", microbatches, [rounds] * pp, lambda rank, _: rank)
 '''
+ROUND = """\
+    microbatches_a_round: int = field(2, "Forwards of in_rounds before their backwards.", ge=1)
+"""
 FIELD = """\
     branch_scale: float = field(1.0, "Attention is multiplied by this before it joins the residual stream.", gt=0,
         of_model=True)
@@ -86,10 +90,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     labkit = folder / "labkit"
     shutil.copytree(ROOT / "labkit", labkit, ignore=shutil.ignore_patterns("__pycache__"))
-    (labkit / "schedules" / "in_pairs.py").write_text(SCHEDULE)
-    row = '    "in_pairs": NamedSchedule("labkit.schedules.in_pairs:in_pairs"),\n'
+    (labkit / "schedules" / "in_rounds.py").write_text(SCHEDULE)
+    row = '    "in_rounds": NamedSchedule("labkit.schedules.in_rounds:in_rounds", reads=("microbatches_a_round",)),\n'
     _insert(labkit / "config" / "choices.py", "SCHEDULES = {\n", row)
     _insert(labkit / "config" / "sections.py", '    """Shape of the model. Defaults give a small GPT-2."""\n\n', FIELD)
+    _insert(labkit / "config" / "sections.py", '    """The way of microbatches through the pipeline."""\n\n', ROUND)
     (labkit / "models" / "scaled_spec.py").write_text(LAYER_SPEC)
     (labkit / "check" / "chapter_99.py").write_text(EXERCISE)
     return folder
@@ -114,30 +119,38 @@ def run(copy: Path, script: str) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(copy: Path) -> list[str]:
     """What the copy prints: a training with the new schedule and field, the usual one, and what else knows of them."""
-    own = ["--schedule.name", "in_pairs", "--branch-scale", "0.5", "--checkpoint.dir", "kept"]
+    own = ["--schedule.name", "in_rounds", "--branch-scale", "0.5", "--checkpoint.dir", "kept"]
+    wide = ["--schedule.name", "in_rounds", "--microbatches-a-round", "4"]
     script = f"""
 import runpy
 from labkit.cli import main
 from labkit.viz import explore_schedule
 assert main({[*TRAIN, *own, "--output-dir", "own", "--write-events"]}) == 0
 assert main({TRAIN}) == 0
+assert main({[*TRAIN, *wide, "--output-dir", "wide", "--write-events"]}) == 0
 assert main({[*TRAIN, "--steps", "3", "--checkpoint.dir", "kept"]}) == 2, "a checkpoint of another model"
-assert main("order --pp 2 --microbatches 4 --name in_pairs".split()) == 0
-print("explored:", explore_schedule(builder="in_pairs", pp=2, microbatches=4).sentence)
+assert main("order --pp 2 --microbatches 4 --name in_rounds".split()) == 0
+print("explored:", explore_schedule(builder="in_rounds", pp=2, microbatches=4).sentence)
 print(runpy.run_path({str(ROOT / "scripts" / "make_config_reference.py")!r})["page"]())
 """
     return run(copy, script)
 
 
+def order_of(folder: Path) -> str:
+    """The forwards and backwards of rank 0 in a run's events, by their letters."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kinds = {"forward": "F", "backward": "B"}
+    return "".join(kinds.get(event["kind"], "") for event in events if event["rank"] == 0)
+
+
 def test_a_new_schedule_trains_by_its_name_and_all_that_lists_names_knows_it(copy: Path, trained: list[str]) -> None:
-    own, usual = [line for line in trained if "training loss" in line]
+    own, usual, _ = [line for line in trained if "training loss" in line]
     assert own == usual
-    events = [json.loads(line) for line in (copy / "own" / "events.jsonl").read_text().splitlines()]
-    order = [event["kind"] for event in events if event["rank"] == 0 and event["kind"] in ("forward", "backward")]
-    assert order == ["forward", "forward", "backward", "backward"] * 4, "two rounds in each of two steps; 1F1B has FBFB"
+    assert order_of(copy / "own") == "FFBB" * 4, "two rounds in each of two steps; 1F1B has FBFB"
+    assert order_of(copy / "wide") == "FFFFBBBB" * 2, "the builder has read its field"
     assert any(re.fullmatch(r" *rank 0 +0F0 +0F1 +0B0 +0B1 +0F2 +0F3 +0B2 +0B3", line) for line in trained)
-    assert any(line.startswith("explored: in pairs, 2 stages, 4 microbatches") for line in trained)
-    assert any("Values: auto, in_pairs, gpipe, 1f1b" in line for line in trained), "docs/config.md"
+    assert any(line.startswith("explored: in rounds, 2 stages, 4 microbatches") for line in trained)
+    assert any("Values: auto, in_rounds, gpipe, 1f1b" in line for line in trained), "docs/config.md"
 
 
 def test_a_new_field_is_read_kept_and_documented(copy: Path, trained: list[str]) -> None:

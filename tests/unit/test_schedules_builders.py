@@ -25,6 +25,7 @@ from labkit.schedules import (
     zbv,
     zero_bubble_h1,
 )
+from labkit.schedules.tables import from_programs
 
 TIMES = st.integers(1, 30)
 BUILDERS = {
@@ -327,7 +328,7 @@ def test_a_config_gives_group_size_and_file(tmp_path):
         (
             ScheduleConfig(name="2f2b"),
             {},
-            "'2f2b'; choose one of auto, gpipe, 1f1b, interleaved, zero_bubble_h1, zbv, d",
+            f"'2f2b'; choose one of auto, {', '.join(SCHEDULES)}, or give schedule.path",
         ),
         (ScheduleConfig(name="gpipe"), {"vpp": 2}, "'gpipe', which has 1 stage a rank, and vpp is 2: leave .* at 1"),
         (ScheduleConfig(name="zbv"), {"vpp": 3}, "'zbv', which has 2 stages a rank, and vpp is 3"),
@@ -352,3 +353,10 @@ def test_a_file_for_another_run_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=needle):
             build_schedule(ScheduleConfig(path=str(path)), **sizes)
+
+
+def test_a_phase_of_negative_times_is_refused_by_rank_and_words():
+    """The likeliest slip of an own schedule: a warm-up that is longer than the microbatches."""
+    program = [(5, "F"), (4 - 5, "F B"), (5, "B")]
+    with pytest.raises(ValueError, match=r"mine: the program of rank 0 has a phase of -1 times `F B`; .* at most 4"):
+        from_programs("mine", 4, [program], lambda rank, _: rank)
