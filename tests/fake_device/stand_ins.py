@@ -30,7 +30,7 @@ def zeros(
 def without_numbers(audit: Audit) -> Iterator[None]:
     """Inside the block weights are not drawn, each expert gets an equal share of the tokens that were routed last, and
     a weak reference of a graph to its memory is a view."""
-    arrived, flatten, rows = HostCopy.wait, MoETokenDispatcher._flatten, 0
+    arrived, flatten, rows = HostCopy.wait, MoETokenDispatcher.flatten, 0
 
     def noting(dispatcher: MoETokenDispatcher, hidden: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Tensor:
         nonlocal rows
@@ -46,7 +46,7 @@ def without_numbers(audit: Audit) -> Iterator[None]:
     with (
         patch.object(weights, "draw", zeros),
         patch.object(HostCopy, "wait", equal),
-        patch.object(MoETokenDispatcher, "_flatten", noting),
+        patch.object(MoETokenDispatcher, "flatten", noting),
         patch.object(local_backend, "weak_cuda_tensor", Tensor.detach),
     ):
         yield

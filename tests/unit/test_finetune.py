@@ -421,7 +421,7 @@ def test_saved_weights_are_a_checkpoint(
     assert main([*first, "--out", str(tmp_path / "rows.jsonl")]) == 0, "the row is there, so nothing is trained"
     capsys.readouterr()
     assert main(first) == 1
-    assert "seed_7-batch_8-lr_5e-05-epochs_1' holds the checkpoints of another" in capsys.readouterr().err
+    assert "seed_7-batch_8-lr_5e-05-epochs_1 holds the checkpoints of another" in capsys.readouterr().err
     assert main([*line.split(), "--checkpoint", row["saved"]]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[0])
     assert again["saved"] is None and again["first_loss"] != row["first_loss"]
