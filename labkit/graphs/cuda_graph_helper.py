@@ -176,6 +176,8 @@ class CudaGraphHelper:
         keep = self.config.cuda_graph_impl != "transformer_engine"  # the engine gives inputs back with the backward
         plan = plan_buffers(self.order, counts, signatures, early_release=early_release, keep_for_weight_gradients=keep)
         for layer in self.layers:
+            if layer.cut is not None:
+                layer.cut.metadata_form = None  # it holds shapes, and these captures may have others
             for linear in _float8_linears(layer):
                 linear.plan.gemms.keep_weight(linear.weight)
         parameters = [p for layer in self.layers for p in layer.layer.parameters()]

@@ -56,7 +56,7 @@ class CutMoELayer:
         moe_layer, scope: the layer, and the captured parts.
         cudagraph_tensor_store: holds tensors only between the replay of a graph and the rest of the forward.
         metadata_form: the metadata of the first capture with a `TensorField` in the place of each tensor; None before
-            it, and where the graph ends after `route`.
+            it, and where the graph ends after `route`. `CudaGraphHelper` empties it before it captures anew.
     """
 
     def __init__(self, moe_layer: MoELayer, scope: LayerScope) -> None:
