@@ -160,8 +160,10 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
             words = f"--{written} {shown(taken[0])}"
             arguments.typed |= dict.fromkeys(option.names, f"--{written}")
             try:
-                values[option.key] = option.convert(taken[0], text=True)
-                problems += given.add(f"--{option.name}", values[option.key], words)
+                value = values[option.key] = option.convert(taken[0], text=True)
+                problems += given.add(f"--{option.name}", value, words)
+                if rule := option.broken(value):
+                    problems.append(f"--{written} {shown(value, 200)}: {rule}")
             except BadValueError as rule:
                 problems.append(f"{words}: {rule}")
                 no_path = no_path or bool(option.path)

@@ -32,10 +32,6 @@ def execute(arguments: Arguments) -> int:
     unread = [option for option in COMMAND.options if option.key not in action.options]
     given = [option.name for option in unread if arguments.options[option.key] != option.default]
     problems += [f"--{name}: {words[0]} does not read it; leave it out" for name in given]
-    for option in COMMAND.options:
-        value = arguments.options[option.key]
-        if value is not None and (rule := option.broken(value)):
-            problems.append(f"--{option.name} {shown(value)}: {rule}")
     arguments.refuse(problems)
     if "overwrite" in action.options:
         ending = "" if words[0] == "clean" else ".bin"

@@ -20,7 +20,6 @@ from labkit.cli.output import folded, room, show
 from labkit.config import ConfigError, ScheduleConfig
 from labkit.config.choices import NamedSchedule, named_schedule
 from labkit.config.errors import counted, nearest, shown
-from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
 from labkit.output_files import appearing
 from labkit.schedules.bubble import split_timeline
@@ -75,10 +74,7 @@ def _check(arguments: Arguments) -> None:
     """Refuse options whose problems show without a schedule."""
     options = arguments.options
     problems = [*_missing_or_idle(arguments), *_words(options), *_files(options)]
-    given = {name: options[name] for name in ("pp", "vpp", "microbatches", "group_size")}
-    bad = {name: rule for name, size in given.items() if size is not None and (rule := SIZE.broken(size))}
-    problems += [f"--{_dashed(name)} {shown(given[name])}: {rule}" for name, rule in bad.items()]
-    if not bad and options["verify"] is None:
+    if not arguments.problems and options["verify"] is None:
         problems += _too_large(options)
     arguments.refuse(problems)
 
@@ -376,15 +372,16 @@ COMMAND = Command(
     name="order",
     summary="Print a pipeline schedule, with each rank's order, bubble and memory; or check a schedule in a file.",
     options=(
-        Option("pp", "int", "number of pipeline ranks", aliases=("pipeline_model_parallel_size", "parallel.pp")),
-        Option("vpp", "int", "model chunks a rank; 1 by default", aliases=("num_model_chunks", "parallel.vpp")),
-        Option("microbatches", "int", "microbatches of a step", aliases=("num_microbatches",)),
+        Option("pp", "int", "number of pipeline ranks", aliases=("pipeline_model_parallel_size", "parallel.pp"), ge=1),
+        Option("vpp", "int", "model chunks per rank (default 1)", aliases=("num_model_chunks", "parallel.vpp"), ge=1),
+        Option("microbatches", "int", "microbatches of a step", aliases=("num_microbatches",), ge=1),
         Option("name", "str", f"one of {', '.join(NAMES)}", aliases=("schedule.name",)),
         Option(
             "group-size",
             "int",
             "microbatches on one chunk before the next (interleaved); pp by default",
             aliases=("microbatch_group_size_per_vp_stage", "schedule.microbatch_group_size"),
+            ge=1,
         ),
         Option(
             "all-warmup",

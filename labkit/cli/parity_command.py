@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import room, show, table
-from labkit.cli.train_command import TIMEOUT_HELP, data_problem, device_problems, refusing_arguments, timeout_problems
+from labkit.cli.train_command import DEVICE, TIMEOUT, data_problem, refusing_arguments
 from labkit.config import RunConfig
 from labkit.config.errors import counted, shown
-from labkit.config.field_spec import SIZE, BadValueError
+from labkit.config.field_spec import BadValueError
 from labkit.config.fields import SPECS, Given, resolve
 
 if TYPE_CHECKING:
@@ -34,19 +34,12 @@ def execute(arguments: Arguments) -> int:
     """Compare, print each layout as soon as it is known, then the table; exit code 1 where one has a fault."""
     options, config = arguments.options, arguments.config
     problems = config.problems()
-    if options["steps"] < 1:
-        problems.append(f"--steps {options['steps']}: must be at least 1")
-    problems += timeout_problems(options["timeout"])
-    if options["dtype"] not in ("float64", "float32"):
-        problems.append(f"--dtype {shown(options['dtype'])}: must be float64 or float32")
-    problems += device_problems(options["device"])
-    if options["world_size"] is not None and (rule := SIZE.broken(options["world_size"])):
-        problems.append(f"--world-size {options['world_size']}: {rule}")
     text = options["layouts"]
     if text is None:
         named = config.parallel.smallest_world_size > 1 or options["world_size"] is not None
         text = None if named else STANDARD_EXPERT_LAYOUTS if config.moe.num_experts else STANDARD_LAYOUTS
-    layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
+    sound = not (problems or arguments.problems)
+    layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if sound else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
     arguments.refuse(_input_problems(layouts, config, options["device"]))
@@ -188,16 +181,23 @@ COMMAND = Command(
     summary="Hold layouts against one process on loss, gradients and updated parameters; name what differs first.",
     options=(
         Option("layouts", "str", f"layouts such as tp=2,pp=2;dp=2; the configuration's own, or {STANDARD_LAYOUTS}"),
-        Option("steps", "int", "optimizer steps", 3),
-        Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5), or within rounding", "float64"),
-        Option("timeout", "float", TIMEOUT_HELP),
+        Option("steps", "int", "optimizer steps", 3, ge=1),
+        Option(
+            "dtype",
+            "str",
+            "float64 agrees to 1e-10 and float32 to 1e-5, or within rounding",
+            "float64",
+            choices=("float64", "float32"),
+        ),
+        TIMEOUT,
         Option(
             "world-size",
             "int",
             "ranks of each layout that names no dp; as few as it allows where not given",
             aliases=("nproc",),
+            ge=1,
         ),
-        Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
+        DEVICE,
         Option("drop", "str", "leave this communication out, to see it found: operation=all_reduce,group=tp,..."),
     ),
     execute=execute,

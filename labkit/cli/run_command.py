@@ -38,8 +38,6 @@ def execute(arguments: Arguments) -> int:
     problems = [f"--out {shown(str(out))}: is a file; name a folder"] if out.exists() and not out.is_dir() else []
     if not problems and not can_be_written(out):
         problems.append(f"--out {shown(str(out))}: cannot be written; name another folder")
-    if options["timeout"] < 1:
-        problems.append(f"--timeout {options['timeout']:g}: must be at least 1 second")
     sources, missing = find_chapters(arguments.words, folder)
     given, bad = by_chapter(options["parameter"], sources, folder)
     problems += bad
@@ -271,7 +269,7 @@ COMMAND = Command(
     name="run",
     summary="Run chapters as notebooks, with parameters, and keep what they show.",
     options=(
-        Option("out", "str", "folder for the executed notebooks and their files", "build", path="folder"),
+        Option("out", "str", "folder for the executed notebooks and their files", "build", path="any"),
         Option(
             "parameter",
             "str",
@@ -280,7 +278,7 @@ COMMAND = Command(
         ),
         Option("html", "bool", "write each notebook as HTML, too", False),
         Option("notebooks", "str", "folder of the chapters; notebooks where not given", path="any"),
-        Option("timeout", "float", "seconds that one cell may take", 600.0),
+        Option("timeout", "float", "seconds that one cell may take", 600.0, ge=1),
     ),
     execute=execute,
     example="labkit run 00 --out build -p steps 5 --html",

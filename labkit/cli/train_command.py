@@ -16,17 +16,29 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError, exit_code, run_command
 from labkit.cli.output import readers_may_leave, show
 from labkit.config import ConfigError, RunConfig
-from labkit.config.errors import counted, nearest, no_file, shown
+from labkit.config.errors import counted, no_file, shown
 from labkit.config.field_spec import LONGEST_NAME
 from labkit.events import Event
 
-DEVICES = ("auto", "cpu", "cuda")
-"""Values of --device."""
-TIMEOUT_HELP = (
-    "seconds that a rank may wait for others before the run is ended as hung, however long it computes; "
-    "parallel.distributed_timeout_minutes where not given"
+DEVICE = Option(
+    "device",
+    "str",
+    "where tensors live",
+    "auto",
+    choices=("auto", "cpu", "cuda"),
+    synonyms={"gpu": "cuda"},
 )
-LONGEST_TIMEOUT = 7 * 24 * 3600
+"""An option of every command that starts ranks."""
+WEEK = 7 * 24 * 3600
+TIMEOUT = Option(
+    "timeout",
+    "float",
+    "seconds that a rank may wait for others before the run is ended as hung, however long it computes; "
+    "parallel.distributed_timeout_minutes where not given",
+    gt=0,
+    le=WEEK,
+)
+"""An option of `labkit train` and `labkit parity`."""
 ROOM = 30
 """Bytes at the end of a file name for what labkit appends while the file is not finished."""
 MOST_READ_TWICE = 1_000_000
@@ -102,8 +114,6 @@ def execute(arguments: Arguments, **providers: Any) -> int:
         config = config.override({"model.model_type": providers["model_type"]})
     world_size = ranks_to_use(arguments)
     device, timeout = arguments.options["device"], arguments.options["timeout"]
-    arguments.problems += device_problems(device)
-    arguments.problems += timeout_problems(timeout)
     made = [config.train.output_dir, config.checkpoint.dir]
     arguments.problems += output_problems("--trace", arguments.options["trace"], made)
     arguments.refuse(config.problems(world_size))
@@ -166,21 +176,6 @@ def layout_words(config: RunConfig, world_size: int) -> str:
         return words
     etp = p.tp if p.etp is None else p.etp
     return f"{words}, experts etp {etp} x ep {p.ep} x edp {world_size // (etp * p.ep * p.pp)} x pp {p.pp}"
-
-
-def device_problems(device: str) -> list[str]:
-    """Problems of --device."""
-    if device in DEVICES:
-        return []
-    meant = "cuda" if device.lower() == "gpu" else device
-    return [f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(meant, DEVICES)}"]
-
-
-def timeout_problems(timeout: float | None) -> list[str]:
-    """Problems of --timeout, which stands for parallel.distributed_timeout_minutes in seconds."""
-    if timeout is None or 0 < timeout <= LONGEST_TIMEOUT:
-        return []
-    return [f"--timeout {timeout:g}: must be above 0 and at most {LONGEST_TIMEOUT} seconds (a week)"]
 
 
 def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()) -> list[str]:
@@ -407,8 +402,8 @@ COMMAND = Command(
         Option(
             "nproc", "int", "ranks to start here; as few as the layout allows where not given", aliases=("world_size",)
         ),
-        Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
-        Option("timeout", "float", TIMEOUT_HELP),
+        DEVICE,
+        TIMEOUT,
         Option(
             "trace",
             "str",

@@ -21,8 +21,6 @@ from labkit.train.reporting.progress_bar import columns
 from labkit.train.reporting.progress_line import all_lines, one_line
 from labkit.train.reporting.run_records import RunRecords, names_of, pause, runs_in
 
-SHORTEST, LONGEST = 0.1, 3600.0
-"""Bounds of --interval in seconds."""
 NARROWEST = 38
 """Fewest columns of a plot, and of a terminal that is drawn anew."""
 HIGHEST, LOWEST = 10, 3
@@ -53,9 +51,6 @@ class Watched:
 
 def execute(arguments: Arguments) -> int:
     """Show the runs once, or until they are over. Ctrl-C ends quietly."""
-    interval = arguments.options["interval"]
-    if not SHORTEST <= interval <= LONGEST:
-        arguments.problems.append(f"--interval {interval:g}: must be {SHORTEST:g} to {LONGEST:g} seconds")
     if not arguments.words:
         arguments.problems.append("DIR: nothing to watch; give the train.output_dir of one or more runs")
     watched = Watched(arguments.words)
@@ -64,7 +59,7 @@ def execute(arguments: Arguments) -> int:
         print("\n".join(frame(watched.runs, columns(sys.stdout) or None)))
         return 0
     try:
-        follow(watched, interval)
+        follow(watched, arguments.options["interval"])
     except KeyboardInterrupt:
         return 130
     return 0
@@ -244,7 +239,7 @@ COMMAND = Command(
     summary="Show live or finished runs from the files in their folders: state, last step, a plot of the loss. On a "
     "terminal this is drawn anew until the runs are over; Ctrl-C ends it. A folder of such folders stands for all.",
     options=(
-        Option("interval", "float", "seconds from one picture to the next", 2.0),
+        Option("interval", "float", "seconds from one picture to the next", 2.0, ge=0.1, le=3600),
         Option("once", "bool", "show the runs once and end, as a file or pipe gets them", False),
     ),
     execute=execute,

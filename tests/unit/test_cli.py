@@ -59,7 +59,7 @@ def _config(*words: str) -> RunConfig:
     ("words", "message"),
     [
         (["train", "--device", "cuda"], 'device="cuda" was asked for, but torch sees no GPU'),
-        (["parity", "--device", "cuda"], 'device="cuda" was asked for, but torch sees no GPU'),
+        (["parity", "--device", "gpu"], 'device="cuda" was asked for, but torch sees no GPU'),
         (["train", "--nproc", "2", "--distributed-backend", "nccl"], "a GPU for each of the 2 ranks on this machine"),
         (["parity", "--layouts", "tp=2", "--distributed-backend", "nccl"], "a GPU for each of the 2 ranks"),
     ],

@@ -443,10 +443,10 @@ def test_bad_sampling_is_refused(wrong, words):
         ("eval lambada --path FILE --checkpoint RUN --stride 3", "--stride: only wikitext reads it"),
         ("eval wikitext --path FILE --checkpoint RUN --all --step 1", "--all and --step: give one of the two"),
         ("eval wikitext --path FILE --checkpoint RUN --step 9", "has no checkpoint of step 9"),
-        ("eval wikitext --path none --checkpoint RUN", "--path none: no such file; give an existing file\n"),
+        ("eval wikitext --path none --checkpoint RUN", "--path 'none': no such file; give an existing file\n"),
         ("generate a\udcff --checkpoint RUN", r"'a\xff': a prompt is UTF-8 text, and this has the byte 0xff"),
         ("generate a --checkpoint none", "none is no folder"),
-        ("generate a --checkpoint RUN --precision fp8", "--precision fp8: must be one of"),
+        ("generate a --checkpoint RUN --precision fp8", "--precision 'fp8': must be one of"),
         ("generate a --checkpoint RUN --max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
     ],
 )

@@ -528,7 +528,7 @@ def test_signals_leave_finished_runs_and_nothing_else(
         ("mnli --checkpoint RUN", "--path: give the folder with the task's files"),
         ("mnli --path nowhere --checkpoint RUN", "--path 'nowhere': no such folder"),
         ("mnli --path HERE", "--checkpoint: give the folder"),
-        ("mnli --path HERE --checkpoint RUN --size 2B", "--size 2B: must be one of 336M, 1.3B, 3.9B"),
+        ("mnli --path HERE --checkpoint RUN --size 2B", "--size '2B': must be one of 336M, 1.3B, 3.9B"),
         ("mnli --path HERE --checkpoint RUN --squad-version 2.0", "only squad reads it"),
         ("mnli --path HERE --checkpoint RUN --ensemble", "needs the runs of several seeds"),
         ("mnli --path HERE --checkpoint RUN --nproc 3 --tp 2", "--nproc 3: must be a multiple of tp 2 x pp 1"),

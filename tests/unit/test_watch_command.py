@@ -164,7 +164,7 @@ def test_once_fits_its_terminal(
         ([], "DIR: nothing to watch; give the train.output_dir of one or more runs"),
         (["gone"], "gone: no such folder; give the train.output_dir of a run"),
         (["."], ".: holds no metrics.jsonl, nor does a folder in it"),
-        (["--interval", "0", "gone"], "--interval 0: must be 0.1 to 3600 seconds"),
+        (["--interval", "0", "gone"], "--interval 0.0: must be at least 0.1"),
         (["--interval", "x", "gone"], "--interval 'x': must be a number"),
         (["--onse", "gone"], 'unknown option; did you mean "--once"?'),
     ],

@@ -41,8 +41,6 @@ def execute(arguments: Arguments) -> int:
         if given and option.key not in action.options:
             users = " and ".join(name for name, other in ACTIONS.items() if option.key in other.options)
             problems.append(f"--{option.name}: only {users} reads it; leave it out")
-        elif given and (rule := option.broken(value)):
-            problems.append(f"--{option.name} {shown(value)}: {rule}")
     arguments.refuse(problems)
     return action.do(arguments, *map(Path, words[1:]))
 

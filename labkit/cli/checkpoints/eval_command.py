@@ -10,10 +10,10 @@ from typing import Any
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.checkpoints.model_options import (
     MODEL_OPTIONS,
-    broken_options,
     checkpoint_of,
     launch,
     layout_of,
+    option_problems,
     refusing,
     tokenizer_of,
 )
@@ -32,7 +32,7 @@ _ONLY = {"stride": "wikitext", "raw": "wikitext", "loose": "lambada"}
 def execute(arguments: Arguments) -> int:
     """Check words and options, evaluate each checkpoint, print its row."""
     options, words = arguments.options, arguments.words
-    problems = broken_options(arguments, COMMAND)
+    problems = option_problems(arguments)
     if words not in [[task] for task in TASKS]:
         given = shown(" ".join(words)) if words else "no task named"
         problems.append(f"{given}: give one of {', '.join(TASKS)}{nearest(words[0], TASKS) if words else ''}")

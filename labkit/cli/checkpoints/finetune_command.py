@@ -11,9 +11,9 @@ from typing import Any
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.checkpoints.model_options import (
     MODEL_OPTIONS,
-    broken_options,
     checkpoint_of,
     launch,
+    option_problems,
     refusing,
     tokenizer_of,
 )
@@ -59,7 +59,7 @@ def execute(arguments: Arguments) -> int:
 def problems_of(arguments: Arguments) -> list[str]:
     """A sentence for everything that is wrong with the words and options."""
     options, words = arguments.options, arguments.words
-    problems = broken_options(arguments, COMMAND)
+    problems = option_problems(arguments)
     if words not in [[task] for task in TASKS]:
         given = shown(" ".join(words)) if words else "no task named"
         problems.append(f"{given}: give one of {', '.join(TASKS)}{nearest(words[0], TASKS) if words else ''}")

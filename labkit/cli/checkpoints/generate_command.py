@@ -11,10 +11,10 @@ from typing import Any
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.checkpoints.model_options import (
     MODEL_OPTIONS,
-    broken_options,
     checkpoint_of,
     launch,
     layout_of,
+    option_problems,
     refusing,
     tokenizer_of,
 )
@@ -28,9 +28,9 @@ SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
 def execute(arguments: Arguments) -> int:
     """Check words and options, generate, print each text. One prompt alone is printed while it grows."""
     options = arguments.options
-    problems = broken_options(arguments, COMMAND)
+    problems = option_problems(arguments)
     prompts = list(arguments.words)
-    if options["prompts"] is not None and not problems:
+    if options["prompts"] is not None and not problems and not arguments.problems:
         lines = _refusing(arguments, lambda: read_lines(options["prompts"], "--prompts"))
         problems += [] if lines else [f"--prompts {options['prompts']}: has no line; write a prompt in each line"]
         prompts += lines

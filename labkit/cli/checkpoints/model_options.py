@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.arguments import Arguments, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import loading
 from labkit.cli.train_command import (
-    device_problems,
+    DEVICE,
     first_rank,
     output_problems,
     refusing_arguments,
@@ -31,7 +31,7 @@ MODEL_OPTIONS = (
     Option("tp", "int", "tensor parallel size", 1, ge=1),
     Option("pp", "int", "pipeline parallel size", 1, ge=1),
     Option("precision", "str", "type of the computation", "fp32", choices=PRECISIONS),
-    Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
+    DEVICE,
     Option("json", "bool", "print results as JSON lines", False),
 )
 """Options of both commands."""
@@ -50,16 +50,12 @@ def layout_of(arguments: Arguments) -> dict[str, int]:
     return {name: arguments.options[name] for name in ("tp", "pp")}
 
 
-def broken_options(arguments: Arguments, command: Command) -> list[str]:
-    """A sentence for each option whose value breaks its own rule."""
-    problems = device_problems(arguments.options["device"])
-    for option in command.options:
-        value = arguments.options[option.key]
-        if value is not None and (rule := option.broken(value)):
-            problems.append(f"--{option.name} {value}: {rule}")
+def option_problems(arguments: Arguments) -> list[str]:
+    """A sentence where no checkpoint is named, and where the file of results cannot be written."""
+    problems = output_problems("--out", arguments.options.get("out"))
     if arguments.options["checkpoint"] is None:
         problems.append("--checkpoint: give the folder of a run or of its checkpoints, or one step")
-    return problems + output_problems("--out", arguments.options.get("out"))
+    return problems
 
 
 def checkpoint_of(arguments: Arguments) -> Path:
