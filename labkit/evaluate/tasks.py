@@ -77,7 +77,7 @@ def evaluate(model: CheckpointModel, task: Task, records: Records | None = None)
     if row is not None:
         return row
     keeper = _Keeper(records if first else None, key, model.folder.name)
-    found = _TASKS[task.name](model, task, done, keeper)
+    found = TASKS[task.name](model, task, done, keeper)
     row = {"checkpoint": model.folder.name, "step": model.manifest.step, "task": task.name, **found, "key": key}
     if records is not None and first:
         records.add(row)
@@ -91,7 +91,7 @@ class _Keeper:
         self._records, self._key, self._name, self._kept = records, key, name, time.monotonic()
 
     def __call__(self, scored: list[Any], count: int) -> None:
-        info.report_progress({"checkpoint": self._name, "done": len(scored), "count": count})
+        info.report_progress({"run": self._name, "steps": count, "step": len(scored)})
         if self._records is not None and time.monotonic() - self._kept > KEEP_EVERY:
             self._records.keep(self._key, scored)
             self._kept = time.monotonic()
@@ -130,7 +130,8 @@ def _lambada(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: Ca
     return {"accuracy": found.accuracy, "low": low, "high": high, "right": found.right, "passages": found.passages}
 
 
-_TASKS = {"wikitext": _wikitext, "lambada": _lambada}
+TASKS = {"wikitext": _wikitext, "lambada": _lambada}
+"""The evaluations by the name that `labkit eval` takes."""
 
 
 def tokenizer_for(model: CheckpointModel, tokenizer: str | None) -> Tokenizer:

@@ -213,15 +213,15 @@ def test_an_evaluation_that_was_cut_goes_on(name, run_folder, tmp_path, text, mo
     seen = []
 
     def cut_after_two(values):
-        seen.append(values["done"])
-        if values["done"] == 4:
+        seen.append(values["step"])
+        if values["step"] == 4:
             raise Cut
 
     monkeypatch.setattr(tasks.info, "report_progress", cut_after_two)
     with pytest.raises(Cut):
         evaluate(model, task, Records(tmp_path / "rows.jsonl"))
     assert not (tmp_path / "rows.jsonl").exists() and (tmp_path / "rows.jsonl.partial").exists()
-    monkeypatch.setattr(tasks.info, "report_progress", lambda values: seen.append(values["done"]))
+    monkeypatch.setattr(tasks.info, "report_progress", lambda values: seen.append(values["step"]))
     resumed = evaluate(model, task, Records(tmp_path / "rows.jsonl"))
     assert seen[:4] == [2, 4, 4, 6], "the second batch was under way when it was cut"
     assert resumed == whole

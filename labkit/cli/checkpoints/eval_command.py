@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.checkpoints.model_options import (
     MODEL_OPTIONS,
+    Bars,
     checkpoint_of,
     launch,
     layout_of,
@@ -23,14 +23,14 @@ from labkit.config.errors import counted, nearest, shown
 from labkit.train.checkpoint.inventory import checkpoints_at
 from labkit.train.checkpoint.manifest import CheckpointError
 
-TASKS = ("wikitext", "lambada")
-"""The words that the command takes."""
 _ONLY = {"stride": "wikitext", "raw": "wikitext", "loose": "lambada"}
-"""Option -> the task that reads it."""
+"""Options that one task alone reads."""
 
 
 def execute(arguments: Arguments) -> int:
     """Check words and options, evaluate each checkpoint, print its row."""
+    from labkit.evaluate.tasks import TASKS
+
     options, words = arguments.options, arguments.words
     problems = option_problems(arguments)
     if words not in [[task] for task in TASKS]:
@@ -55,7 +55,7 @@ def execute(arguments: Arguments) -> int:
         "micro_batch_size": options["micro_batch_size"],
         "precision": options["precision"],
     }
-    with _Bar(shown=first_rank() and not options["json"]) as bar:
+    with Bars(shown=first_rank() and not options["json"]) as bar:
         rows = launch(
             evaluate_on_rank, arguments, checkpoints, layout_of(arguments), task, options["out"], progress=bar.update
         )
@@ -109,32 +109,6 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['checkpoint']}: perplexity {by_word}{interval} by {counted(row['original_words'], 'word')}; Megatron's "
         f"adjusted perplexity {adjusted}; perplexity per token {by_token}, {counted(row['tokens'], 'token')}"
     )
-
-
-class _Bar:
-    """A progress bar for each checkpoint, on a terminal."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown, self._bar, self._name = shown, None, ""
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self, values: dict[str, Any]) -> None:
-        """Show how many windows or passages are scored."""
-        if not self._shown or "count" not in values:
-            return
-        from tqdm.auto import tqdm
-
-        if self._name != values["checkpoint"]:
-            self.__exit__()
-            self._name = values["checkpoint"]
-            self._bar: Any = tqdm(total=values["count"], desc=self._name, file=sys.stderr, disable=None)
-        self._bar.update(values["done"] - self._bar.n)
 
 
 COMMAND = Command(

@@ -11,6 +11,7 @@ from typing import Any
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.checkpoints.model_options import (
     MODEL_OPTIONS,
+    Bars,
     checkpoint_of,
     launch,
     option_problems,
@@ -42,7 +43,7 @@ def execute(arguments: Arguments) -> int:
     many = {"seeds": seeds, "sweep": options["sweep"], "ensemble": options["ensemble"]}
     from labkit.train import interruption
 
-    with _Bar(shown=first_rank() and not options["json"]) as bar, interruption.passing_on():
+    with Bars(shown=first_rank() and not options["json"]) as bar, interruption.passing_on():
         rows = launch(
             finetune_on_rank, arguments, settings, many, options["out"],
             progress=bar.update, world_size=_ranks(options["nproc"]),
@@ -121,37 +122,6 @@ def line_of(row: dict[str, Any]) -> str:
 
 def _percent(scores: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {100 * value:.1f}" for name, value in scores.items())
-
-
-class _Bar:
-    """A progress bar for each run and each prediction, on a terminal."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown, self._bar = shown, None
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def update(self, values: dict[str, Any]) -> None:
-        """Begin a bar, or show a finished step."""
-        if not self._shown:
-            return
-        if "message" in values:
-            show(values["message"], stream=sys.stderr)
-        elif "run" in values:
-            from tqdm.auto import tqdm
-
-            self.__exit__()
-            self._bar: Any = tqdm(total=values["steps"], desc=values["run"], file=sys.stderr, disable=None)
-        elif self._bar is not None and "step" in values:
-            if "loss" in values:
-                self._bar.set_postfix(loss=f"{values['loss']:.3f}", refresh=False)
-            self._bar.update(values["step"] - self._bar.n)
 
 
 COMMAND = Command(

@@ -1,17 +1,18 @@
-"""The common part of `labkit eval` and `labkit generate`: options for a checkpoint and a layout, and the launch.
+"""What the commands on the model of a checkpoint share: options for checkpoint and layout, the launch, progress bars.
 
-Neither takes a configuration: the checkpoint's manifest has the model, and the layout is tp x pp.
+None of them takes a configuration: the checkpoint's manifest has the model, and the layout is tp x pp.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Option
 from labkit.cli.command_line import CommandFailedError
-from labkit.cli.output import loading
+from labkit.cli.output import loading, show
 from labkit.cli.train_command import (
     DEVICE,
     first_rank,
@@ -34,7 +35,7 @@ MODEL_OPTIONS = (
     DEVICE,
     Option("json", "bool", "print results as JSON lines", False),
 )
-"""Options of both commands."""
+"""Options of `eval`, `finetune` and `generate`."""
 
 
 class Refused(NamedTuple):
@@ -126,3 +127,35 @@ def refusing(work: Callable[[], Any]) -> Any:
         if started_by_torchrun():
             raise
         return Refused([str(error)])
+
+
+class Bars:
+    """Progress bars on a terminal, one for each run that rank 0 reports: a checkpoint, a training, a prediction."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown, self._name = shown, ""
+        self._bar: Any = None
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, values: dict[str, Any]) -> None:
+        """Print a `message`; begin a bar of `steps` for a new `run`; show the last finished `step` of the run."""
+        if not self._shown:
+            return
+        if "message" in values:
+            show(values["message"], stream=sys.stderr)
+        if values.get("run", self._name) != self._name:
+            from tqdm.auto import tqdm
+
+            self.__exit__()
+            self._name = values["run"]
+            self._bar = tqdm(total=values["steps"], desc=self._name, file=sys.stderr, disable=None)
+        if "step" in values and self._bar is not None:
+            if "loss" in values:
+                self._bar.set_postfix(loss=f"{values['loss']:.3f}", refresh=False)
+            self._bar.update(values["step"] - self._bar.n)
