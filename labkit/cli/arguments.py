@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig, fields
-from labkit.config.errors import nearest, shown
+from labkit.config.errors import counted, nearest, shown
 from labkit.config.field_spec import BadValueError, FieldSpec
 from labkit.config.fields import KNOWN_NAMES, NOT_FIELDS, SPECS, Entry, Given, extra_specs, resolve
 
@@ -34,6 +34,17 @@ class Option(FieldSpec):
         return (self.key, *self.aliases)
 
 
+class Action(NamedTuple):
+    """One of the things that a command with several does, such as `labkit data merge`."""
+
+    do: Callable[..., int]
+    """Does it and returns the exit code; the first line of its docstring is its help."""
+    words: str
+    """Names of the words after its own; one that ends with `...` stands for one or more."""
+    options: tuple[str, ...] = ()
+    """Keys of the options that it reads."""
+
+
 @dataclass(frozen=True)
 class Command:
     """One subcommand: `execute` does it and returns the exit code."""
@@ -53,8 +64,8 @@ class Command:
     """First word of the command line: `labkit`, or `python` before the name of a script."""
     preset: str | None = None
     """Preset of a command line that names neither a preset nor a file."""
-    actions: Mapping[str, Any] = field(default_factory=dict)
-    """First words of a command that does several things; each has `do`, `words` and the `options` that it reads."""
+    actions: Mapping[str, Action] = field(default_factory=dict)
+    """What a command does that does several things, by its first word."""
     extra_args_provider: type | None = None
     """Fields of a script, which the command takes as well (`RunConfig.with_extra`)."""
 
@@ -87,6 +98,26 @@ class Arguments:
         """ConfigError with every problem, if there is any. Empty and repeated sentences count for nothing."""
         if problems := [*self.problems, *filter(None, dict.fromkeys(extra))]:
             raise ConfigError(list(map(self._as_typed, problems)), source=self.source)
+
+    def action(self, command: Command) -> tuple[Action, list[str]]:
+        """The action that the first word names, and the words after it.
+
+        ConfigError where there is none, where it takes another number of words, and for options that it does not read.
+        """
+        name, *words = self.words or [""]
+        if name not in command.actions:
+            missing = f"{shown(name)}: there is no such action" if self.words else "no action named"
+            hint = nearest(name, command.actions) if name else ""
+            self.refuse([f"{missing}; give one of {', '.join(command.actions)}, as in {command.example}{hint}"])
+        action, problems = command.actions[name], []
+        least = len(action.words.split())
+        if len(words) < least or (len(words) > least and "..." not in action.words):
+            problems.append(f"{name} takes {action.words}, got {counted(len(words), 'word')}")
+        idle = [option for option in command.options if option.key not in action.options]
+        given = [option.name for option in idle if self.options[option.key] != option.default]
+        problems += [f"--{option}: {name} does not read it; leave it out" for option in given]
+        self.refuse(problems)
+        return action, words
 
     def _as_typed(self, problem: str) -> str:
         """`--tp -1: must ...` for `parallel.tp = -1: must ...`."""

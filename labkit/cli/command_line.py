@@ -171,8 +171,9 @@ def help_text(command: Command, given: Sequence[str] = ()) -> str:
     width = min(118, room() or 80)
     for name in [word for word in given if word in command.actions][:1]:
         action = command.actions[name]
+        summary = (action.do.__doc__ or "").partition("\n")[0]
         command = replace(
-            command, name=f"{command.name} {name}", words=action.words, summary=action.do.__doc__.partition("\n")[0],
+            command, name=f"{command.name} {name}", words=action.words, summary=summary,
             options=tuple(option for option in command.options if option.key in action.options),
             example=command.example if f" {name} " in command.example else "",
         )  # fmt: skip

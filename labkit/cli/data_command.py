@@ -9,35 +9,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from shlex import quote
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
-from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.arguments import Action, Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import show
 from labkit.cli.train_command import output_problems
-from labkit.config.errors import counted, nearest, shown
+from labkit.config.errors import counted
 
 
 def execute(arguments: Arguments) -> int:
     """Check the words and options of the action, and do it."""
-    words = arguments.words
-    if not words or words[0] not in ACTIONS:
-        given = f"{shown(words[0])}: there is no such action" if words else "no action named"
-        hint = nearest("merge" if words[0] == "join" else words[0], ACTIONS) if words else ""
-        arguments.refuse([f"{given}; give one of {', '.join(ACTIONS)}, as in {COMMAND.example}{hint}"])
-    action = ACTIONS[words[0]]
-    problems = []
-    if len(words) - 1 < action.least:
-        problems.append(f"{words[0]} takes {action.words}, got {counted(len(words) - 1, 'word')}")
-    unread = [option for option in COMMAND.options if option.key not in action.options]
-    given = [option.name for option in unread if arguments.options[option.key] != option.default]
-    problems += [f"--{name}: {words[0]} does not read it; leave it out" for name in given]
-    arguments.refuse(problems)
+    action, words = arguments.action(COMMAND)
     if "overwrite" in action.options:
-        ending = "" if words[0] == "clean" else ".bin"
+        ending = "" if action.do is _clean else ".bin"
         arguments.refuse(output_problems(action.words.split()[-1], words[-1] + ending))
     try:
-        return action.do(arguments, words[1:])
+        return action.do(arguments, words)
     except ModuleNotFoundError as error:
         raise CommandFailedError(str(error)) from error
     except (ValueError, FileNotFoundError, FileExistsError) as error:
@@ -140,33 +128,19 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
-class Action(NamedTuple):
-    """One of the things that the command does."""
-
-    do: Callable[[Arguments, Sequence[str]], int]
-    words: str
-    """Names of its words."""
-    least: int
-    """Fewest words."""
-    options: tuple[str, ...] = ()
-    """The options that it reads."""
-
-
 ACTIONS: dict[str, Action] = {
     "prepare": Action(
         _prepare,
         "FILE... PREFIX",
-        2,
         ("tokenizer", "key", "append_eod", "sentences", "workers", "overwrite"),
     ),
     "clean": Action(
         _clean,
         "FILE... OUT.jsonl",
-        2,
         ("tokenizer", "key", "min_tokens", "jaccard", "tests", "repair_newlines", "overwrite"),
     ),
-    "show": Action(_show, "PREFIX...", 1),
-    "merge": Action(_merge, "PREFIX... OUT", 2, ("overwrite",)),
+    "show": Action(_show, "PREFIX..."),
+    "merge": Action(_merge, "PREFIX... OUT", ("overwrite",)),
 }
 
 COMMAND = Command(

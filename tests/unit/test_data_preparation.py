@@ -236,7 +236,6 @@ def test_the_command_prepares_shows_and_merges(tmp_path, capsys):
         (["show", "nowhere"], r"nowhere\.idx: there is no such file"),
         (["prepare", "nowhere.txt", "x", "--workers", "1"], r"nowhere\.txt: no such file"),
         (["prepare", ".", "x", "--workers", "1"], r"\.: is a folder; give a file; labkit reads \.txt"),
-        (["join", "a", "b", "c"], 'did you mean "merge"'),
         (["prepare", SAMPLE, "x", "--tokenizer", "nowhere.json"], "'nowhere.json': no such file"),
         (["prepare", "a.txt", "x", "--workers", "0"], "must be at least 1"),
     ],

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
 
-from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.arguments import Action, Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import folded, loading, room, show, table
-from labkit.config.errors import counted, nearest, shown
+from labkit.config.errors import counted, shown
 from labkit.output_files import unwritable
 from labkit.train.checkpoint.inventory import FACTS, checkpoints_at, chosen, row_of, size_words, strays
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
@@ -25,24 +24,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 def execute(arguments: Arguments) -> int:
     """Check the words and options of the action, and do it."""
-    words = arguments.words
-    if not words or words[0] not in ACTIONS:
-        given = f"{shown(words[0])}: there is no such action" if words else "no action named"
-        hint = nearest(words[0], ACTIONS) if words else ""
-        arguments.refuse([f"{given}; give one of {', '.join(ACTIONS)}, as in {COMMAND.example}{hint}"])
-    action = ACTIONS[words[0]]
-    problems = []
-    if len(words) - 1 != len(names := action.words.split()):
-        rule = f"takes {' and '.join(names)}, got {counted(len(words) - 1, 'word')}"
-        problems.append(f"{words[0]} {rule}: labkit checkpoint {words[0]} {action.words}")
-    for option in COMMAND.options:
-        value = arguments.options[option.key]
-        given = value is not None and value is not False
-        if given and option.key not in action.options:
-            users = " and ".join(name for name, other in ACTIONS.items() if option.key in other.options)
-            problems.append(f"--{option.name}: only {users} reads it; leave it out")
-    arguments.refuse(problems)
-    return action.do(arguments, *map(Path, words[1:]))
+    action, words = arguments.action(COMMAND)
+    return action.do(arguments, *map(Path, words))
 
 
 def _list(arguments: Arguments, folder: Path) -> int:
@@ -175,17 +158,6 @@ def _found(arguments: Arguments, folder: Path) -> list[Path]:
     except CheckpointError as error:
         arguments.refuse([str(error)])
         raise
-
-
-class Action(NamedTuple):
-    """One of the things that the command does."""
-
-    do: Callable[..., int]
-    """Takes the arguments and a path for each of `words`."""
-    words: str
-    """Names of the paths."""
-    options: tuple[str, ...] = ()
-    """The options that it reads."""
 
 
 ACTIONS: dict[str, Action] = {
