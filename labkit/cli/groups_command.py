@@ -12,6 +12,7 @@ import numpy as np
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import folded, room, show
 from labkit.config import ParallelConfig
+from labkit.config.axis_sizes import axis_sizes, sizes_in_words
 from labkit.config.errors import counted
 from labkit.config.rules import layout_problems
 
@@ -47,31 +48,21 @@ def execute(arguments: Arguments) -> int:
     )
     if as_json:
         groups = {kind: _as_json(group) for kind, group in plan.items()}
-        print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": groups}))
+        dense, experts = axis_sizes(parallel, world_size)
+        layout = {"world_size": world_size, "dense": dense, "experts": experts, "order": parallel.order}
+        print(json.dumps({**layout, "rank": rank, "groups": groups}))
     else:
         lines = _world_lines(plan, parallel, world_size) if rank is None else _rank_lines(plan, rank)
         show("\n".join([*_head(parallel, world_size), "", *lines]))
     return 0
 
 
-def _sizes(parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
-    etp = parallel.tp if parallel.etp is None else parallel.etp
-    dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
-    edp = world_size // (etp * parallel.ep * parallel.pp)
-    return {
-        "dense": {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp},
-        "experts": {"etp": etp, "ep": parallel.ep, "edp": edp, "pp": parallel.pp},
-        "order": parallel.order,
-    }
-
-
 def _head(parallel: ParallelConfig, world_size: int) -> list[str]:
-    sizes = _sizes(parallel, world_size)
-    products = [" x ".join(f"{axis} {size:,}" for axis, size in sizes[kind].items()) for kind in ("dense", "experts")]
+    dense, experts = map(sizes_in_words, axis_sizes(parallel, world_size))
     return [
         f"{counted(world_size, 'rank')}, order {parallel.order} (fastest first)",
-        f"  dense    {products[0]}",
-        f"  experts  {products[1]}",
+        f"  dense    {dense}",
+        f"  experts  {experts}",
         "  kinds    explained in docs/glossary.md",
     ]
 

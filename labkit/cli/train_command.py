@@ -120,6 +120,7 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     assert world_size is not None, "a sound layout has a smallest world"
     from labkit.launch import info
     from labkit.train import interruption, preflight
+    from labkit.train.parity.layout_words import layout_words
     from labkit.train.reporting.progress_bar import ProgressBar
 
     if started_by_torchrun():
@@ -166,16 +167,6 @@ def saved_words(config: RunConfig) -> str:
     except CheckpointError:  # the same command would be rejected, for example with checkpoint.load = none
         return f"; checkpoints: {saves_into(config)}"
     return f"; the same command goes on from {found[0]}" if found else "; nothing was saved"
-
-
-def layout_words(config: RunConfig, world_size: int) -> str:
-    """`8 ranks: tp 2 x cp 1 x dp 2 x pp 2, experts etp 1 x ep 4 x edp 1 x pp 2`."""
-    p, dp = config.parallel, config.data_parallel_size(world_size)
-    words = f"{counted(world_size, 'rank')}: tp {p.tp} x cp {p.cp} x dp {dp} x pp {p.pp}"
-    if not config.moe.num_experts:
-        return words
-    etp = p.tp if p.etp is None else p.etp
-    return f"{words}, experts etp {etp} x ep {p.ep} x edp {world_size // (etp * p.ep * p.pp)} x pp {p.pp}"
 
 
 def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()) -> list[str]:

@@ -1,4 +1,7 @@
-"""A layout in words, for the rows of a comparison: `tp2 cp2 pp1 dp2 sp recompute full zero`.
+"""A layout in words: its sizes for a sentence, and its name for the rows of a comparison.
+
+    `layout_words`    8 ranks: tp 2 x cp 1 x dp 2 x pp 2
+    `layout_name`     tp2 cp2 pp1 dp2 sp recompute full zero
 
 The name leaves out everything that is at its default, so a plain layout has a short name.
 """
@@ -8,6 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from labkit.config import GraphConfig, ModelConfig, OptimConfig, RunConfig
+from labkit.config.axis_sizes import axis_sizes, sizes_in_words
+from labkit.config.errors import counted
+
+
+def layout_words(config: RunConfig, world_size: int) -> str:
+    """`8 ranks: tp 2 x cp 1 x dp 2 x pp 2, experts etp 1 x ep 4 x edp 1 x pp 2`."""
+    dense, experts = map(sizes_in_words, axis_sizes(config.parallel, world_size))
+    words = f"{counted(world_size, 'rank')}: {dense}"
+    return f"{words}, experts {experts}" if config.moe.num_experts else words
 
 
 def layout_name(config: RunConfig, world_size: int) -> str:

@@ -26,6 +26,8 @@ from statistics import fmean
 from typing import IO, Any, Literal
 
 from labkit.config import ConfigError, yaml_text
+from labkit.config.axis_sizes import sizes_in_words
+from labkit.config.errors import counted
 from labkit.train.checkpoint.manifest import CheckpointError
 from labkit.train.checkpoint.step_folders import latest_step
 from labkit.train.reporting.progress_line import FIELDS
@@ -90,10 +92,10 @@ class RunRecords:
     def layout(self) -> str:
         """Ranks and axes, such as `4 ranks, tp 2 x pp 2`; empty if the files do not tell."""
         ranks = self._words().get("world_size")
-        named = [] if ranks is None else [f"{ranks} rank{'' if ranks == 1 else 's'}"]
+        named = "" if ranks is None else counted(ranks, "rank")
         axes = {axis: self._config.get(f"parallel.{axis}", 1) for axis in ("tp", "cp", "ep", "pp")}
-        sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != 1)
-        return ", ".join([*named, *([sizes] if sizes else [])])
+        sizes = sizes_in_words({axis: size for axis, size in axes.items() if size != 1})
+        return ", ".join(filter(None, [named, sizes]))
 
     @property
     def words(self) -> str:
