@@ -54,8 +54,8 @@ RESUMING = [
         f"{RESUME} -k asked_to_stop",
     ),
     Fault(
-        "samples of sentences begin anew",
-        "_stacked_samples",
+        "samples begin anew",
+        "datasets:_microbatches",
         "consumed + own",
         "own",
         READ,
