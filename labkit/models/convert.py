@@ -92,10 +92,6 @@ def _local_part(full: Tensor, like: nn.Parameter, groups: ParallelGroups) -> Ten
 
 State = dict[str, Tensor]
 
-GATE_UP = ("gate_proj", "up_proj")
-"""Llama's names of the halves of fc1."""
-EXPERTS = "block_sparse_moe.experts"
-"""Mixtral's name of a layer's experts, in files."""
 GPT2_PARTS = {
     "attention.norm": "ln_1",
     "attention.qkv": "attn.c_attn",
@@ -105,14 +101,6 @@ GPT2_PARTS = {
     "mlp.fc2": "mlp.c_proj",
 }
 """Our part of a layer -> GPT-2's."""
-LLAMA_PARTS = {
-    "attention.norm": "input_layernorm",
-    "attention.proj": "self_attn.o_proj",
-    "mlp.norm": "post_attention_layernorm",
-    "mlp.fc2": "mlp.down_proj",
-    "mlp.router": "block_sparse_moe.gate",
-}
-"""Our part of a layer -> Llama's or Mixtral's, for parts with the same tensor."""
 
 
 class HuggingFaceState(Mapping[str, Tensor]):
@@ -141,27 +129,18 @@ class HuggingFaceState(Mapping[str, Tensor]):
                 _check_rates(config, name, state[name])
             elif not name.endswith(self.IGNORED):
                 self._check_same(self._names.setdefault(_short(name), name), name)
-        family = family_of(config, moe)
-        recipes = _from_llama(config, moe or MoEConfig(), self._names)
-        if family == "gpt2":
-            recipes = _from_gpt2(config)
-        elif config.family == "bert":
-            recipes = _from_bert(config)
-        elif config.family == "mamba":
-            recipes = (_Recipe(each.ours, (each.theirs,), each.from_theirs) for each in mamba_names(config))
-        elif family == "t5":
-            recipes = _from_t5(config, self._names)
         self._recipes: dict[str, _Recipe] = {}
         unused = dict(self._names)
-        for recipe in recipes:
-            for part in recipe.parts:
+        for recipe in _recipes(config, moe, self._names):
+            parts = tuple(map(_short, recipe.theirs))
+            for part in parts:
                 if part not in self._names:
                     some = ", ".join(list(self._names)[:3])
                     raise ValueError(
                         f"the checkpoint has no tensor {part!r}; it holds {len(self._names)}, such as {some}"
                     )
                 unused.pop(part, None)
-            self._recipes[recipe.name] = recipe
+            self._recipes[recipe.ours] = recipe._replace(theirs=parts)
         for name, original in self._copies():
             if (copy := unused.pop(name, None)) and original:
                 self._check_same(self._names[original], copy)
@@ -171,7 +150,7 @@ class HuggingFaceState(Mapping[str, Tensor]):
 
     def _copies(self) -> Iterator[tuple[str, str | None]]:
         """(short name, that of the tensor which it is once more); None for tensors that nothing reads."""
-        (word,) = self._recipes["embedding.word.weight"].parts
+        (word,) = self._recipes["embedding.word.weight"].theirs
         family, tied = self._config.family, not self._config.untie_embeddings_and_output_weights
         if family == "bert":
             yield from ((DECODER[0], word), (DECODER[1], BIAS)) if tied else ((BIAS, None),)
@@ -205,8 +184,8 @@ class HuggingFaceState(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         recipe = self._recipes[name]
-        parts = [self._state[self._names[part]] for part in recipe.parts]
-        for short, part in zip(recipe.parts, parts):
+        parts = [self._state[self._names[part]] for part in recipe.theirs]
+        for short, part in zip(recipe.theirs, parts):
             if tuple(part.shape) != (needed := self._shapes.get(short, self._full_shapes[name])):
                 raise ValueError(
                     f"{self._names[short]} has shape {list(part.shape)}, and config.json says {list(needed)}: "
@@ -248,19 +227,143 @@ def _check_rates(config: ModelConfig, name: str, rates: Tensor) -> None:
         )
 
 
+def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], moe: MoEConfig | None = None) -> State:
+    """The inverse of `full_state_from_hugging_face`, under the names in a checkpoint's files.
+
+    `full` may be a part of the model, as a pipeline stage holds it.
+
+    Raises:
+        ValueError: a model of another family, or a tensor that has no place in the family.
+    """
+    recipes = {recipe.ours: recipe for recipe in _recipes(config, moe)}
+    theirs: State = {}
+    for name, tensor in full.items():
+        if name not in recipes:
+            raise ValueError(f"{name} has no place in a {family_of(config, moe)} of Hugging Face")
+        parts = recipes[name].split(tensor)
+        theirs |= {their: part.contiguous() for their, part in zip(recipes[name].theirs, parts, strict=True)}
+    return theirs
+
+
+# ---- the tensors of each family ----
+
+
+def _alone(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return `convert` as the `split` of a recipe with one tensor of theirs."""
+    return lambda tensor: (convert(tensor),)
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
 class _Recipe(NamedTuple):
-    """One of our tensors as made of theirs."""
+    """How one of our tensors is made of theirs, and how it becomes theirs again."""
 
-    name: str
+    ours: str
     """Our name."""
-    parts: tuple[str, ...]
-    """Their short names."""
+    theirs: tuple[str, ...]
+    """Their names, as files have them."""
     join: Callable[..., Tensor] = _same
     """Makes ours of theirs."""
+    split: Callable[[Tensor], Sequence[Tensor]] = _alone(_same)
+    """Makes theirs of ours."""
+
+
+def _recipes(config: ModelConfig, moe: MoEConfig | None, names: Container[str] | None = None) -> Iterator[_Recipe]:
+    """The recipe of every tensor. names: short names of a state to be read, which may have one of several forms."""
+    family = family_of(config, moe)
+    if family == "gpt2":
+        return _gpt2(config)
+    if config.family == "bert":
+        return _bert(config)
+    if config.family == "mamba":
+        return (
+            _Recipe(each.ours, (each.theirs,), each.from_theirs, _alone(each.to_theirs)) for each in mamba_names(config)
+        )
+    if family == "t5":
+        return _t5(config, names)
+    return _llama(config, moe or MoEConfig(), names)
+
+
+def _gpt2(config: ModelConfig) -> Iterator[_Recipe]:
+    yield _Recipe("embedding.word.weight", ("transformer.wte.weight",))
+    yield _Recipe("embedding.position.weight", ("transformer.wpe.weight",))
+    plain = (_transposed, _alone(_transposed))
+    heads = (partial(_heads_of_gpt2, heads=config.heads), _alone(partial(_gpt2_of_heads, heads=config.heads)))
+    for i in range(config.layers):
+        for name, layer in GPT2_PARTS.items():
+            join, split = heads if name == "attention.qkv" else plain
+            for part in ("weight", "bias"):
+                yield _Recipe(f"layers.{i}.{name}.{part}", (f"transformer.h.{i}.{layer}.{part}",), join, split)
+    yield _Recipe("final_norm.weight", ("transformer.ln_f.weight",))
+    yield _Recipe("final_norm.bias", ("transformer.ln_f.bias",))
+    yield from _output(config)
+
+
+def _llama(config: ModelConfig, moe: MoEConfig, names: Container[str] | None) -> Iterator[_Recipe]:
+    yield _Recipe("embedding.word.weight", ("model.embed_tokens.weight",))
+    kv_heads = config.kv_heads or config.heads
+    heads = _interleaved(kv_heads, config.heads // kv_heads, 1, 1)
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        qkv = tuple(f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv")
+        yield _Recipe(f"{ours}.attention.norm.weight", (f"{theirs}.input_layernorm.weight",))
+        yield _Recipe(f"{ours}.attention.qkv.weight", qkv, *heads)
+        yield _Recipe(f"{ours}.attention.proj.weight", (f"{theirs}.self_attn.o_proj.weight",))
+        yield _Recipe(f"{ours}.mlp.norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        if moe.is_moe_layer(i):
+            yield from _mixtral(f"{ours}.mlp", f"{theirs}.block_sparse_moe", moe.num_experts, names)
+        else:
+            halves = tuple(f"{theirs}.mlp.{half}.weight" for half in ("gate_proj", "up_proj"))
+            yield _Recipe(f"{ours}.mlp.fc1.weight", halves, _joined, _halves)
+            yield _Recipe(f"{ours}.mlp.fc2.weight", (f"{theirs}.mlp.down_proj.weight",))
+    yield _Recipe("final_norm.weight", ("model.norm.weight",))
+    yield from _output(config)
+
+
+def _mixtral(ours: str, theirs: str, experts: int, names: Container[str] | None) -> Iterator[_Recipe]:
+    """Router and experts of one layer, each expert by itself, or stacked where the state to be read has that form."""
+    yield _Recipe(f"{ours}.router.weight", (f"{theirs}.gate.weight",))
+    if names is not None and _short(f"{theirs}.experts.gate_up_proj") in names:
+        yield _Recipe(f"{ours}.experts.fc1.weight", (f"{theirs}.experts.gate_up_proj",))
+        yield _Recipe(f"{ours}.experts.fc2.weight", (f"{theirs}.experts.down_proj",))
+        return
+    w1, w2, w3 = (tuple(f"{theirs}.experts.{e}.{part}.weight" for e in range(experts)) for part in ("w1", "w2", "w3"))
+    yield _Recipe(f"{ours}.experts.fc1.weight", w1 + w3, _gates_and_ups, _each_gate_and_up)
+    yield _Recipe(f"{ours}.experts.fc2.weight", w2, _stacked_experts, torch.unbind)
+
+
+def _bert(config: ModelConfig) -> Iterator[_Recipe]:
+    heads = _interleaved(config.heads, 1, 1, 1)
+    for name, theirs in bert_names(config):
+        yield _Recipe(name, theirs) if len(theirs) == 1 else _Recipe(name, theirs, *heads)
+
+
+def _t5(config: ModelConfig, names: Container[str] | None) -> Iterator[_Recipe]:
+    for name, theirs in t5_names(config, names):
+        if len(theirs) == 1:
+            yield _Recipe(name, theirs)
+        elif name.endswith("fc1.weight"):
+            yield _Recipe(name, theirs, _joined, _halves)
+        else:  # q, k, v of self-attention; k, v of cross-attention
+            yield _Recipe(name, theirs, *_interleaved(config.heads, *[1] * len(theirs)))
+
+
+def _output(config: ModelConfig) -> Iterator[_Recipe]:
+    if config.untie_embeddings_and_output_weights:
+        yield _Recipe("output.weight", ("lm_head.weight",))
+
+
+# ---- tensors joined and split ----
+
+
+def _interleaved(kv_heads: int, *counts: int) -> tuple[Callable[..., Tensor], Callable[[Tensor], Sequence[Tensor]]]:
+    """The ways there and back between heads kind after kind, and all kinds of one key/value head together.
+
+    counts: heads of each kind for a key/value head, such as r, 1, 1 for queries, key and value.
+    """
+    return partial(interleave_heads, kv_heads=kv_heads), partial(split_heads, kv_heads=kv_heads, counts=counts)
 
 
 def interleave_heads(*parts: Tensor, kv_heads: int) -> Tensor:
@@ -269,22 +372,15 @@ def interleave_heads(*parts: Tensor, kv_heads: int) -> Tensor:
     return torch.cat(groups, dim=1).flatten(0, 1)
 
 
+def split_heads(mixed: Tensor, *, kv_heads: int, counts: Sequence[int]) -> list[Tensor]:
+    """[g (r + 2) D, ..] -> [r g D, ..], [g D, ..], [g D, ..] for counts r, 1, 1: the inverse of `interleave_heads`."""
+    parts = mixed.unflatten(0, (kv_heads, sum(counts), -1)).split(list(counts), dim=1)
+    return [part.flatten(0, 2) for part in parts]
+
+
 def _transposed(tensor: Tensor) -> Tensor:
     """GPT-2's matrices are [input, output]; its norms and biases have one dimension."""
     return tensor.t() if tensor.dim() == 2 else tensor
-
-
-def _from_gpt2(config: ModelConfig) -> Iterator[_Recipe]:
-    yield _Recipe("embedding.word.weight", ("wte.weight",))
-    yield _Recipe("embedding.position.weight", ("wpe.weight",))
-    for i in range(config.layers):
-        for name, layer in GPT2_PARTS.items():
-            join = partial(_heads_of_gpt2, heads=config.heads) if name == "attention.qkv" else _transposed
-            for part in ("weight", "bias"):
-                yield _Recipe(f"layers.{i}.{name}.{part}", (f"h.{i}.{layer}.{part}",), join)
-    yield _Recipe("final_norm.weight", ("ln_f.weight",))
-    yield _Recipe("final_norm.bias", ("ln_f.bias",))
-    yield from _output(config)
 
 
 def _heads_of_gpt2(mixed: Tensor, *, heads: int) -> Tensor:
@@ -292,57 +388,16 @@ def _heads_of_gpt2(mixed: Tensor, *, heads: int) -> Tensor:
     return interleave_heads(q, k, v, kv_heads=heads)
 
 
-def _output(config: ModelConfig) -> Iterator[_Recipe]:
-    if config.untie_embeddings_and_output_weights:
-        yield _Recipe("output.weight", ("lm_head.weight",))
-
-
-def _from_llama(config: ModelConfig, moe: MoEConfig, names: Container[str]) -> Iterator[_Recipe]:
-    yield _Recipe("embedding.word.weight", ("embed_tokens.weight",))
-    heads = partial(interleave_heads, kv_heads=config.kv_heads or config.heads)
-    for i in range(config.layers):
-        layer = f"layers.{i}"
-        yield _Recipe(f"{layer}.attention.norm.weight", (f"{layer}.input_layernorm.weight",))
-        qkv = tuple(f"{layer}.self_attn.{part}_proj.weight" for part in "qkv")
-        yield _Recipe(f"{layer}.attention.qkv.weight", qkv, heads)
-        yield _Recipe(f"{layer}.attention.proj.weight", (f"{layer}.self_attn.o_proj.weight",))
-        yield _Recipe(f"{layer}.mlp.norm.weight", (f"{layer}.post_attention_layernorm.weight",))
-        if moe.is_moe_layer(i):
-            yield from _from_mixtral(f"{layer}.mlp", moe.num_experts, names)
-        else:
-            yield _Recipe(f"{layer}.mlp.fc1.weight", tuple(f"{layer}.mlp.{half}.weight" for half in GATE_UP), _joined)
-            yield _Recipe(f"{layer}.mlp.fc2.weight", (f"{layer}.mlp.down_proj.weight",))
-    yield _Recipe("final_norm.weight", ("norm.weight",))
-    yield from _output(config)
-
-
-def _from_bert(config: ModelConfig) -> Iterator[_Recipe]:
-    heads = partial(interleave_heads, kv_heads=config.heads)
-    for name, theirs in bert_names(config):
-        yield _Recipe(name, theirs, _same if len(theirs) == 1 else heads)
-
-
-def _from_t5(config: ModelConfig, names: Container[str]) -> Iterator[_Recipe]:
-    heads = partial(interleave_heads, kv_heads=config.heads)
-    for name, theirs in t5_names(config, names):
-        whole = _joined if name.endswith("fc1.weight") else heads
-        yield _Recipe(name, theirs, _same if len(theirs) == 1 else whole)
+def _gpt2_of_heads(mixed: Tensor, *, heads: int) -> Tensor:
+    return _transposed(torch.cat(split_heads(mixed, kv_heads=heads, counts=(1, 1, 1))))
 
 
 def _joined(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _from_mixtral(name: str, experts: int, names: Container[str]) -> Iterator[_Recipe]:
-    """Router and experts of one layer, stacked or each by itself."""
-    yield _Recipe(f"{name}.router.weight", (f"{name}.gate.weight",))
-    if f"{name}.experts.gate_up_proj" in names:
-        yield _Recipe(f"{name}.experts.fc1.weight", (f"{name}.experts.gate_up_proj",))
-        yield _Recipe(f"{name}.experts.fc2.weight", (f"{name}.experts.down_proj",))
-        return
-    w1, w2, w3 = (tuple(f"{name}.experts.{e}.{part}.weight" for e in range(experts)) for part in ("w1", "w2", "w3"))
-    yield _Recipe(f"{name}.experts.fc1.weight", w1 + w3, _gates_and_ups)
-    yield _Recipe(f"{name}.experts.fc2.weight", w2, _stacked_experts)
+def _halves(tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.chunk(2)
 
 
 def _stacked_experts(*each: Tensor) -> Tensor:
@@ -355,90 +410,7 @@ def _gates_and_ups(*each: Tensor) -> Tensor:
     return torch.cat([torch.stack(each[:half]), torch.stack(each[half:])], dim=1)
 
 
-# ---- the other way ----
-
-
-def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], moe: MoEConfig | None = None) -> State:
-    """The inverse of `full_state_from_hugging_face`, under the names in a checkpoint's files.
-
-    `full` may be a part of the model, as a pipeline stage holds it.
-
-    Raises:
-        ValueError: a model of another family, or a tensor that has no place in the family.
-    """
-    to_theirs = _to_gpt2 if family_of(config, moe) == "gpt2" else _to_llama
-    if config.family == "bert":
-        to_theirs = _to_bert
-    elif config.family == "mamba":
-        to_theirs = _to_mamba
-    elif config.family == "t5":
-        to_theirs = _to_t5
-    theirs: State = {}
-    for name, tensor in full.items():
-        try:
-            theirs |= to_theirs(config, name, tensor)
-        except (KeyError, ValueError):
-            raise ValueError(f"{name} has no place in a {family_of(config, moe)} of Hugging Face") from None
-    return theirs
-
-
-def split_heads(mixed: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """[g (r + 2) D, ..] -> [r g D, ..], [g D, ..], [g D, ..]: the inverse of `interleave_heads`."""
-    kv_heads = config.kv_heads or config.heads
-    r = config.heads // kv_heads
-    q, k, v = mixed.unflatten(0, (kv_heads, r + 2, -1)).split((r, 1, 1), dim=1)
-    return q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
-
-
-def _to_gpt2(config: ModelConfig, name: str, tensor: Tensor) -> State:
-    ends = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
-    layer, part = name.rsplit(".", 1)
-    if layer == "output":
-        return {f"lm_head.{part}": tensor.contiguous()}
-    if layer in ends:
-        return {f"transformer.{ends[layer]}.{part}": tensor.contiguous()}
-    _, index, module = layer.split(".", 2)
-    if module == "attention.qkv":
-        tensor = torch.cat(split_heads(tensor, config))
-    is_linear = tensor.dim() == 2
-    return {f"transformer.h.{index}.{GPT2_PARTS[module]}.{part}": (tensor.t() if is_linear else tensor).contiguous()}
-
-
-def _to_llama(config: ModelConfig, name: str, tensor: Tensor) -> State:
-    ends = {"embedding.word": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"}
-    module = name.removesuffix(".weight")
-    if module in ends:
-        return {f"{ends[module]}.weight": tensor.contiguous()}
-    _, index, module = module.split(".", 2)
-    parts: State
-    if module == "attention.qkv":
-        parts = dict(zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), split_heads(tensor, config)))
-    elif module == "mlp.fc1":
-        parts = dict(zip((f"mlp.{half}" for half in GATE_UP), tensor.chunk(2)))
-    elif module == "mlp.experts.fc1":
-        halves = zip(("w1", "w3"), tensor.chunk(2, dim=1))
-        parts = {f"{EXPERTS}.{e}.{w}": one for w, half in halves for e, one in enumerate(half)}
-    elif module == "mlp.experts.fc2":
-        parts = {f"{EXPERTS}.{e}.w2": one for e, one in enumerate(tensor)}
-    else:
-        parts = {LLAMA_PARTS[module]: tensor}
-    return {f"model.layers.{index}.{part}.weight": value.contiguous() for part, value in parts.items()}
-
-
-def _to_bert(config: ModelConfig, name: str, tensor: Tensor) -> State:
-    theirs = dict(bert_names(config))[name]
-    parts = (tensor,) if len(theirs) == 1 else split_heads(tensor, config)
-    return {each: part.contiguous() for each, part in zip(theirs, parts)}
-
-
-def _to_mamba(config: ModelConfig, name: str, tensor: Tensor) -> State:
-    (one,) = (each for each in mamba_names(config) if each.ours == name)
-    return {one.theirs: one.to_theirs(tensor).contiguous()}
-
-
-def _to_t5(config: ModelConfig, name: str, tensor: Tensor) -> State:
-    theirs = dict(t5_names(config))[name]
-    parts: Sequence[Tensor] = tensor.chunk(len(theirs))
-    if len(theirs) > 1 and not name.endswith("fc1.weight"):
-        parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (config.heads, len(theirs), -1)).unbind(1)]
-    return {each: part.contiguous() for each, part in zip(theirs, parts)}
+def _each_gate_and_up(stacked: Tensor) -> Sequence[Tensor]:
+    """[E, 2G, H] -> E gates [G, H] and E ups [G, H]."""
+    gates, ups = stacked.chunk(2, dim=1)
+    return [*gates, *ups]
