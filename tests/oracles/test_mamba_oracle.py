@@ -8,8 +8,8 @@ and `torch.float32` mean float64 inside their module, so that rounding does not 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +24,8 @@ from labkit.models import (
     load_full_state,
     model_config_from_hugging_face,
 )
-from labkit.models.full_shapes import full_shapes
 from labkit.models.mamba.mamba_model import MambaModel
 from labkit.parallel import single_process_groups
-from labkit.train.checkpoint.exchange import Export, Import, export_folder, import_weights
-from labkit.train.checkpoint.shard_files import Reader
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers.models.mamba2 import modeling_mamba2 as modeling  # noqa: E402
@@ -117,19 +114,9 @@ def test_weights_there_and_back(case: str) -> None:
     assert all(torch.equal(back[name], state[name]) for name in back)
 
 
-def test_files_of_a_checkpoint_there_and_back(tmp_path: Path) -> None:
-    """Their folder -> our checkpoint -> their folder: transformers loads the same model, bit for bit."""
+def test_files_of_a_checkpoint_there_and_back(there_and_back: Callable[[Any], Any]) -> None:
     theirs = hugging_face(chunk_size=128).float()
-    theirs.save_pretrained(tmp_path / "theirs")
-    imported = Import(tmp_path / "theirs")
-    assert {name: tuple(like.shape) for name, like in imported.likes.items()} == full_shapes(imported.model)
-    import_weights(imported, tmp_path / "ours")
-    reader = Reader(tmp_path / "ours" / "step_00000000")
-    export_folder(Export(reader), tmp_path / "back", "model.safetensors")
-    reader.close()
-    again = transformers.Mamba2ForCausalLM.from_pretrained(tmp_path / "back").eval()
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+    again = there_and_back(theirs)
     tokens = torch.randint(0, 99, (2, 20))
     assert torch.equal(theirs(tokens).logits, again(tokens).logits)
 

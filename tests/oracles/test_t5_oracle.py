@@ -4,9 +4,9 @@ rank, tp 2 and pp 2 (`split_rank` 1); weights there and back. And against megatr
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +26,9 @@ from labkit.models import (
     model_config_from_hugging_face,
 )
 from labkit.models.core_attention import CoreAttention
-from labkit.models.full_shapes import full_shapes
 from labkit.models.t5.hugging_face_t5 import WORDS
 from labkit.models.t5.t5_layers import relative_buckets
 from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.train.checkpoint.exchange import Export, Import, export_folder, import_weights
-from labkit.train.checkpoint.shard_files import Reader
 from labkit.train.forward_step import t5_forward_step
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -186,19 +183,9 @@ def test_layouts_give_their_logits_and_their_weights_back(layout: dict[str, Any]
 
 
 @pytest.mark.parametrize("options", CASES[:2], ids=str)
-def test_files_of_a_checkpoint_there_and_back(options: dict[str, Any], tmp_path: Path) -> None:
-    """Their folder -> our checkpoint -> their folder: transformers loads the same model, bit for bit."""
+def test_files_of_a_checkpoint_there_and_back(options: dict[str, Any], there_and_back: Callable[[Any], Any]) -> None:
     theirs = hugging_face(**options).float()
-    theirs.save_pretrained(tmp_path / "theirs")
-    imported = Import(tmp_path / "theirs")
-    assert {name: tuple(like.shape) for name, like in imported.likes.items()} == full_shapes(imported.model)
-    import_weights(imported, tmp_path / "ours")
-    reader = Reader(tmp_path / "ours" / "step_00000000")
-    export_folder(Export(reader), tmp_path / "back", "model.safetensors")
-    reader.close()
-    again = type(theirs).from_pretrained(tmp_path / "back").eval()
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+    again = there_and_back(theirs)
     assert torch.equal(their_output(theirs, batch()).logits, their_output(again, batch()).logits)
 
 
