@@ -189,8 +189,6 @@ def test_the_summary_defines_what_it_counts(
     [
         ([], ["--pp: is missing", "--microbatches: is missing"]),
         (["--pp", "4", "--microbatch", "8"], ["--microbatch: unknown option; did you mean", "--microbatches"]),
-        (["--pp", "four", "--microbatches", "8"], ["--pp 'four'"]),
-        (["--pp", "0", "--microbatches", "8"], ["--pp 0: must be at least 1"]),
         ([*SIZES, "--name", "interleave"], ["--name 'interleave': choose one of", "did you mean", "interleaved"]),
         ([*SIZES, "--rank", "4"], ["--rank 4: the schedule's ranks are 0 to 3"]),
         ([*SIZES, "--transport", "batched"], ["--transport: names the transports of --verify FILE"]),
@@ -199,11 +197,8 @@ def test_the_summary_defines_what_it_counts(
         (["--pp", "4", "--vpp", "2", "--microbatches", "1"], ["1 microbatch on", "microbatches to 4, or set vpp to 1"]),
         (["--pp", "4", "--vpp", "2", "--microbatches", "8", "--name", "1f1b"], ["1f1b"]),
         (["--pp", "4", "--microbatches", "3", "--name", "dualpipe_v"], ["raise microbatches to 8, or use zbv"]),
-        (["--pp", "64", "--vpp", "8", "--microbatches", "409600"], ["more than labkit's limit of 16,777,216"]),
         (["--pp", "64", "--name", "zbv", "--microbatches", "43691"], ["16,777,344 actions: more than"]),
         (["--pp", "20000", "--microbatches", "1"], ["400,000,000 pairs of a rank and a stage: more than"]),
-        (["--pp", "8388608", "--microbatches", "1"], ["pairs of a rank and a stage: more than"]),
-        (["--pp", "9" * 30, "--microbatches", "1"], ["must be at most 2,147,483,647"]),
         (
             ["--pp", "-1", "--vpp", "-2", "--microbatches", "-8"],
             ["--pp -1: must be at least 1", "--vpp -2: must", "--microbatches -8: must"],
@@ -212,13 +207,10 @@ def test_the_summary_defines_what_it_counts(
         ([*SIZES, "--name", "zbv", "--group-size", "4"], ["--group-size 4: has no effect"]),
         (["--pp", "4", "--microbatches", "4", "--all-warmup"], ["--all-warmup: has no effect: only the interleaved"]),
         ([*SIZES, "--all-warmup"], ["all_warmup: 8 microbatches on 4 pipeline ranks; it is a rule of interleaving"]),
-        ([*SIZES, "--csv", ""], ["labkit order: --csv '': a path must not be empty; name one"]),
-        ([*SIZES, "--plot", "", "--trace="], ["--plot '': a path must not", "--trace '': a path must not"]),
         (["--verify", "no.csv"], ["--verify 'no.csv': no such file"]),
         (["--verify", "."], ["--verify '.': is a folder; give a file"]),
         (["--verify", "f.csv", "--name", "zbv", "--vpp", "2"], ["--name: the schedule comes", "--vpp: the schedule"]),
         (["--verify", "f.csv", "--transport", "batch"], ["--transport 'batch': choose from posted", "did you mean"]),
-        (["something"], ["'something': labkit order takes no such word"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_with_what_to_do(
@@ -271,7 +263,6 @@ def test_a_file_for_other_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--pp", "2", "--microbatches", "x"], "--microbatches 'x': must be an integer"),
         (["--pp", "2", "--num_microbatches", "x"], "--num_microbatches 'x': must be an integer"),
         (["--microbatches=", "--parallel.pp", "x"], None),
-        (["--verify", ""], "--verify '': a path must not be empty; name one"),
     ],
 )
 def test_one_mistake_is_told_once(capsys: pytest.CaptureFixture[str], words: list[str], message: str | None) -> None:
