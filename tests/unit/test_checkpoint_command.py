@@ -90,12 +90,8 @@ def test_a_layout_in_words(parallel: dict, world_size: int, words: str) -> None:
     ("size", "words"),
     [
         (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (10**6 - 1000, "999.0 kB"),
         (10**6, "1.0 MB"),
         (1_340_000, "1.3 MB"),
-        (10**9, "1.0 GB"),
         (94 * 10**9, "94.0 GB"),
     ],
 )

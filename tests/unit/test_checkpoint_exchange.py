@@ -289,11 +289,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "has neither model.safetensors nor model.safetensors.index",
     ),
     "cut": (cut, "model.safetensors is no whole safetensors file"),
-    "text": (lambda f: (f / "model.safetensors").write_text("version https://git-lfs"), "no whole safetensors file"),
     "no config.json": (lambda f: (f / "config.json").unlink(), "there is no config.json in"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
     "a byte too large": (lambda f: os.truncate(f / "config.json", 50_000_001), "is larger than 50,000,000 bytes"),
-    "the largest": (lambda f: os.truncate(f / "config.json", 50_000_000), "config.json is no JSON"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds no JSON object"),
     "deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is no JSON"),
     "another family": (edit(model_type="opt"), "model_type is 'opt'"),
@@ -321,13 +319,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
             "num_attention_heads = 4, num_key_value_heads = 1"
         ),
     ),
-    "no key/value heads": (
-        edit(num_key_value_heads=None),
-        (
-            "layers.0.self_attn.k_proj.weight has shape [16, 32], and config.json says [32, 32]: hidden_size = 32, "
-            "num_attention_heads = 4, num_key_value_heads = 4 (given there or by default)"
-        ),
-    ),
     "heads without a share": (edit(num_key_value_heads=3), "attention heads = 4 cannot be divided among num_key_value"),
     "theta of nobody": (
         tensors(lambda s: s.update({f"model.layers.0{RATES}": 1e3 ** (-torch.arange(0, 8, 2) / 8)})),
@@ -345,7 +336,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "an index of pickles": (index({WEIGHT: "model-1.bin"}), "names the file 'model-1.bin'"),
     "an index of numbers": (index({WEIGHT: 3}), "names the file 3"),
     "an index without files": (index([]), "has no weight_map"),
-    "a missing file": (index({WEIGHT: "model-2.safetensors"}), "lacks 'model-2.safetensors'"),
     "a file of 400 characters": (index({WEIGHT: f"{'m' * 400}.safetensors"}), "lacks 'mmm"),
     "a tensor in no file": (index({"nowhere": "model-1.safetensors"}), "no file has the tensor 'nowhere'"),
 }
