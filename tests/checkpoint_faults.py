@@ -55,7 +55,7 @@ RESUMING = [
     ),
     Fault(
         "samples begin anew",
-        "datasets:_microbatches",
+        "gpt_data:_microbatches",
         "consumed + own",
         "own",
         READ,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.data.datasets import data_iterator as data_iterator
     from labkit.data.gpt_data import GPTDataset as GPTDataset
     from labkit.data.gpt_data import build_gpt_datasets as build_gpt_datasets
+    from labkit.data.gpt_data import data_iterator as data_iterator
     from labkit.data.gpt_data import unigram_entropy as unigram_entropy
     from labkit.data.indexed import IndexedDataset as IndexedDataset
     from labkit.data.indexed import IndexedDatasetBuilder as IndexedDatasetBuilder

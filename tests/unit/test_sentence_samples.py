@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from labkit.config import DataConfig, RunConfig, presets
 from labkit.data import IndexedDataset, IndexedDatasetBuilder, bundled_text, load_tokenizer
-from labkit.data.datasets import build_datasets, data_iterator
+from labkit.data.datasets import build_datasets
+from labkit.data.gpt_data import data_iterator
 from labkit.data.masked.bert_samples import build_bert_datasets, cut, special_tokens
 from labkit.data.masked.sentence_index import (
     SHORT,

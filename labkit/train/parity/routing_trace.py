@@ -6,7 +6,7 @@ positions, along the axes that place tokens:
 
 | axis           | part of the records on a rank                                                  |
 |----------------|--------------------------------------------------------------------------------|
-| dp             | microbatches dp_rank, dp_rank + dp, .. of each step (`labkit.data.datasets`)   |
+| dp             | microbatches dp_rank, dp_rank + dp, .. of each step (`labkit.data.gpt_data`)   |
 | cp             | chunks cp_rank and 2 cp - 1 - cp_rank of S                                     |
 | tp             | the tp_rank-th part of these chunks (sequence parallel), else all              |
 | pp, ep, etp    | its own layers; the place of experts does not change a choice                  |
