@@ -1,7 +1,7 @@
-"""Public names of a package, each imported on its first use (PEP 562), so that `labkit groups` answers without torch.
+"""Public names of a package that are imported only when used (PEP 562), so that `labkit groups` needs no torch.
 
 A package's `__init__.py` writes its public names once, as imports under `if TYPE_CHECKING:`. A type checker follows
-these imports. Python skips the block, and `public_names` reads the block from the source.
+these imports. Python skips the block at run time, so `public_names` reads it from the source.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Folders that can be written, files that appear when they are whole, and errors of writing that name the file.
+"""Find out which folders can be written, write files that appear only when complete, and name the file in errors.
 
-The system names no file where a write fails, for example on a full disk: `[Errno 28] No space left on device`.
+If a write fails, for example because a disk is full, the system names no file: `[Errno 28] No space left on device`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 def unwritable(folder: Path, files: Sequence[str] = ()) -> str:
     """Return why nothing can be written into the folder, or an empty string. files: names of files that are written.
 
-    The function tries, since permissions do not tell (a read-only mount, root). It removes folders that it made.
+    It tries to write, since permissions do not tell (a read-only mount, root). It removes folders that it made.
     """
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
@@ -35,15 +35,16 @@ def unwritable(folder: Path, files: Sequence[str] = ()) -> str:
 
 
 def cannot_be_written(error: OSError) -> str:
-    """The end of a sentence about a folder."""
+    """Return the end of a sentence about a folder that cannot be written."""
     return f"cannot be written ({error.strerror or error}); name a folder that can"
 
 
 @contextmanager
 def appearing(path: str | Path) -> Iterator[Path]:
-    """The path of a draft that gets the name `path` at the end of the block, and is removed after an error.
+    """Yield the path of a draft, which is renamed to `path` at the end of the block, or removed after an error.
 
-    Something that is there and is no file, such as /dev/stdout, is written itself. An OSError of a write names `path`.
+    If `path` exists and is not a regular file, such as /dev/stdout, the block writes to it directly. An OSError of a
+    write names `path`.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         with naming(path):
@@ -62,7 +63,7 @@ def appearing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: str | Path, draft: str | Path | None = None) -> Iterator[None]:
-    """An OSError of the block that names no file, or the `draft` of one, names `path` instead."""
+    """Have an OSError in the block name `path` if it names no file, or only the `draft`."""
     try:
         yield
     except OSError as error:

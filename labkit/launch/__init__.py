@@ -6,7 +6,7 @@
 | module           | its part of a launch                                                               |
 |------------------|------------------------------------------------------------------------------------|
 | `forkserver`     | keeps one process that has imported torch, and forks ranks from it in milliseconds |
-| `pickling`       | packs the function                                                                 |
+| `pickling`       | packs the function and its arguments into bytes                                    |
 | `worker`         | runs in a rank                                                                     |
 | `rank_pool`      | starts, watches and ends the ranks from outside                                    |
 | `launcher`       | has `run` and `Ranks`                                                              |

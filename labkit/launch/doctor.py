@@ -1,4 +1,4 @@
-"""Findings on what this machine offers to a launch and what it lacks; the lines that `labkit doctor` prints."""
+"""What this machine offers to a launch and what it lacks: the findings that `labkit doctor` prints, a line each."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Finding:
     """One line of the doctor's report."""
 
     topic: str
-    """The subject."""
+    """What the finding is about."""
     level: Level
     """`good`, `note` (something optional is missing) or `bad` (a launch will fail or is likely to)."""
     text: str
-    """The finding."""
+    """The finding in words."""
     advice: str = ""
-    """The way to mend it; empty where nothing is to be done."""
+    """How to fix it; empty where nothing needs doing."""
 
 
 def examine(*, launch: bool = False) -> list[Finding]:
-    """Look at everything a launch depends on; with `launch` also start two ranks. Takes an import of torch.
+    """Return a finding for everything that a launch depends on; with `launch`, start two ranks as well. Imports torch.
 
     An examination that fails becomes a bad finding itself, so one defect never hides the others.
     """
@@ -89,7 +89,7 @@ def _gpus() -> Finding:
 
 
 def _attention() -> Finding:
-    """The kernels behind scaled_dot_product_attention, and the one that torch chooses for a causal layer."""
+    """Report the kernels behind scaled_dot_product_attention, and the one that torch chooses for a causal layer."""
     import torch
 
     on_gpu, cuda = torch.cuda.is_available(), torch.backends.cuda
@@ -111,7 +111,7 @@ def _attention() -> Finding:
 
 
 def _connections() -> Finding:
-    """The number of CUDA's queues per process; see `info.needs_one_connection`."""
+    """Report the number of CUDA's queues per process; `info.needs_one_connection` says why it matters."""
     given = os.environ.get(CONNECTIONS)
     if given is None:
         said = "is not set; labkit sets it to 1 for ranks with tp or cp above 1"
@@ -148,7 +148,7 @@ def _memory() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Ranks do not need it, DataLoader workers do."""
+    """Report the free space in /dev/shm, which DataLoader workers need and ranks do not."""
     if not os.path.isdir("/dev/shm"):
         return Finding("shared memory", "note", "no /dev/shm on this system")
     free = shutil.disk_usage("/dev/shm").free / _GIB

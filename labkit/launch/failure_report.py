@@ -1,4 +1,4 @@
-"""A failed launch in words: who failed, why, and what the others were doing."""
+"""Put a failed launch into words: who failed, why, and what the others were doing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from labkit.launch.worker import Failure
 _OUTSIDE = ("/torch/", "/labkit/launch/", "/multiprocessing/", "<frozen", "<string>", "/contextlib.py", "/threading.py")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _ADDRESS = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
-"""Addresses in a stack; they differ between ranks at the same place."""
+"""Addresses in a stack, which are left out because they differ between ranks at the same place."""
 
 _STOPPED = ("T", "t")
 _ADVICE = (
@@ -42,7 +42,7 @@ class RankError(RuntimeError):
     def __init__(self, message: str, *, ranks: list[int], kind: str) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """The ranks at fault: that raised, that died, or that others waited for; in a hang of all, all that hang."""
+        """The ranks at fault: those that raised, died, or made others wait; in a hang of all, all that hang."""
         self.kind = kind
         """`raised`, `died`, `timeout` or `start`."""
 
@@ -54,14 +54,14 @@ class RankError(RuntimeError):
 
 @dataclass
 class Outcome:
-    """The launcher's knowledge of one rank at the end of a call."""
+    """What the launcher knows about one rank at the end of a call."""
 
     rank: int
     phase: str
     """`starting` (forked), `here` (runs), `joined` (in the group), `returned`, `failed` or `died`."""
     failure: Failure | None = None
     when: float = 0.0
-    """`time.monotonic()` of the failure."""
+    """`time.monotonic()` at the failure."""
     exit_code: int | None = None
     state: str | None = None
     """One-letter process state before it was ended."""
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def compose(outcomes: list[Outcome], limit: float) -> RankError:
-    """The error for a call that not every rank returned from. limit: seconds that a rank might wait for others.
+    """Return the error for a call from which not every rank returned. limit: seconds that a rank might wait for others.
 
     Ranks that died are the cause, since the others then fail with broken connections. Otherwise ranks that raised are
     the cause, the earliest first, else ranks that gave no answer.
@@ -122,7 +122,7 @@ def _raised(failed: list[Outcome], outcomes: list[Outcome]) -> RankError:
 
 
 def _silent(outcomes: list[Outcome], limit: float) -> RankError:
-    """Nobody raised or died: at least one rank waited too long, was stopped, or no rank ran any more."""
+    """Report a call in which nobody raised or died: a rank waited too long or was stopped, or no rank ran any more."""
     silent = [o for o in outcomes if o.phase != "returned"]
     waiting = [o for o in silent if waits(o, limit)]
     busy = [o for o in silent if o not in waiting]
@@ -148,7 +148,7 @@ def _silent(outcomes: list[Outcome], limit: float) -> RankError:
 
 
 def waits(outcome: Outcome, limit: float) -> bool:
-    """True where a rank that gave no answer waits for others.
+    """Return True if a rank that gave no answer waits for others.
 
     Others wait for a stopped rank, even inside a collective, and for a rank that has just entered a collective.
     """
@@ -160,7 +160,7 @@ def waits(outcome: Outcome, limit: float) -> bool:
 
 
 def activity(outcome: Outcome) -> str:
-    """One line about the activity of a rank."""
+    """Say in one line what a rank was doing."""
     if outcome.phase == "returned":
         return "had returned"
     if outcome.phase == "failed" and outcome.failure is not None:
@@ -191,13 +191,13 @@ def _others(outcomes: list[Outcome], named: list[Outcome]) -> list[str]:
 
 
 def _stacks(outcomes: list[Outcome]) -> list[str]:
-    """The stacks of the ranks that gave no answer; in a hang one of these ranks is the cause."""
+    """Return the stacks of the ranks that gave no answer, because in a hang one of these ranks is the cause."""
     stacks = {o.rank: _ADDRESS.sub("Thread", o.stack) for o in outcomes if o.stack}
     return _by_text("Stack of {}, innermost call first:", stacks)
 
 
 def _by_text(title: str, texts: dict[int, str]) -> list[str]:
-    """Each different text once, under the names of its ranks."""
+    """Return each different text once, under the names of its ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(text, []).append(rank)
@@ -205,7 +205,7 @@ def _by_text(title: str, texts: dict[int, str]) -> list[str]:
 
 
 def _frames(outcome: Outcome) -> str:
-    """The place of the error: the traceback up to the exception's own text, which may hold addresses and times."""
+    """Return where the error was: the traceback without the exception's text, which may hold addresses and times."""
     assert outcome.failure is not None, "a failed rank has said why"
     return outcome.failure.traceback.partition(outcome.failure.summary)[0]
 
@@ -232,17 +232,17 @@ def _death(exit_code: int | None) -> str:
 
 
 def mismatched_call(outcome: Outcome) -> str | None:
-    """The call of this rank, such as `ALLREDUCE [3] Float`, where torch found that ranks called different operations.
+    """Return this rank's call, such as `ALLREDUCE [3] Float`, if torch found that ranks called different operations.
 
-    torch's text misnames the operation of the other rank if that has no tensor, and counts ranks within the group. So
-    this function uses only the part about the raising rank.
+    torch misnames the other rank's operation if that has no tensor, and it counts ranks within the group. So this
+    function reads only the part about the raising rank.
     """
     found = _MISMATCH.search(outcome.failure.summary) if outcome.failure is not None else None
     return " ".join(part for part in found.groups() if part) if found else None
 
 
 def innermost(stack: str) -> str:
-    """`function (file:line)` of the innermost frame of the user's own code in a faulthandler stack, else empty."""
+    """Return `function (file:line)` of the innermost frame of the user's own code in a faulthandler stack, else ""."""
     for line in stack.splitlines():
         frame = _FRAME.match(line)
         if frame and not any(part in frame["file"] for part in _OUTSIDE):
@@ -251,10 +251,10 @@ def innermost(stack: str) -> str:
 
 
 def torch_call(stack: str) -> str:
-    """The innermost call of a thread, if it is one of torch, such as `torch.distributed.all_reduce`; else empty.
+    """Return the innermost call of a thread if it is one of torch, such as `torch.distributed.all_reduce`; else "".
 
-    It names the collective of a rank that calls torch directly, past labkit's status slot. `work.wait()` is no Python
-    function and has no frame, so the text of the calling line shows it.
+    It names the collective of a rank that calls torch directly, without labkit's status slot. `work.wait()` is not a
+    Python function and has no frame, so it is recognised by the text of the line that calls it.
     """
     innermost = True
     for line in stack.splitlines():
@@ -269,7 +269,7 @@ def torch_call(stack: str) -> str:
 
 
 def trim(stack: str) -> str:
-    """A faulthandler dump without the frames of the launcher below the function."""
+    """Drop the launcher's own frames, which are below the function's, from a faulthandler dump."""
     lines = stack.strip().splitlines()
     kept: list[str] = []
     skipping = False

@@ -2,7 +2,7 @@
 
 One holds a launch's rendezvous, status slots, output, payloads and results. Others hold the sockets of a `labkit run`
 or of the fork server. The owner locks its folder and removes it at the end. If the owner is killed, the system drops
-the lock. Its fork server, or the next process that makes such a folder, then removes the old one.
+the lock, so the owner's fork server, or the next process that makes such a folder, can remove the old one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ RUN_PREFIX = "labkit-run-"
 SERVER_PREFIX = "labkit-fork-"
 _NAME = re.compile(rf"({PREFIX}|{RUN_PREFIX}|{SERVER_PREFIX})\d+-\w{{8}}")
 LONGEST_PARENT = 55
-"""Most bytes of the path that holds folders with sockets. The path of a socket has at most 104 (macOS) or 107 (Linux),
-and our folder and name take 47 of them."""
+"""Most bytes of the path to a folder with sockets. The path of a socket may have 104 bytes (macOS) or 107 (Linux), and
+our folder and name take 47 of them."""
 _swept: set[Path] = set()
 
 
 def parent_of_sockets() -> Path:
-    """The temporary folder, or /tmp where its path leaves no room for a socket's, or is no text, as ZeroMQ needs it."""
+    """Return the temporary folder, or /tmp where its path is too long for a socket or not printable, as ZeroMQ asks."""
     parent = tempfile.gettempdir()
     return Path(parent if len(os.fsencode(parent)) <= LONGEST_PARENT and parent.isprintable() else "/tmp")
 
@@ -51,7 +51,7 @@ class LaunchFolder:
             stale.unlink()
 
     def remove(self) -> None:
-        """Remove it with all it holds. May be called again."""
+        """Remove it with everything in it. May be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -65,7 +65,7 @@ def _sweep_once(parent: Path) -> None:
 
 
 def sweep_all() -> None:
-    """`sweep` where launches have their folders, and where sockets have theirs."""
+    """Call `sweep` on the folder that holds the folders of launches, and on the one that holds those with sockets."""
     for parent in {Path(tempfile.gettempdir()), parent_of_sockets()}:
         sweep(parent)
 

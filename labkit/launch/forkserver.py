@@ -1,12 +1,12 @@
-"""One process that has imported torch and waits. Every rank is a fork of it, in milliseconds and not in a second.
+"""One process that has imported torch and waits, so that a rank is a fork of it: milliseconds instead of a second.
 
 It is the standard library's fork server with three differences. First, labkit has its own instance, so no other user of
 `multiprocessing` decides on its imports. Second, a rank never imports the caller's `__main__`, so a script needs no
 `if __name__ == "__main__":` guard. Third, the server starts with SIGINT and SIGTERM blocked: Jupyter interrupts the
 whole process group, and a scheduler signals every process of a job. The server must not die of that before its ranks.
 
-The first launch starts the server, which ends with the process that started it. Its socket lies in a `LaunchFolder`.
-If that process is killed, as Jupyter ends a kernel, the server itself removes the folder (`preloaded`).
+The first launch starts the server, which ends together with the process that started it. Its socket is in a
+`LaunchFolder`. If that process is killed, as Jupyter does with a kernel, the server removes the folder (`preloaded`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from labkit.launch.folders import SERVER_PREFIX, LaunchFolder, parent_of_sockets
 
 _server = ForkServer()
 _modules = ["labkit.launch.preloaded"]
-"""Imported in this order."""
+"""What the server imports, in this order."""
 _server.set_forkserver_preload(_modules)
 _started_by = 0
-"""Process that has started the server."""
+"""The process that started the server."""
 _folder: LaunchFolder | None = None
-"""Holds the socket of the server."""
+"""The folder with the server's socket."""
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import `modules`, once instead of in every rank. Call it before the first launch.
+    """Have the fork server import `modules` once, so that no rank has to. Call it before the first launch.
 
     The modules must not start threads or touch a GPU when imported, since neither survives a fork.
 
@@ -46,7 +46,7 @@ def preload(*modules: str) -> None:
 
 
 def ensure_running() -> None:
-    """Start the server unless it runs; a later launch then does not wait for the import of torch."""
+    """Start the server if it does not run yet; a later launch then does not wait for the import of torch."""
     global _started_by, _folder
     if _server._forkserver_pid is None:  # pyright: ignore[reportAttributeAccessIssue]
         _started_by = os.getpid()
@@ -64,7 +64,7 @@ def ensure_running() -> None:
 
 
 def _ensure_running() -> None:
-    """`ForkServer.ensure_running`, which makes the socket in multiprocessing's own folder, with our folder for it."""
+    """Call `ForkServer.ensure_running`, but let it make the socket in our folder instead of multiprocessing's own."""
     config: dict[str, Any] = process.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
     before, config["tempdir"] = config.get("tempdir"), str(_folder.path) if _folder else None
     try:
@@ -74,7 +74,7 @@ def _ensure_running() -> None:
 
 
 def end() -> None:
-    """End the server, also during its imports, if this process has started it. Its ranks have ended."""
+    """End the server if this process started it, even if the server still imports. Its ranks have ended before."""
     pid = _server._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
     if pid is not None and _started_by == os.getpid():  # not a fork of the process
         os.kill(pid, signal.SIGKILL)
@@ -84,7 +84,7 @@ def end() -> None:
 
 
 class _Popen(popen_forkserver.Popen):
-    """As in the standard library, through labkit's server and without the data about `__main__`."""
+    """Popen of the standard library, but through labkit's server and without the data about `__main__`."""
 
     def _launch(self, process_obj: Any) -> None:
         preparation = spawn.get_preparation_data(process_obj._name)

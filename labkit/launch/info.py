@@ -1,4 +1,4 @@
-"""Rank, device, backend and launcher of this process, and the choice of device and backend."""
+"""Which rank, device, backend and launcher this process has, and how device and backend are chosen."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def set_rank_info(info: RankInfo) -> None:
 
 
 def inside_rank() -> bool:
-    """True if this process is a rank that labkit started or took over."""
+    """Return True if this process is a rank that labkit started or took over."""
     return _current is not None
 
 
 def under_torchrun() -> bool:
-    """True if this process is a rank of torchrun, or of a launcher that sets the same environment variables."""
+    """Return True in a rank of torchrun, or of another launcher that sets the same environment variables."""
     return all(name in os.environ for name in LAUNCHERS_VARIABLES)
 
 
@@ -146,8 +146,8 @@ def device_kind(device: str) -> DeviceKind:
 def choose_device(device: str, rank: int, local_rank: int) -> torch.device:
     """Return the device of a rank: GPU `rank % device_count`, as in Megatron, or the CPU without a GPU.
 
-    Raises ValueError if the launcher's LOCAL_RANK stands for another GPU: two ranks would then share one GPU, and
-    another GPU would stay idle.
+    Raises ValueError if the launcher's LOCAL_RANK means another GPU, because two ranks would then share one GPU while
+    another GPU stays idle.
     """
     import torch
 
@@ -186,11 +186,11 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def needs_one_connection(parallel: ParallelConfig) -> bool:
-    """True for a layout whose layers launch a transfer and then the GEMM that hides it.
+    """Return True for a layout whose layers launch a transfer and then the GEMM that hides it.
 
     Up to Hopper, only a single queue (CUDA_DEVICE_MAX_CONNECTIONS=1) makes the GPU start them in this order. Otherwise
-    the GEMM may occupy all SMs first, and the transfer runs after it. Megatron-LM asks for the same. This has never
-    run on a GPU.
+    the GEMM may occupy all SMs first, so that the transfer runs only after it. Megatron-LM asks for the same setting.
+    Never run on a GPU.
     """
     return parallel.tp > 1 or parallel.cp > 1
 
@@ -198,8 +198,8 @@ def needs_one_connection(parallel: ParallelConfig) -> bool:
 def variables_of(arguments: Iterable[Any]) -> dict[str, str]:
     """Return the variables that a rank needs before CUDA starts, by the layout among the arguments of its function.
 
-    A layout is a RunConfig or a ParallelConfig. The variables change nothing on a CPU, so nobody asks for a GPU: that
-    might start CUDA.
+    A layout is a RunConfig or a ParallelConfig. Nothing here asks whether there is a GPU, because that might start
+    CUDA; on a CPU the variables have no effect.
     """
     from labkit.config import ParallelConfig, RunConfig
 
@@ -209,14 +209,14 @@ def variables_of(arguments: Iterable[Any]) -> dict[str, str]:
 
 
 def take_variables(variables: Mapping[str, str]) -> None:
-    """Give this process, a rank of torchrun, those `variables` that it lacks, unless CUDA runs already."""
+    """Give this process, a rank of torchrun, those `variables` that it lacks, unless CUDA is already running."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         os.environ.update({**variables, **os.environ})
 
 
 def announce_connections(parallel: ParallelConfig) -> None:
-    """Tell the user once if ranks on NCCL started CUDA without CONNECTIONS though their layout needs it."""
+    """Tell the user once if the ranks use NCCL, their layout needs CONNECTIONS, and CUDA started without it."""
     rank = rank_info()
     if rank.rank == 0 and rank.backend == "nccl" and CONNECTIONS not in os.environ and needs_one_connection(parallel):
         announce(
@@ -226,7 +226,7 @@ def announce_connections(parallel: ParallelConfig) -> None:
 
 
 _BEHIND = 10.0
-"""Seconds from the launcher's limit to torch's own."""
+"""Seconds by which torch's own limit ends after the launcher's."""
 _launcher_limit = math.inf
 
 
@@ -239,8 +239,8 @@ def set_launcher_limit(seconds: float) -> None:
 def torch_timeout(seconds: float, backend: str) -> timedelta:
     """Return the time limit that torch gets for collectives of a group whose limit is `seconds`.
 
-    The launcher explains a hang better than torch, so torch's limit must not end together with the launcher's. The
-    launcher cannot see that a rank waits inside its GPU for NCCL. Without /proc the launcher sees only labkit's own
+    The launcher explains a hang better than torch does, so the two limits must not end at the same time. But the
+    launcher cannot see that a rank waits inside its GPU for NCCL, and without /proc it sees only labkit's own
     collectives. In both cases torch's limit ends after the launcher's.
     """
     if seconds >= _launcher_limit and (
@@ -251,7 +251,7 @@ def torch_timeout(seconds: float, backend: str) -> timedelta:
 
 
 def loopback_interface() -> str:
-    """Return the interface that no other machine can reach. By itself gloo takes the host name's interface."""
+    """Return the interface that no other machine can reach; gloo by itself would take the one of the host name."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -301,14 +301,14 @@ _before_leaving: list[Callable[[], None]] = []
 def before_leaving(undo: Callable[[], None]) -> None:
     """Call `undo` once before this process leaves the process group, even if it is given several times.
 
-    CUDA graphs with NCCL collectives need this: they keep communicators in use, which could not end.
+    CUDA graphs with NCCL collectives need this, because they keep communicators in use, which could then not end.
     """
     if undo not in _before_leaving:
         _before_leaving.append(undo)
 
 
 def let_go_of_communicators() -> None:
-    """Call all functions given to `before_leaving`, also when an exception ends the process."""
+    """Call all functions given to `before_leaving`, also if an exception ends the process."""
     while _before_leaving:
         _before_leaving.pop()()
 
@@ -337,8 +337,7 @@ def failed_calls() -> int:
 
 
 def leave_group() -> None:
-    """Leave the process group after all ranks have arrived: gloo aborts at random if a peer closes its sockets
-    early."""
+    """Leave the process group once all ranks have arrived: gloo aborts at random if a peer closes its sockets early."""
     import torch.distributed as dist
 
     let_go_of_communicators()

@@ -1,4 +1,4 @@
-"""`run` and `Ranks`: call a function on N ranks and get its results by rank."""
+"""`run` and `Ranks`, which call a function on N ranks and return its results by rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from labkit.launch.failure_report import RankError
 from labkit.launch.rank_pool import GRACE, RankPool
 
 MOST_RANKS = 512
-"""A larger number of processes on one machine is a typing error and would overload the machine."""
+"""A larger number of processes on one machine is probably a typing error, and would overload the machine."""
 NOTEBOOK_LIMIT, SCRIPT_LIMIT = 60.0, 600.0
-"""Default seconds that a rank may wait for others; a person waits in front of a notebook."""
+"""Default seconds that a rank may wait for others, fewer in a notebook because a person waits in front of it."""
 _LONGEST = 7 * 24 * 3600.0
-"""Seconds, a week: the longest limit for torch, the same as for `parallel.distributed_timeout_minutes`."""
+"""Seconds in a week: the longest limit that torch gets, and also that of `parallel.distributed_timeout_minutes`."""
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _stop_asked = False
 
@@ -39,31 +39,31 @@ def run(
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks, each a process of its own in one torch.distributed group.
 
-    Under torchrun the ranks are those that torchrun started, and every one of them gets the results. Output, errors
-    and the end of hung ranks are then torchrun's business.
+    Under torchrun the ranks are those that torchrun started, and each of them gets the results. Output, errors and the
+    end of hung ranks are then up to torchrun.
 
-    **Arguments**: `backend` is gloo, nccl or auto (nccl where each rank has a GPU of its own). `device` is cpu, cuda
-    or auto; on GPUs rank r uses GPU r % count, so several ranks may share one. `debug` makes torch compare each
-    collective between the ranks, so that differing shapes or operations raise at once instead of hanging. `progress`
+    **Arguments**: `backend` is gloo, nccl or auto (nccl if each rank has a GPU of its own). `device` is cpu, cuda or
+    auto; on GPUs rank r uses GPU r % count, so several ranks may share one. `debug` makes torch compare each collective
+    between the ranks, so that ranks with different shapes or operations raise at once instead of hanging. `progress`
     receives what rank 0 passes to `report_progress`.
 
     `timeout` is the longest that a rank may wait for others, in seconds: in one collective, for one message, or at the
-    start. A longer wait is a hang and ends the call. A rank that computes has no limit, and neither has the whole call;
-    `labkit.launch.watch` has the rules. Default: `distributed_timeout_minutes` if given, else 60 s in a notebook and
-    600 s elsewhere. `math.inf` lets ranks wait for ever.
+    start. A longer wait counts as a hang and ends the call. A rank that computes has no limit, and neither has the call
+    as a whole; `labkit.launch.watch` has the rules. The default is `distributed_timeout_minutes` if that is given, else
+    60 s in a notebook and 600 s elsewhere. `math.inf` lets ranks wait without a limit.
 
     `distributed_timeout_minutes` is torch's own limit of a collective: default 10, or `timeout` if that is longer.
     Under torchrun it is the only limit and defaults to `timeout`.
 
     If `args` has a RunConfig or a ParallelConfig with tp or cp above 1, the ranks start with
-    CUDA_DEVICE_MAX_CONNECTIONS=1 (`info.needs_one_connection`). Your own value of this variable stays.
+    CUDA_DEVICE_MAX_CONNECTIONS=1 (`info.needs_one_connection`), unless you have set this variable yourself.
 
-    **Returns** the results by rank; GPU tensors come back on the CPU. Their output is shown afterwards, in
+    **Returns** the results by rank; GPU tensors come back on the CPU. What the ranks printed is shown afterwards, in
     rank order.
 
-    **Raises** ValueError or TypeError before any process starts, for an impossible argument; RankError if a rank
-    raises, dies or hangs. No rank is left behind in any case. A function may check its arguments before any process
-    starts: see `before_launch`.
+    **Raises** ValueError or TypeError before any process starts if an argument is impossible, and RankError if a rank
+    raises, dies or hangs. No rank is left running in any case. A function can also have its own arguments checked
+    before any process starts: see `before_launch`.
     """
     with Ranks(
         world_size, backend=backend, timeout=timeout, debug=debug, device=device,
@@ -78,10 +78,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def before_launch(look: Look) -> Callable[[_Function], _Function]:
-    """Decorator: the launching process calls `look(world_size, device, *args)` before each launch of the function.
+    """Return a decorator: the launching process then calls `look(world_size, device, *args)` before each launch.
 
     `look` gets the arguments of the call, and raises ValueError for arguments with which the ranks would fail. It also
-    runs for a `functools.partial` of the function. Under torchrun there is no launch, so `look` is not called.
+    runs for a `functools.partial` of the decorated function. Under torchrun nothing is launched, so `look` is not
+    called.
     """
 
     def decorate(fn: _Function) -> _Function:
@@ -92,7 +93,7 @@ def before_launch(look: Look) -> Callable[[_Function], _Function]:
 
 
 def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, args: tuple[Any, ...]) -> dict[str, str]:
-    """Call what `before_launch` has given `fn`, if anything; return the variables that its ranks need."""
+    """Call the `look` that `before_launch` attached to `fn`, if any; return the variables that its ranks need."""
     keywords: dict[str, Any] = {}
     while isinstance(fn, partial):
         fn, args, keywords = fn.func, (*fn.args, *args), {**fn.keywords, **keywords}
@@ -103,7 +104,7 @@ def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, arg
 
 
 class Ranks:
-    """Ranks that stay: their memory lasts from one call to the next, and they start only once.
+    """Ranks that stay alive: they start only once, and keep their memory from one call to the next.
 
         with Ranks(4) as ranks:
             ranks.run(build_model)
@@ -111,9 +112,9 @@ class Ranks:
 
     In a notebook keep the object between cells and call `close()` at the end. It also closes when it is no longer
     referenced, or when the kernel ends or is killed. The ranks start with the first call. After an exception in the
-    function they stay usable, with their state, if every rank returns within two seconds. Otherwise a rank hangs, has
-    died or waits for the failed one. Then all ranks are ended, and the next call starts new ranks and says so.
-    Arguments are those of `run`.
+    function they stay usable, with their state, if every rank returns within two seconds. Otherwise some rank hangs,
+    has died or waits for the failed one, so all ranks are ended, and the next call starts new ones and says so. The
+    arguments are those of `run`.
     """
 
     def __init__(
@@ -231,10 +232,10 @@ class Ranks:
 
 
 def ask_to_stop(asked: bool = True) -> None:
-    """Ask the ranks of all launches of this process to stop, also of a launch that starts later.
+    """Ask the ranks of all launches of this process to stop, including a launch that starts later.
 
-    A function that does not look at `StatusSlot.asked_to_stop` goes on. `asked=False` takes the request back. May be
-    called by the handler of a signal.
+    A function that does not look at `StatusSlot.asked_to_stop` just goes on. `asked=False` takes the request back. A
+    signal handler may call this.
     """
     global _stop_asked
     _stop_asked = asked
@@ -243,7 +244,7 @@ def ask_to_stop(asked: bool = True) -> None:
 
 
 def _in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End a script that Ctrl-C interrupted in a launch by a line in the place of a traceback."""
+    """Print one line instead of a traceback when Ctrl-C ends a script during a launch."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
@@ -259,9 +260,9 @@ def _end(pool: RankPool) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all ranks before multiprocessing's own exit handler, which would wait for a stopped rank for ever.
+    """End all ranks before multiprocessing's own exit handler, which would wait without end for a stopped rank.
 
-    The fork server goes as well, since it looks for the end of this process only after its imports.
+    The fork server is ended too, since it notices the end of this process only after its imports.
     """
     for pool in list(_pools):
         with contextlib.suppress(Exception):
@@ -272,7 +273,7 @@ def _end_all() -> None:
 def _check(
     world_size: int, backend: str, device: str, timeout: float | None, distributed_timeout_minutes: float | None
 ) -> None:
-    """Refuse impossible arguments before any process starts, all problems in one error."""
+    """Reject impossible arguments before any process starts, with all problems in one error."""
     problems = []
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         problems.append(f"world_size must be a whole number of ranks, got {world_size!r}")
@@ -313,7 +314,7 @@ def _checked_timeout(timeout: float) -> float:
 
 
 def _limit(timeout: float | None, distributed_timeout_minutes: float | None) -> float:
-    """Seconds that a rank may wait for others."""
+    """Return the seconds that a rank may wait for others."""
     if timeout is not None:
         return timeout
     if distributed_timeout_minutes is not None:
@@ -322,13 +323,13 @@ def _limit(timeout: float | None, distributed_timeout_minutes: float | None) -> 
 
 
 def _in_notebook() -> bool:
-    """True where this process is the kernel of a notebook; a script that a kernel starts is none."""
+    """Return True if this process is the kernel of a notebook; a script that a kernel starts is not."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def _group_timeout(limit: float, distributed_timeout_minutes: float | None) -> float:
-    """Seconds after which torch itself gives up a collective; `info.torch_timeout` has them outlast the launcher's."""
+    """Return the seconds after which torch itself gives up a collective; `info.torch_timeout` has them end later."""
     if distributed_timeout_minutes is not None:
         return 60.0 * distributed_timeout_minutes
     return min(_LONGEST, limit if info.under_torchrun() else max(SCRIPT_LIMIT, limit))

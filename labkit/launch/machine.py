@@ -1,7 +1,7 @@
 """Cores, memory and libraries that this process may use. Only `why_no_transformer_engine` needs torch.
 
-Available memory is the smaller of two numbers: the kernel's MemAvailable, and the rest that the control groups of this
-process leave. A container or a batch system may limit these groups far below the machine's memory. Functions that read
+Available memory is the smaller of two numbers: the kernel's MemAvailable, and what the limits of this process's control
+groups leave. A container or a batch system may set these limits far below the machine's memory. Functions that read
 files take the root of the file system, so that a test can describe another machine.
 """
 
@@ -19,18 +19,18 @@ from typing import NamedTuple
 from labkit.config.errors import counted
 
 CROWDED = 10
-"""A launch warns above so many ranks per core."""
+"""Ranks per core above which a launch warns."""
 FILES_PER_RANK = 3
-"""Descriptors that the launching process holds for each rank: connection, sentinel and lifeline."""
+"""Descriptors that the launching process holds for each rank: its connection, its sentinel and its lifeline."""
 _FILES_TO_START = 12
-"""Descriptors that it needs for a moment while it starts a rank, and for the fork server."""
+"""Descriptors that it needs for a moment to start a rank, and those of the fork server."""
 GIB = 1 << 30
 MORE_FILES = "raise the limit of the shell (`ulimit -n 4096`), or start fewer ranks"
 _HOW_TO_GET_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]', or from conda-forge"
 """pip compiles it against the installed torch and CUDA."""
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 60
-"""Limits from here on mean no limit: control groups of version 1 then write a number near 2^63."""
+"""Larger limits mean no limit, because control groups of version 1 then write a number near 2^63."""
 
 
 class Memory(NamedTuple):
@@ -45,7 +45,7 @@ class Memory(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The owner of the limit, for messages."""
+        """Who sets the limit, in words for messages."""
         return "the control group of this process" if self.limited else "this machine"
 
 
@@ -155,8 +155,8 @@ def _limit(folder: Path, version: _Version) -> tuple[int, int] | None:
 def free_gpu_memory() -> list[int]:
     """Return the free bytes of each GPU that torch will see, in torch's order; empty if they are unknown.
 
-    nvidia-smi asks the driver. torch would make a CUDA context of half a gigabyte in this process. A GPU cut into
-    instances (MIG) is left out: the driver has no number for the part that a rank gets.
+    nvidia-smi asks the driver, whereas torch would make a CUDA context of half a gigabyte in this process. A GPU cut
+    into instances (MIG) is left out, because the driver has no number for the part that a rank gets.
     """
     query = ["nvidia-smi", "--query-gpu=index,uuid,mig.mode.current,memory.free", "--format=csv,noheader,nounits"]
     try:
@@ -171,9 +171,9 @@ def free_gpu_memory() -> list[int]:
 
 
 def why_no_transformer_engine() -> str | None:
-    """Return None if `transformer_engine.pytorch` can be imported, else a sentence: what is missing, how to get it.
+    """Return None if `transformer_engine.pytorch` can be imported, else what is missing and how to get it.
 
-    Imports torch. Does not import Transformer Engine without a GPU: that import raises RuntimeError, not ImportError.
+    Imports torch. Without a GPU it does not try the import, which would raise RuntimeError instead of ImportError.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""The bytes that travel to the ranks: the function, its arguments, and the surroundings that both need.
+"""Pack what travels to the ranks into bytes: the function, its arguments, and the surroundings that both need.
 
 A file holds two pickles. The first holds the environment, the working directory, `sys.path` and the source lines of
 notebook cells, which a traceback of a rank quotes. The second holds the function and its arguments. A rank applies the
-first before it reads the second.
+first before it reads the second, because the function may need the environment and the path to be imported.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Sends a module of a class of its own by its name, too.
+    """Pickler of cloudpickle that also sends a module by its name if the module has a class of its own.
 
-    cloudpickle takes a global `config` beside `torch.distributed` for `torch.distributed.config`. The class of that is
-    torch's own and has no pickle.
+    cloudpickle mistakes a global `config` next to `torch.distributed` for `torch.distributed.config`, whose class is
+    torch's own and cannot be pickled.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -67,7 +67,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def unpack(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """In a rank: take over the caller's surroundings, then read the function and its arguments."""
+    """Take over the caller's surroundings in this rank, then read and return the function and its arguments."""
     with path.open("rb") as file:
         apply_surroundings(pickle.load(file))
         return pickle.load(file)
@@ -99,7 +99,7 @@ def apply_surroundings(values: dict[str, Any]) -> None:
 
 
 def _modules_of(objects: tuple[Any, ...]) -> list[ModuleType]:
-    """Modules that define the given functions, classes and instances, and all modules loaded by a test runner."""
+    """Return the modules that define the given functions, classes and instances, and all that a test runner loaded."""
     names = {getattr(item, "__module__", None) or type(item).__module__ for item in objects}
     found = [sys.modules[name] for name in names if name in sys.modules]
     return found + [module for module in list(sys.modules.values()) if _loaded_by_test_runner(module)]
@@ -111,7 +111,7 @@ def _loaded_by_test_runner(module: ModuleType) -> bool:
 
 
 def _importable(module: ModuleType) -> bool:
-    """True where a fresh process with this `sys.path` would find the same file under the module's name."""
+    """Return True if a fresh process with this `sys.path` would find the same file under the module's name."""
     if module.__name__ == "__main__" or _loaded_by_test_runner(module):
         return False
     file = getattr(module, "__file__", None)
@@ -130,7 +130,7 @@ def _importable(module: ModuleType) -> bool:
 
 
 def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
-    """Like `importlib.util.find_spec`, but without its look into `sys.modules`."""
+    """Find a module's spec like `importlib.util.find_spec`, but without looking into `sys.modules` first."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, path, None) if find else None
@@ -141,7 +141,7 @@ def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
 
 @contextlib.contextmanager
 def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    """While the block runs, cloudpickle copies the definitions of modules that a rank could not import."""
+    """Have cloudpickle copy the definitions of modules that a rank could not import, while the block runs."""
     registered = []
     for module in {id(module): module for module in modules}.values():
         # __main__ needs no registration: cloudpickle always copies its definitions

@@ -1,9 +1,10 @@
-"""Imported once by the fork server: what every rank needs. It makes no tensor, so no thread and no GPU is touched.
+"""Import once, in the fork server, what every rank needs. No tensor is made, so no thread starts and no GPU is touched.
 
-The server never collects garbage, which takes a fifth of the time of importing torch. Each rank begins to do so for
-what it makes itself; then a collection does not write into the pages that all ranks share (`worker._prepare`).
+The server never collects garbage, because that would take a fifth of the time of importing torch. Each rank starts
+collecting for the objects that it makes itself, so that no collection writes into the pages that all ranks share
+(`worker._prepare`).
 """
-# ruff: noqa: E402, F401  (collections end ahead of the imports, which are for the ranks that are forked from here)
+# ruff: noqa: E402, F401  (collecting stops before the imports, which serve the ranks that are forked from here)
 
 import gc
 
@@ -23,14 +24,14 @@ import labkit.launch.worker
 from labkit.launch.folders import sweep_all
 
 if "JPY_PARENT_PID" in os.environ:
-    os.setpgid(0, 0)  # Jupyter kills the whole process group of a kernel; in a terminal, Ctrl-Z stops ranks as well
+    os.setpgid(0, 0)  # Jupyter kills the whole process group of a kernel; in a terminal, Ctrl-Z stops the ranks too
 
 
 def _sweep_after(launcher: int) -> None:
-    """Remove the folders of a launcher that was killed, when the system has dropped its locks.
+    """Remove the folders of a launcher that was killed, once the system has dropped its locks.
 
-    The server ends as the pipe from its launcher closes. The system closes that pipe before the launcher's other files,
-    and gives the server a new parent after them.
+    The server ends when the pipe from its launcher closes. The system closes that pipe before the launcher's other
+    files, and gives the server a new parent after all of them, so the server waits for the new parent.
     """
     deadline = time.monotonic() + 2.0
     while os.getppid() == launcher and time.monotonic() < deadline:

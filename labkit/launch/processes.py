@@ -1,4 +1,4 @@
-"""Processes seen from outside: how to end them together, and what the system tells of their state and their work."""
+"""Processes seen from outside: how to end them together, and what the system says about their state and their work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SEES_USAGE = Path("/proc/self/stat").exists()
-"""True where this system tells the usage of another process; macOS does not."""
+"""True if this system reports the usage of another process; macOS does not."""
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -22,7 +22,7 @@ def die_with(descriptor: int) -> None:
     """End this process and its children by SIGKILL as soon as the other end of the pipe `descriptor` closes.
 
     A rank's parent is the fork server, so the usual PR_SET_PDEATHSIG would watch the wrong process. The process that
-    called `run` holds the writing end of the pipe. At its end, of any kind, the kernel sends the signal. So this works
+    called `run` holds the writing end of the pipe, and however it ends, the kernel sends the signal. So this works even
     while the rank holds the GIL, sleeps in C, or is stopped. The caller must lead its process group.
     """
     if kill_group_at_close(descriptor, os.getpgid(0)):
@@ -40,7 +40,7 @@ def die_with(descriptor: int) -> None:
 def kill_group_at_close(descriptor: int, group: int) -> bool:
     """Have the system end a process group by SIGKILL when the other end of the pipe `descriptor` closes.
 
-    A process of the group must have inherited `descriptor`. False where the system has no such signal (macOS).
+    A process of the group must have inherited `descriptor`. Returns False if the system has no such signal (macOS).
     """
     if not hasattr(fcntl, "F_SETSIG"):
         return False
@@ -52,7 +52,7 @@ def kill_group_at_close(descriptor: int, group: int) -> bool:
 
 @contextlib.contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Delay a Ctrl-C to the end of the block, for work that must not stop halfway."""
+    """Delay a Ctrl-C until the end of the block, for work that must not stop halfway."""
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield  # only the main thread is ever interrupted
@@ -68,7 +68,7 @@ def interrupt_deferred() -> Iterator[None]:
 
 
 def process_state(pid: int) -> str | None:
-    """The one-letter state of a process (R running, S sleeping, T stopped, Z ended, ...); None if there is none."""
+    """Return the one-letter state of a process (R running, S sleeping, T stopped, Z ended, ...); None without one."""
     stat = Path(f"/proc/{pid}/stat")
     if stat.parent.parent.joinpath("self").exists():
         try:
@@ -80,18 +80,18 @@ def process_state(pid: int) -> str | None:
 
 
 class Usage(NamedTuple):
-    """The work of a process so far."""
+    """What a process has done so far."""
 
     state: str
     """One-letter state of its main thread."""
     switches: int
-    """Times that its main thread went to wait. While this number stays, the main thread stands still."""
+    """How often its main thread went to wait. As long as this number does not change, the main thread stands still."""
     seconds: float
     """CPU time of all its threads, and of its children that have ended."""
 
 
 def usage(pid: int) -> Usage | None:
-    """The work of a process so far; None if there is none, or where the system does not tell."""
+    """Return what a process has done so far; None if there is no such process, or if the system does not say."""
     try:
         fields = _fields(Path(f"/proc/{pid}"))
         status = Path(f"/proc/{pid}/status").read_text()
@@ -101,11 +101,11 @@ def usage(pid: int) -> Usage | None:
 
 
 def children_seconds() -> dict[int, float]:
-    """Process group -> CPU time of its living processes except the leader; for a rank these are its children."""
+    """Return process group -> CPU time of its living processes except the leader; for a rank these are its children."""
     found: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended in the meantime
                 fields = _fields(entry)
                 if fields[2] != entry.name:
                     found[int(fields[2])] = found.get(int(fields[2]), 0.0) + _seconds(fields)
@@ -113,7 +113,7 @@ def children_seconds() -> dict[int, float]:
 
 
 def _fields(entry: Path) -> list[str]:
-    """State, parent, process group and so on: the fields of /proc/PID/stat after the name."""
+    """Return state, parent, process group and so on: the fields of /proc/PID/stat after the name."""
     return entry.joinpath("stat").read_text().rpartition(")")[2].split()
 
 
@@ -122,13 +122,13 @@ def _seconds(fields: list[str]) -> float:
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Signal a process that may be gone already."""
+    """Signal a process that may already be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_family(pid: int) -> None:
-    """SIGKILL a rank and all that it started (a running rank leads its own process group)."""
+    """SIGKILL a rank and everything that it started (a running rank leads its own process group)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     send_signal(pid, signal.SIGKILL)

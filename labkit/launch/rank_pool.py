@@ -23,17 +23,17 @@ from labkit.launch.watch import HangWatch
 from labkit.launch.worker import LaunchSpec, rank_main
 
 GRACE = 0.25
-"""Seconds that the other ranks get to report after the first failure."""
+"""Seconds that the other ranks get for their reports after the first failure."""
 _END = 5.0
-"""Seconds that ranks get to leave the group and end."""
+"""Seconds that ranks get to leave the group and exit."""
 _STACK_WAIT = 2.0
-"""Seconds that a hung rank gets to write its stack, on a machine with more to do."""
+"""Seconds that a hung rank gets to write its stack, enough for a busy machine."""
 _ASKED_LATELY = 1.0
-"""Seconds for which an answer counts as new."""
+"""Seconds for which an answer counts as new, so that the rank is not asked again."""
 _STACK_STILL = 5
-"""A stack is whole once so many looks, 10 ms apart, found the same text: the main thread is written last."""
+"""A stack is complete when this many looks, 10 ms apart, found the same text, because the main thread comes last."""
 _REPLAY_LIMIT = 1 << 20
-"""Most bytes of output that are replayed for a rank and call."""
+"""Most bytes of output that are replayed per rank and call."""
 
 
 class RankHandle:
@@ -59,13 +59,13 @@ class RankHandle:
 
     @property
     def pid(self) -> int:
-        """Process id of a rank that was started."""
+        """Process id of a rank that has been started."""
         assert self.process.pid is not None, "the rank was started"
         return self.process.pid
 
     @property
     def finished(self) -> bool:
-        """True once it has answered the call, or never will."""
+        """True once it has answered the call, or will never answer."""
         return self.outcome.phase in ("returned", "failed", "died")
 
     def read(self, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
@@ -73,7 +73,7 @@ class RankHandle:
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
-            self.hung_up = True  # its end, if it has ended, is reported through the sentinel
+            self.hung_up = True  # if the process has ended, its sentinel reports that
             return
         if message[0] == "progress":
             if on_progress is not None:
@@ -86,14 +86,15 @@ class RankHandle:
             self.outcome.when, self.outcome.failure = message[1:]
 
     def died(self) -> None:
-        """The process has ended by itself."""
+        """Note that the process has ended by itself."""
         self.process.join()
         self.outcome.phase, self.outcome.exit_code = "died", self.process.exitcode
 
     def ask_for_stack(self) -> None:
-        """Have the rank write the Python stacks of its threads. Before it runs the signal would end it.
+        """Have the rank write the Python stacks of its threads. The signal would end a rank that does not run yet.
 
-        A rank that was asked a moment ago is not asked again: the end of its answer would pass for the next one.
+        A rank that was asked a moment ago is not asked again, because the rest of its first answer would be taken for
+        the second.
         """
         assert self.outcome.phase != "starting", "the rank listens to the signal"
         now = time.monotonic()
@@ -105,7 +106,7 @@ class RankHandle:
         processes.send_signal(self.pid, signal.SIGUSR1)
 
     def stack(self) -> str:
-        """Text that the rank has written since it was last asked."""
+        """Return what the rank has written since it was last asked."""
         with contextlib.suppress(OSError), self._stack_file.open(errors="replace") as file:
             file.seek(self._stack_from)
             return file.read()
@@ -113,13 +114,13 @@ class RankHandle:
 
 
 class RankPool:
-    """All ranks of one launch and its folder. Not for two threads at once."""
+    """All ranks of one launch and their folder. Two threads must not use it at once."""
 
     def __init__(
         self, world_size: int, *, backend: str, device: str, limit: float, group_timeout: float, debug: bool,
         variables: dict[str, str],
     ) -> None:  # fmt: skip
-        """variables: of the ranks, where the caller's environment has none of the name."""
+        """variables: environment variables for the ranks, where the caller's environment does not set them."""
         self._folder = LaunchFolder()
         environment = {**variables, **os.environ}
         self.spec = LaunchSpec(self._folder.path, world_size, backend, device, limit, group_timeout, debug, environment)
@@ -128,11 +129,11 @@ class RankPool:
         self.owner = os.getpid()
         self.ended = False
         self.patience = GRACE
-        """Seconds after a failure that ranks get which may still come back by themselves."""
+        """Seconds after a failure in which ranks that are not waiting may still come back by themselves."""
         create_slots(self.spec.slots, world_size)
 
     def start(self) -> None:
-        """Fork the ranks; they join each other while the caller goes on."""
+        """Fork the ranks, which join each other while the caller goes on."""
         rank = 0
         try:
             for rank in range(self.spec.world_size):
@@ -147,9 +148,9 @@ class RankPool:
     def call(
         self, packed: bytes, limit: float, on_progress: Callable[[dict[str, Any]], None] | None = None
     ) -> list[Any]:
-        """Have every rank call the packed function; results by rank, or RankError. Output is replayed by the caller.
+        """Have every rank call the packed function; return the results by rank. The caller replays the output.
 
-        limit: seconds that a rank may wait for others, inf for any time.
+        limit: seconds that a rank may wait for others, inf for no limit. Raises RankError if a rank does not return.
         """
         number, self._calls = self._calls, self._calls + 1
         path = self.spec.payload(number)
@@ -182,11 +183,11 @@ class RankPool:
 
     @property
     def in_step(self) -> bool:
-        """True where every rank is in the group and has answered, so that another call can be made."""
+        """True if every rank is in the group and has answered, so that another call can be made."""
         return all(handle.joined and handle.outcome.phase in ("returned", "failed") for handle in self.handles)
 
     def _watch(self, limit: float, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
-        """Until all have answered, the call hangs, or one has failed and the grace after it is over."""
+        """Wait until all have answered, the call hangs, or one rank has failed and the grace period is over."""
         hang = HangWatch(limit, self.spec.slots, time.monotonic())
         failed_at: float | None = None
         deadline = math.inf
@@ -216,7 +217,7 @@ class RankPool:
                 deadline += 0.05
 
     def _may_come_back(self, silent: list[RankHandle], failed_at: float) -> bool:
-        """True while it makes sense to wait on after a failure: time is left, all live, and some rank does not wait."""
+        """Return True while waiting on after a failure makes sense: time is left, all live, some rank does not wait."""
         died = any(handle.outcome.phase == "died" for handle in self.handles)
         if died or time.monotonic() >= failed_at + self.patience:
             return False
@@ -229,7 +230,7 @@ class RankPool:
             handle.died()
 
     def _interrogate(self, silent: list[RankHandle]) -> None:
-        """Get process state and Python stacks of ranks that gave no answer."""
+        """Get the process state and the Python stacks of the ranks that gave no answer."""
         for handle in silent:
             handle.outcome.state = processes.process_state(handle.pid)
             if handle.outcome.phase != "starting":
@@ -260,7 +261,7 @@ class RankPool:
             ) from error  # fmt: skip
 
     def replay(self) -> None:
-        """Print what the ranks have written since the last replay, rank by rank, each line with its rank."""
+        """Print what the ranks have written since the last replay, rank by rank, with the rank before each line."""
         for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
             for handle in self.handles:
                 with contextlib.suppress(FileNotFoundError), self.spec.file(kind, handle.rank).open("rb") as file:
@@ -276,7 +277,7 @@ class RankPool:
             stream.flush()
 
     def stop(self) -> None:
-        """End cleanly: the ranks leave the group and exit. Ranks that do not exit in time are killed."""
+        """End the ranks cleanly: they leave the group and exit. Kill those that do not exit in time."""
         for handle in self.handles:
             with contextlib.suppress(OSError):
                 handle.connection.send(("stop",))
@@ -297,7 +298,7 @@ class RankPool:
             for handle in started:
                 wait([handle.process.sentinel], 2.0)
                 handle.process.join(0)
-                with contextlib.suppress(ValueError):  # it sleeps in a device and does not end: leave it
+                with contextlib.suppress(ValueError):  # it sleeps in a device driver and does not end: leave it alone
                     handle.process.close()
             for handle in self.handles:
                 handle.connection.close()

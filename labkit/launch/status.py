@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECORD_BYTES = 256
-_RECORD = struct.Struct("<Bd247p")  # inside (1) or left (0), time.monotonic() of the entry, the text cut to 246 bytes
+_RECORD = struct.Struct("<Bd247p")  # inside (1) or left (0), time.monotonic() at entry, the text cut to 246 bytes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StatusSlot:
     """This rank's record in the shared file."""
 
     def __init__(self, path: Path | None, rank: int) -> None:
-        """path: None for a rank without a launcher of labkit; then nobody else reads the record."""
+        """path: None for a rank that labkit's launcher did not start; then nobody else reads the record."""
         if path is None:
             self._map, rank = mmap.mmap(-1, RECORD_BYTES + 1), 0
         else:

@@ -1,8 +1,8 @@
 """`labkit.launch.run` on ranks of torchrun (`python -m torch.distributed.run --nproc-per-node N script.py`).
 
 torchrun starts all ranks again after one has died (`--max-restarts`). An *attempt* is one such set of ranks. All
-attempts talk to the same store, where the addresses of dead ranks still lie. So the ranks of an attempt agree on a name
-of its own (`attempt_store`), and their process groups use only keys under this name.
+attempts talk to the same store, which still holds the addresses of dead ranks. So the ranks of an attempt agree on a
+name of its own (`attempt_store`), and their process groups use only keys under this name.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def join(
         join()
         print(torch.distributed.get_rank())
 
-    At the end of the script the ranks leave together, as gloo needs. If torch.distributed runs already, `join` only
-    returns the place of this rank. Arguments are as in `run`. Raises ValueError in a process that torchrun did not
-    start.
+    At the end of the script the ranks leave together, because gloo needs that. If torch.distributed runs already,
+    `join` only returns the place of this rank. The arguments are those of `run`. Raises ValueError in a process that
+    torchrun did not start.
     """
     import torch.distributed as dist
 
@@ -112,12 +112,12 @@ def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
 def attempt_store(store: Store, rank: int, world_size: int, limit: float) -> Store:
     """Return the part of `store` that belongs to this attempt. All ranks call this within `limit` seconds.
 
-    TORCHELASTIC_RESTART_COUNT cannot be the name: each machine counts its own restarts, and two machines may differ.
-    So rank 0 draws a name and publishes it. Each other rank greets under the published name with a token of its own.
-    Rank 0 lists the tokens of all ranks. A rank that does not find its token has read the name of an earlier attempt,
-    and looks for a newer name. torchrun ends all ranks of an attempt before it starts the next.
+    TORCHELASTIC_RESTART_COUNT cannot be the name, because each machine counts its own restarts and two machines may
+    differ. So rank 0 draws a name and publishes it, each other rank greets under the published name with a token of its
+    own, and rank 0 lists the tokens of all ranks. A rank that does not find its token in the list has read the name of
+    an earlier attempt, and looks for a newer one. torchrun ends all ranks of an attempt before it starts the next.
 
-    Raises TimeoutError with the ranks that are missing.
+    Raises TimeoutError that names the missing ranks.
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -154,7 +154,7 @@ def _join_attempt(base: Store, rank: int, limit: float) -> str:
 
 
 def _looks(limit: float) -> Iterator[None]:
-    """Yield until the limit, in seconds, with pauses that grow to a quarter of a second."""
+    """Yield until `limit` seconds have passed, with pauses that grow to a quarter of a second."""
     deadline, pause = time.monotonic() + limit, 0.005
     while time.monotonic() < deadline:
         yield
@@ -169,7 +169,7 @@ def _answer_for_stacks() -> None:
 
 
 def _leave() -> None:
-    """At the end of the script, wait for all ranks, then close the sockets."""
+    """Wait for all ranks at the end of the script, then close the sockets."""
     import torch.distributed as dist
 
     info.let_go_of_communicators()
@@ -191,7 +191,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _gather(result: Any, world_size: int) -> list[Any]:
-    """Return the results of all ranks, on every rank. Pickles lie in host memory, so gloo carries them."""
+    """Return the results of all ranks, on every rank. Pickles are in host memory, so gloo carries them."""
     import torch.distributed as dist
 
     group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

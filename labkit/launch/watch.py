@@ -1,4 +1,4 @@
-"""When is a call hung? The launcher decides it from outside, because a hung rank cannot report it.
+"""Decide when a call hangs. The launcher decides it from outside, because a hung rank cannot report it itself.
 
 A rank that computes has no limit. A call is hung if one of these conditions holds for longer than the limit:
 
@@ -9,7 +9,7 @@ A rank that computes has no limit. A call is hung if one of these conditions hol
 | a rank is stopped by a signal, or was forked and does not run yet  | its process state, and its missing message |
 | no rank runs: each sleeps, or waits for a lock, a loader, ..       | the CPU time of ranks and their children   |
 
-If some ranks sleep while others compute, the launcher takes the sleep for computing and does nothing.
+If some ranks sleep while others compute, the launcher assumes that the sleep belongs to the work, and does nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from labkit.launch.status import read_slot
 PERIOD = 0.5
 """Seconds between two looks, so that a hang is found within a second after the limit."""
 _FROZEN = 5.0
-"""After so many seconds without a look the launcher, and so probably the ranks, did not run: waits start anew."""
+"""After this many seconds without a look, launcher and ranks were probably both suspended, so waits are timed anew."""
 _SHARE, _SLACK = 0.01, 0.03
-"""CPU of a waiting rank, whose gloo thread polls: a share of the time, plus seconds."""
+"""CPU time that a waiting rank may use, because its gloo thread polls: a share of the time, plus seconds."""
 
 
 class Watched(Protocol):
-    """One rank, as the pool keeps it."""
+    """One rank, with what the watch asks of it."""
 
     outcome: Outcome
 
@@ -51,13 +51,13 @@ class Watched(Protocol):
         """Have the rank write its stacks."""
 
     def stack(self) -> str:
-        """Text of the stack that the rank has written after the request."""
+        """Text of the stack that the rank wrote after the request."""
         ...
 
 
 @dataclass
 class _Quiet:
-    """Time since which a rank has not run, and the usage of its processes at that time."""
+    """Since when a rank has not run, and the usage of its processes at that time."""
 
     since: float
     usage: processes.Usage
@@ -67,7 +67,7 @@ class _Quiet:
 
 
 class HangWatch:
-    """The watch over one call. Times are those of one clock, which the caller reads."""
+    """The watch over one call. All times are read from one clock by the caller."""
 
     def __init__(self, limit: float, slots: Path, now: float) -> None:
         """limit: seconds that a rank may wait, inf for any time. slots: the file of the ranks' status slots."""
@@ -81,7 +81,10 @@ class HangWatch:
         self._children: dict[int, float] | None = None
 
     def look(self, silent: Sequence[Watched], now: float) -> bool:
-        """True for a hung call. silent: the ranks that have not answered. Before its time a look does nothing."""
+        """Return True for a call that hangs. silent: the ranks that have not answered.
+
+        Within `period` seconds of the last look it does nothing and returns False.
+        """
         if self.period is None or not silent or now - self._last < self.period:
             return False
         if now - self._last > _FROZEN + self.period:
@@ -106,7 +109,7 @@ class HangWatch:
         return before == status.since and now - max(status.since, self._begin) > self._limit
 
     def _quiet_for(self, rank: Watched, now: float) -> float:
-        """Seconds in which neither the rank nor its children ran; 0 where the system does not tell."""
+        """Return the seconds in which neither the rank nor its children ran; 0 where the system does not say."""
         number, usage = rank.outcome.rank, processes.usage(rank.pid)
         if usage is None:
             return 0.0
@@ -125,7 +128,7 @@ class HangWatch:
         return 0.0
 
     def _ask(self, quiet: list[Watched]) -> None:
-        """Ask ranks that have not run for the limit for their stacks, which the next look reads."""
+        """Ask the ranks that have not run for as long as the limit for their stacks, which the next look reads."""
         for rank in quiet:
             memory = self._quiet[rank.outcome.rank]
             if not memory.asked and memory.usage.state != "T" and rank.outcome.phase != "starting":
@@ -134,16 +137,16 @@ class HangWatch:
                 rank.ask_for_stack()
 
     def _stacks_show_a_wait(self) -> bool:
-        """True where a rank that was asked waits in torch.distributed."""
+        """Return True if a rank that was asked for its stack waits in torch.distributed."""
         asked, self._asked = self._asked, []
         for rank in asked:
             memory, usage = self._quiet.get(rank.outcome.rank), processes.usage(rank.pid)
             if memory is not None and usage is not None:
-                memory.usage = usage  # the cost of the answer is no work of the rank
+                memory.usage = usage  # writing the stack must not count as work of the rank
         return any(torch_call(rank.stack()) for rank in asked if not rank.finished)
 
 
 def _is_still(before: processes.Usage, after: processes.Usage, seconds: float) -> bool:
-    """True where the process did no more in between than a waiting process."""
+    """Return True if the process did no more in between than a waiting process does."""
     same = (before.state, before.switches) == (after.state, after.switches)
     return same and after.state not in ("R", "D") and after.seconds - before.seconds < _SHARE * seconds + _SLACK

@@ -12,8 +12,8 @@ A rank exchanges messages with the launcher over one connection:
 | `("call", n, failed)`     | launcher | for call n; `failed` counts earlier calls that failed on a rank   |
 | `("stop",)`               | launcher | at the end                                                        |
 
-Payloads and results are files in the launch's folder. So a rank that is stopped while it writes a large result does not
-block the launcher.
+Payloads and results are files in the launch's folder, so that a rank which is stopped while it writes a large result
+does not block the launcher.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class LaunchSpec:
     environment: dict[str, str]
 
     def file(self, kind: str, rank: int, call: int | None = None) -> Path:
-        """Path of one rank's file of a kind: `out`, `err`, `stack` or, for a call, `result`."""
+        """Return the path of one rank's file of a kind: `out`, `err`, `stack` or, for a call, `result`."""
         return self.folder / (f"{kind}-{rank}" if call is None else f"{kind}-{rank}-{call}")
 
     def payload(self, call: int) -> Path:
-        """Path of the payload of one call."""
+        """Return the path of the payload of one call."""
         return self.folder / f"payload-{call}"
 
     @property
@@ -73,7 +73,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a rank, as text: an exception object may not survive pickling."""
+    """An exception on a rank, as text because an exception object may not survive pickling."""
 
     summary: str
     """Type and message, such as `ValueError: no such layer`."""
