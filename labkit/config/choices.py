@@ -1,10 +1,10 @@
-"""What a configuration can choose by name: one table each for schedules, model families, dispatchers and layer parts.
+"""What a configuration can choose by name, a table each: schedules, model families, dispatchers and layer parts.
 
-A new one is a function or a class, and one row here. The fields' choices and help, the rules, `labkit order`, the
+To add one, write a function or a class, and one row here. The fields' choices and help, the rules, `labkit order`, the
 schedule explorer and docs/config.md are made from these tables.
 
-A function or class is written as text, `module:name`, since `config` imports nothing above it and needs no torch. Who
-calls it imports it by `pkgutil.resolve_name`, so a GPT loads none of BERT's modules.
+A function or class is written as text, `module:name`, because `config` imports nothing above it and needs no torch. The
+caller imports it by `pkgutil.resolve_name`, so a GPT loads none of BERT's modules.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class NamedSchedule(NamedTuple):
     """A schedule that `schedule.name` can choose."""
 
     builder: str
-    """A function of (pp, microbatches) that returns the `Schedule`; where `chunks` is None, one with the arguments of
-    `labkit.schedules.interleaved`."""
+    """A function of (pp, microbatches) that returns the `Schedule`. If `chunks` is None, it takes the arguments of
+    `labkit.schedules.interleaved` instead."""
     chunks: int | None = 1
-    """Model chunks on each rank. None: those of `parallel.vpp`, and the rules of interleaving hold."""
+    """Model chunks on each rank. None means as many as `parallel.vpp`, under the rules of interleaving."""
     splits_backward: bool = False
-    """Input and weight gradients are two actions."""
+    """True if input and weight gradients are two separate actions."""
     least_microbatches: int = 0
-    """Fewest microbatches of a step for each pipeline rank; 0: a single microbatch will do."""
+    """Fewest microbatches of a step per pipeline rank; 0 means that a single microbatch is enough."""
     reads: tuple[str, ...] = ()
     """Fields of the section `schedule` that the builder takes as keyword arguments of the same name."""
 
@@ -39,11 +39,11 @@ SCHEDULES = {
         "labkit.schedules.zero_bubble:dualpipe_v", chunks=2, splits_backward=True, least_microbatches=2
     ),
 }
-"""`schedule.name` -> the schedule. `auto` is no row: it is 1f1b with one model chunk on a rank, else interleaved."""
+"""`schedule.name` -> the schedule. `auto` has no row, because it is 1f1b if a rank has one chunk, else interleaved."""
 
 
 def named_schedule(name: str, vpp: int) -> NamedSchedule:
-    """The row of `schedule.name` with `vpp` model chunks on a rank."""
+    """Return the row of `schedule.name` with `vpp` model chunks on a rank."""
     return SCHEDULES[name if name != "auto" else "1f1b" if vpp == 1 else "interleaved"]
 
 
@@ -57,9 +57,9 @@ class ModelFamily(NamedTuple):
     forward_step: str
     """The default `forward_step` of `pretrain`."""
     doc: str = ""
-    """The paper, for the help."""
+    """The paper, for the help text."""
     reads_windows: bool = False
-    """A sample is a window of one long text. Otherwise it is a dict of tensors, which a batch stacks by name."""
+    """True if a sample is a window of one long text; else it is a dict of tensors, which a batch stacks by name."""
 
 
 _GPT_DATA = "labkit.data.gpt_data:build_gpt_datasets"
@@ -86,12 +86,12 @@ FAMILIES = {
 
 
 class Dispatcher(NamedTuple):
-    """A way of tokens to their experts that `moe.dispatcher` can choose."""
+    """A way to send tokens to their experts that `moe.dispatcher` can choose."""
 
     dispatcher: str
     """The class, a `MoETokenDispatcher`."""
     doc: str = ""
-    """Its way, for the help."""
+    """How it sends them, for the help text."""
 
 
 DISPATCHERS = {
@@ -108,9 +108,9 @@ class RecomputedPart(NamedTuple):
     """A part of a layer that `model.recompute_modules` can name; the layer runs it by `recompute.part(name, ...)`."""
 
     doc: str = ""
-    """What it holds, for the help."""
+    """What it contains, for the help text."""
     captured_in: str | None = None
-    """The part of `CAPTURED_PARTS` in which it lies. None: no graph can hold it, since it frees memory."""
+    """The part of `CAPTURED_PARTS` that contains it. None: no graph can contain it, because it frees memory."""
 
 
 RECOMPUTED_PARTS = {
@@ -124,10 +124,10 @@ RECOMPUTED_PARTS = {
 
 
 class CapturedPart(NamedTuple):
-    """A part of a layer that `graph.cuda_graph_modules` can name; `labkit.graphs.scope` says what it holds."""
+    """A part of a layer that `graph.cuda_graph_modules` can name; `labkit.graphs.scope` says what it contains."""
 
     doc: str = ""
-    """When it can be captured, for the help."""
+    """When it can be captured, for the help text."""
 
 
 CAPTURED_PARTS = {
@@ -142,6 +142,6 @@ CAPTURED_PARTS = {
 
 
 def in_words(table: Mapping[str, Any], last: str) -> str:
-    """The names of a table with their `doc`, for a help text: "`a`, `b` (doc of b) or `c`" where `last` is "or"."""
+    """Name the rows of a table with their `doc`, for a help text: "`a`, `b` (doc of b) or `c`" if `last` is "or"."""
     *names, end = (f"`{name}` ({row.doc})" if row.doc else f"`{name}`" for name, row in table.items())
     return f"{', '.join(names)} {last} {end}"

@@ -1,4 +1,4 @@
-"""The one error of a bad configuration, and how values appear in it."""
+"""The one error that a bad configuration raises, and the words in which it shows values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, at once.
 
-    `problems` holds one sentence for each: field, value, rule, and what to do.
+    `problems` holds one sentence for each problem: the field, its value, the rule, and what to do.
     """
 
     def __init__(self, problems: Sequence[str], *, source: str = "the configuration") -> None:
@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """`value` for a message: its repr, cut at `limit` characters; never raises, never spans lines."""
+    """Return `value` for a message: its repr, cut at `limit` characters, always on one line. Never raises."""
     if isinstance(value, int) and value.bit_length() > 8 * limit:
         return f"<an integer of {value.bit_length()} bits>"
     try:
@@ -40,24 +40,24 @@ def shown(value: object, limit: int = 60) -> str:
 
 
 def no_file(path: str | os.PathLike[str]) -> str:
-    """Why there is no file at `path`: it is a folder, or missing."""
+    """Return why there is no file at `path`: it is a folder, or it is missing."""
     return "is a folder; give a file" if os.path.isdir(path) else "no such file"
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`, `1,200 passes`."""
+    """Return a number with its noun, such as `1 rank`, `2 ranks` or `1,200 passes`."""
     ending = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def kind_of(value: object) -> str:
-    """The type of `value` in words, for a message."""
+    """Return the type of `value` in words, for a message."""
     words = {bool: "true/false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
     return "nothing (null)" if value is None else words.get(type(value), type(value).__name__)
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """`; did you mean "x"?` for the known name most like `name`, or an empty string where none is."""
+    """Return `; did you mean "x"?` for the known name most like `name`, or an empty string if none is like it."""
     known, text = {n.lower(): n for n in names}, str(name)[:80].lower()
     for written in (text.replace("-", "_"), text):
         if found := difflib.get_close_matches(written, known, n=1, cutoff=0.5):

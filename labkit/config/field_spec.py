@@ -1,11 +1,11 @@
 """One field of the configuration: default, help, type, bounds, words, aliases and readers, all declared in one place.
 
 `sections` declares each field by `field(default, doc, ...)`, and `fields` turns each declaration into a `FieldSpec`.
-The checks, the command line's help, the comments of a printed configuration and docs/config.md are made from these.
+The checks, the command line's help, the comments of a printed configuration and docs/config.md are made from that.
 
 In YAML and Python a value has the field's own type: a quoted `"8"` is text, not a number. On the command line
 everything is text, and labkit reads it as the field's type: `8`, `1e-4`, `true`, `null` for none, `a,b` for a list.
-Everywhere a `~` at the start of a path is the home folder, and no path is empty.
+Everywhere a `~` at the start of a path means the home folder, and a path must not be empty.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 from labkit.config.errors import kind_of, nearest, no_file
 
 LARGEST = 2**31 - 1
-"""Largest size and count, and largest world size: ranks are 32-bit integers in every transport."""
+"""Largest size, count and world size, because ranks are 32-bit integers in every transport."""
 LONGEST_NAME, LONGEST_PATH = 255, 3840
-"""Bytes of a name and of a path. Linux takes 4,096 of a path; the rest is for the files that labkit writes below it."""
+"""Bytes of a name and of a path. Linux allows 4,096 for a path; the rest is for the files that labkit writes inside."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,5})?", re.ASCII)
 _DIGIT, _LEADING_ZERO, _OCTAL = (re.compile(f"[+-]?{rest}") for rest in ("[.]?[0-9]", "0[0-9]", "0[0-7]{1,40}"))
@@ -43,11 +43,11 @@ KIND_WORDS = {
 
 
 class BadValueError(ValueError):
-    """A value that is not of its field's type; the message is the rule."""
+    """A value that does not have its field's type; the message is the rule that it breaks."""
 
 
 def field(default: Any, doc: str, **rules: Any) -> Any:
-    """A dataclass field with everything that labkit knows of it: `rules` are the attributes of `FieldSpec`.
+    """Return a dataclass field with everything that labkit knows about it: `rules` are the attributes of `FieldSpec`.
 
     `choices`, `aliases` and `needs` are words with spaces between them; `choices` may also be a table of
     `labkit.config.choices`, whose keys are the words.
@@ -59,7 +59,7 @@ def field(default: Any, doc: str, **rules: Any) -> Any:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """The place of a field and the values that it may hold. An option of a command is one without a section."""
+    """Where a field is, and the values that it may have. An option of a command is a field without a section."""
 
     name: str
     kind: str
@@ -68,33 +68,33 @@ class FieldSpec:
     default: Any = None
     section: str = ""
     optional: bool = False
-    """None is a value."""
+    """True if None is a value of the field."""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
-    """Largest value; not given, LARGEST for an integer and 1e30 for a number."""
+    """Largest value. If it is not given, it is LARGEST for an integer and 1e30 for a number."""
     lt: float | None = None
     choices: tuple[str, ...] = ()
-    """Words that the field may hold; empty where any will do."""
+    """Words that the field may have; empty if any word will do."""
     aliases: tuple[str, ...] = ()
-    """Megatron-LM's names of the field."""
+    """Names of the field in Megatron-LM."""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Megatron-LM's words for values -> labkit's."""
+    """Megatron-LM's words for values -> labkit's words."""
     needs: tuple[str, ...] = ()
-    """Nothing reads the field unless each of these holds: `optim.fp8=e4m3|hybrid`, or `train.output_dir`, which then
-    must be given and not be 0; of `checkpoint.dir|train.output_dir` one must. A field that nothing reads must have its
+    """Conditions without which nothing reads the field: `optim.fp8=e4m3|hybrid`, or `train.output_dir`, which then must
+    be given and not be 0; of `checkpoint.dir|train.output_dir` one must be. A field that nothing reads must have its
     default."""
     path: str = ""
-    """The value names a `file` that exists, a `folder` that may exist, or `any` path; empty where it names none. A `~`
-    at its start is the home folder."""
+    """Says that the value names a `file` that exists, a `folder` that may exist, or `any` path; empty if it names none.
+    A `~` at its start means the home folder."""
     none: str = "none"
-    """A word for None on the command line beside `null`; empty where `none` is a value of the field."""
+    """A word that means None on the command line, in addition to `null`; empty if `none` is a value of the field."""
     ending: str = ""
-    """The name of a file may lack this ending."""
+    """An ending that may be left out of the name of a file."""
     hint: str = ""
     """Advice for a list that Megatron-LM writes in another form."""
     of_model: bool = False
-    """The field changes the tensors of the model, or what it computes from them: a resumed run must keep its value."""
+    """True if the field changes the model's tensors, or what it computes with them: a resumed run must keep it."""
 
     @property
     def dotted(self) -> str:
@@ -102,7 +102,7 @@ class FieldSpec:
         return f"{self.section}.{self.name}" if self.section else self.name
 
     def broken(self, value: Any) -> str:
-        """The rule that a value breaks by itself, of type, words, bounds or file, or an empty string."""
+        """Return the rule of type, words, bounds or file that a value breaks by itself, or an empty string."""
         try:
             self.convert(value)
         except BadValueError as rule:
@@ -129,25 +129,25 @@ class FieldSpec:
 
     @property
     def limits(self) -> str:
-        """The values for a reader: `>= 1`, `>= 0 and < 1`, `gpt, bert, t5`; empty where the type says all."""
+        """The allowed values in words: `>= 1`, `>= 0 and < 1`, `gpt, bert, t5`; empty if the type says everything."""
         bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
         shown = (f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and bound < LARGEST)
         return ", ".join(self.choices) or " and ".join(shown)
 
     @property
     def help(self) -> str:
-        """The text with the limits behind it."""
+        """The text, followed by the limits."""
         return self.doc + (f" [{self.limits}]" if self.limits else "")
 
     def help_lines(self, width: int) -> list[str]:
-        """`help` in lines of at most `width` columns, broken at blanks; not inside limits that fit on a line."""
+        """Return `help` in lines of at most `width` columns; limits that fit on one line are not broken."""
         limits = self.help[len(self.doc) + 1 :]
         kept = limits.replace(" ", "\0") if len(limits) <= width else limits
         lines = textwrap.wrap(f"{self.doc} {kept}", width, break_long_words=False, break_on_hyphens=False)
         return [line.replace("\0", " ") for line in lines]
 
     def convert(self, value: object, *, text: bool = False) -> Any:
-        """`value` as the field's type; BadValueError says why it is none. `text`: it comes from the command line."""
+        """Return `value` as the field's type, or raise BadValueError with the rule. `text`: from the command line."""
         empty = ("null", self.none or "null", *(() if self.path else ("~", "")))
         if value is None or (text and self.optional and str(value).lower() in empty):
             if self.optional:
@@ -209,7 +209,7 @@ class FieldSpec:
 
 
 def _notation(word: str, kind: str) -> str:
-    """Advice for a number or truth value that is text in YAML 1.2; empty where the word is neither."""
+    """Advise on a number or truth value that is text in YAML 1.2; return nothing if the word is neither."""
     if kind == "bool":
         plain = next((plain for plain, words in _TRUTH.items() if word.lower() in words), None)
         return "" if plain is None else "; write it without quotes" if word.lower() == plain else f"; write {plain}"
@@ -228,7 +228,7 @@ def _finite(value: Any) -> float:
 
 
 def expanded(value: Any) -> Any:
-    """A path with the home folder for the `~` at its start; in a list each of them. Other values stay as they are."""
+    """Return a path with the home folder in place of a `~` at its start; in a list, each path. Leave other values."""
     if isinstance(value, list | tuple):
         return tuple(map(expanded, value))
     with suppress(ValueError):  # a NUL, or a lone surrogate
@@ -237,7 +237,7 @@ def expanded(value: Any) -> Any:
 
 
 def _sound_path(value: str) -> str:
-    """The expanded path. BadValueError for one that no file can have."""
+    """Return the expanded path. Raises BadValueError for a path that no file can have."""
     path = expanded(value)
     try:
         encoded = os.fsencode(path)
@@ -257,4 +257,4 @@ def _sound_path(value: str) -> str:
 
 
 SIZE = FieldSpec("size", "int", ge=1)
-"""Any size or count by itself, such as a world size."""
+"""The rule for any size or count by itself, such as a world size."""

@@ -1,7 +1,7 @@
-"""Names of the fields, their aliases, and the values that a text gives them.
+"""Names of the fields, their aliases, and the typed values that a text gives them.
 
-A field may be written `section.field`, or by its last part where only one section has it (`lr`), or under its name in
-Megatron-LM (`tensor_model_parallel_size`). `-` and `_` are the same.
+A field may be written as `section.field`, by its last part if only one section has it (`lr`), or under its name in
+Megatron-LM (`tensor_model_parallel_size`). `-` and `_` mean the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _specs_of(section: str, cls: Any) -> dict[str, FieldSpec]:
         kind = f.type.__name__ if isinstance(f.type, type) else str(f.type)  # a string where annotations are postponed
         plain, rules = kind.removesuffix(" | None"), dict(f.metadata)
         if section == "moe" and f.name != "num_experts":
-            rules["needs"] = ("moe.num_experts", *rules["needs"])  # of a dense model nothing reads the section
+            rules["needs"] = ("moe.num_experts", *rules["needs"])  # nothing in a dense model reads the section
         place = {"section": section, "optional": plain != kind}
         found[f"{section}.{f.name}"] = FieldSpec(f.name, plain, default=f.default, **place, **rules)
     return found
@@ -31,7 +31,7 @@ _DECLARED = {name: cls for name, cls in SECTIONS.items() if cls is not ExtraConf
 SPECS: dict[str, FieldSpec] = {k: spec for name, cls in _DECLARED.items() for k, spec in _specs_of(name, cls).items()}
 """Every field by its dotted name, in file order."""
 ALIASES: dict[str, str] = {alias: dotted for dotted, spec in SPECS.items() for alias in spec.aliases}
-"""Megatron-LM's names for fields that are named otherwise here."""
+"""Megatron-LM's names for fields that have another name here."""
 
 _OF_A_LAYOUT = "set parallel.pipeline_layout, which gives the layers of every stage, as in"
 NOT_FIELDS: dict[str, str] = {
@@ -50,7 +50,7 @@ NOT_FIELDS: dict[str, str] = {
     "account_for_embedding_in_pipeline_split": f'{_OF_A_LAYOUT} "E t | tt | tt L", one layer less beside the embedding',
     "account_for_loss_in_pipeline_split": f'{_OF_A_LAYOUT} "E tt | tt | t L", one layer less beside the loss',
 }
-"""Names that one expects to be fields, and why they are none."""
+"""Names that a user might take for fields -> why they are none."""
 
 _LAST_PARTS: dict[str, list[str]] = {}
 for _dotted, _spec in SPECS.items():
@@ -59,13 +59,14 @@ KNOWN_NAMES: tuple[str, ...] = (*SPECS, *_LAST_PARTS, *ALIASES)
 """Every name under which a field may be written."""
 _ANY_NAME = (*KNOWN_NAMES, *SECTIONS)
 _UNDECLARED = FieldSpec("", "plain", optional=True)
-"""A field of a script, where nobody has said which it has."""
+"""The spec of a script's field while the fields that the script declares are not known."""
 
 
 def extra_specs(provider: Any) -> dict[str, FieldSpec]:
-    """The fields that a script adds in the section `extra`, by dotted name.
+    """Return the fields that a script adds in the section `extra`, by dotted name.
 
-    provider: a dataclass, its fields made by `labkit.config.field`; None adds none. ValueError for one that cannot be.
+    provider: a dataclass with fields made by `labkit.config.field`; None adds none. Raises ValueError for a provider
+    or a field that cannot be used.
     """
     if not (provider is None or (isinstance(provider, type) and dataclasses.is_dataclass(provider))):
         form = "a dataclass with a line `name: type = labkit.config.field(default, text)` for each field"
@@ -85,7 +86,7 @@ def extra_specs(provider: Any) -> dict[str, FieldSpec]:
 
 
 def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
-    """Dotted name of the field called `key` (inside `section`, if given) and, where there is none, a sentence why."""
+    """Return the dotted name of the field called `key` (in `section`, if given), or None and a sentence on why not."""
     if not isinstance(key, str):
         return None, f"{shown(key)}: a key must be a name, not {kind_of(key)}"
     name = key.replace("-", "_")
@@ -122,7 +123,7 @@ class Entry(NamedTuple):
 
 
 def rows(written: Mapping[Any, object]) -> Iterator[tuple[str, str | None, object, object]]:
-    """Line (none), section, key and value of each item; a whole section gives the items inside."""
+    """Yield line (none), section, key and value of each item; a whole section gives the items inside it."""
     for key, value in written.items():
         section = SECTIONS.get(key) if isinstance(key, str) else None
         if section is not None and isinstance(value, Mapping | section):
@@ -133,7 +134,7 @@ def rows(written: Mapping[Any, object]) -> Iterator[tuple[str, str | None, objec
 
 
 def read(written: Iterable[tuple[str, str | None, object, object]]) -> tuple[dict[str, Any], list[str]]:
-    """Typed values by dotted name of `rows`, and a sentence for each mistake."""
+    """Return the typed values of `rows` by dotted name, and a sentence for each mistake."""
     entries: list[Entry] = []
     problems: list[str] = []
     for where, section, key, value in written:
@@ -149,14 +150,14 @@ def read(written: Iterable[tuple[str, str | None, object, object]]) -> tuple[dic
 
 
 class Given:
-    """Values by name, as one text gives them. Two values for one name are a problem; the same value again is none."""
+    """Values by name, as a text gives them. Giving two values for one name is a problem; repeating a value is not."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._words: dict[str, str] = {}
 
     def add(self, name: str, value: object, words: str) -> list[str]:
-        """Keep `value`, written as `words`; a sentence where `name` has another value already."""
+        """Keep `value`, which was written as `words`; return a sentence if `name` already has another value."""
         first = self._words.setdefault(name, words)
         same = self.values.setdefault(name, value) == value
         return [] if same else [f"{name}: given twice, as {first} and as {words}; keep one"]
@@ -165,9 +166,9 @@ class Given:
 def convert_entries(
     entries: Iterable[Entry], *, text: bool = False, specs: Mapping[str, FieldSpec] = SPECS
 ) -> tuple[dict[str, Any], list[str]]:
-    """Typed values by dotted name, and a sentence for each entry that has none.
+    """Return the typed values by dotted name, and a sentence for each entry that has none.
 
-    A field named twice is a problem. On the command line (`text`) it is one where the values differ.
+    Naming a field twice is a problem. On the command line (`text`) it is one only if the values differ.
     """
     given, written = Given(), dict[str, str]()
     problems: list[str] = []

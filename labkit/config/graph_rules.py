@@ -1,8 +1,8 @@
-"""Rules of `graph.cuda_graph_modules`: the parts that can be captured, and those that exclude each other.
+"""Rules of `graph.cuda_graph_modules`: which parts can be captured, and which exclude each other.
 
-Python does not run inside a captured part: its shapes and addresses are fixed and the host reads no number. So every
-part stays outside that waits for a count, resizes memory, or draws random numbers of forward again in backward. The
-messages below give the reason of each rule.
+Python does not run inside a captured part: shapes and addresses are fixed, and the host reads no number. So every part
+that waits for a count, resizes memory, or draws forward's random numbers again in backward stays outside. The messages
+below give the reason of each rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MODULES = "graph.cuda_graph_modules"
 
 
 def graph_rules(found: Findings) -> None:
-    """All rules of the section; the first that the modules break is told."""
+    """Apply all rules of the section. Only the first one that the modules break is reported."""
     graph = found.config.graph
     if rule := _words_rule(graph.cuda_graph_modules):
         found.add(MODULES, rule)
@@ -28,7 +28,7 @@ def graph_rules(found: Findings) -> None:
 
 
 def _scope(found: Findings) -> frozenset[str]:
-    """The parts to capture; `full_iteration` alone where a graph holds the whole step."""
+    """Return the parts to capture, or `full_iteration` alone if a graph contains the whole step."""
     graph = found.config.graph
     return frozenset(["full_iteration"] if graph.is_full_iteration else graph.cuda_graph_modules)
 
@@ -39,7 +39,7 @@ def _refuse(found: Findings, rule: str) -> None:
 
 
 def _words_rule(scope: tuple[str, ...]) -> str:
-    """The rule that the words themselves break."""
+    """Return the rule that the words themselves break, or an empty string."""
     if unknown := [part for part in scope if part not in (*CAPTURED_PARTS, "full_iteration")]:
         known = ", ".join(CAPTURED_PARTS)
         return f"{shown(unknown[0])} is no part of a layer; choose from {known}{nearest(unknown[0], CAPTURED_PARTS)}"
@@ -55,7 +55,7 @@ def _words_rule(scope: tuple[str, ...]) -> str:
 
 
 def _full_iteration(found: Findings) -> None:
-    """One graph of all microbatches of a step."""
+    """Reject a single graph for all microbatches of a step where it cannot be captured."""
     pp = found.config.parallel.pp
     if "full_iteration" not in _scope(found):
         return
@@ -68,7 +68,7 @@ def _full_iteration(found: Findings) -> None:
 
 
 def _parts_there(found: Findings) -> None:
-    """A named part must be in some layer."""
+    """Reject a named part that is in no layer."""
     moe, scope, held = found.config.moe, _scope(found), _captured_by_part(found)
     if absent := sorted((scope & {"mamba", "attn", "mlp"}) - held):
         rule = f"{absent[0]} is a part of no layer of this model"
@@ -84,7 +84,7 @@ def _parts_there(found: Findings) -> None:
 
 
 def _captured_by_part(found: Findings) -> set[str]:
-    """The words of the scope for the parts of this model's layers, without words for experts."""
+    """Return the words of the scope for the parts of this model's layers, except for experts."""
     m = found.config.model
     if m.family != "mamba":
         return {"attn", "mlp"}
@@ -93,7 +93,7 @@ def _captured_by_part(found: Findings) -> set[str]:
 
 
 def _experts(found: Findings) -> None:
-    """Shapes of a layer with experts must be known before routing."""
+    """Reject layers with experts whose shapes are known only after routing."""
     moe, scope = found.config.moe, _scope(found)
     if not moe.num_experts:
         return
@@ -112,7 +112,7 @@ def _experts(found: Findings) -> None:
 
 
 def _split_backwards(found: Findings) -> None:
-    """Weight gradients that are put off read tensors that graphs have handed to eager code."""
+    """Reject delayed weight gradients that would read tensors which graphs have handed to eager code."""
     moe, s, scope = found.config.moe, found.config.schedule, _scope(found)
     if "full_iteration" in scope or s.path is not None:
         return
@@ -132,7 +132,7 @@ def _split_backwards(found: Findings) -> None:
 
 
 def _recompute(found: Findings) -> None:
-    """A recomputed part lies in a graph or outside, and draws no random number in one."""
+    """Reject a recomputed part that is only partly in a graph, or that draws random numbers in one."""
     m, scope = found.config.model, _scope(found)
     modules = m.recompute_modules if m.recompute_granularity == "selective" else ()
     if m.recompute_granularity == "full" and "full_iteration" not in scope:
@@ -159,7 +159,7 @@ def _recompute(found: Findings) -> None:
 
 
 def _draws(found: Findings, subject: str, names: list[str], advice: str = "") -> None:
-    """A graph that recomputes a part cannot draw the numbers of forward again, so `names` are all 0."""
+    """Reject `names` that are not 0, because a graph that recomputes a part cannot draw forward's numbers again."""
     if drawing := [name for name in names if found.value(name)]:
         numbers = " and ".join(f"{name} = {found.values[name]:g}" for name in drawing)
         rule = f"{subject} recomputed in a graph and would draw random numbers ({numbers})"
@@ -167,7 +167,7 @@ def _draws(found: Findings, subject: str, names: list[str], advice: str = "") ->
 
 
 def _constant_loss_scale(found: Findings) -> None:
-    """Numbers that Python keeps are those of the capture."""
+    """Reject a loss scale that changes, because a number that Python keeps has its value of the capture in a graph."""
     o = found.config.optim
     if "full_iteration" in _scope(found) and o.precision == "fp16" and o.loss_scale is None:
         rule = "full_iteration multiplies the loss inside the graph, by the loss scale at capture, and fp16's adapts"
@@ -175,5 +175,5 @@ def _constant_loss_scale(found: Findings) -> None:
 
 
 def _holds(scope: frozenset[str], part: str | None) -> bool:
-    """`part` is captured: named, or in the whole layer (no module named), or in the whole iteration."""
+    """Return True if `part` is captured: by its name, in the whole layer (no module named), or in the whole step."""
     return not scope or not scope.isdisjoint({part, "full_iteration"})

@@ -1,4 +1,4 @@
-"""Rules between the fields of layers: of a mixture of experts, and of a Mamba model."""
+"""Rules between the fields of layers: those of a mixture of experts, and those of a Mamba model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ READ_BY = {
     "*": ("model.kv_heads", "model.position", "model.attention_dropout", "model.attention_backend"),
     "-": ("model.ffn_hidden", "model.activation"),
 }
-"""Letter of a Mamba model's pattern -> fields that only such layers read; `model.position` where it is `rope`."""
+"""Letter of a Mamba model's pattern -> fields that only such layers read; `model.position` only if it is `rope`."""
 
 
 def moe_rules(found: Findings) -> None:
-    """Rules that need no world size."""
+    """Apply the rules of experts that need no world size."""
     if found.config.moe.num_experts == 0:
         found.check(_dense)
     else:
@@ -35,7 +35,7 @@ def moe_rules(found: Findings) -> None:
 
 
 def _dense(found: Findings) -> None:
-    """Options elsewhere that only a mixture of experts reads."""
+    """Reject options elsewhere that only a mixture of experts reads."""
     p, rule = found.config.parallel, "splits experts, but moe.num_experts = 0"
     if found.changed("parallel.ep"):
         found.add("parallel.ep", f"{rule}; set the number of experts, or ep = 1")
@@ -46,13 +46,13 @@ def _dense(found: Findings) -> None:
 
 
 def _recomputed(found: Findings) -> tuple[str, ...]:
-    """Parts of layers that are recomputed by their names."""
+    """Return the parts of layers that are recomputed by name."""
     m = found.config.model
     return m.recompute_modules if m.recompute_granularity == "selective" else ()
 
 
 def _ranks(found: Findings) -> None:
-    """Tensor parallelism must cut the tokens too, and one dispatcher sends none."""
+    """Require that tensor parallelism cuts the tokens too, and that `local` sends none to another rank."""
     p = found.config.parallel
     if p.tp > 1 and not p.sequence_parallel:
         rule = f"must be true with experts and parallel.tp = {p.tp}: otherwise each of these ranks would send every"
@@ -63,7 +63,7 @@ def _ranks(found: Findings) -> None:
 
 
 def _expert_width(found: Findings) -> None:
-    """The width of one expert is moe.ffn_hidden, else model.ffn_hidden, else 4 x hidden; etp cuts it."""
+    """Require that etp cuts the width of an expert: moe.ffn_hidden, else model.ffn_hidden, else 4 x hidden."""
     etp = found.config.parallel.expert_tp
     given = [name for name in ("moe.ffn_hidden", "model.ffn_hidden") if found.values[name] is not None]
     if given:
@@ -74,7 +74,7 @@ def _expert_width(found: Findings) -> None:
 
 
 def _pattern(found: Findings) -> None:
-    """Layers with experts and dense ones, repeated."""
+    """Require a pattern of layers with experts and dense ones that can be repeated over the model."""
     name, pattern, layers = "moe.layer_freq", found.config.moe.layer_freq, found.config.model.layers
     rule = "must be a list of 1 (a layer with experts) and 0 (a dense one)"
     if len(pattern) == 1 and pattern[0] > 1:
@@ -90,7 +90,7 @@ def _pattern(found: Findings) -> None:
 
 
 def _routing(found: Findings) -> None:
-    """The number of experts of a token, and the weights that they get."""
+    """Check the number of experts per token, and the weights that these experts get."""
     moe = found.config.moe
     found.at_most("moe.top_k", "moe.num_experts", f"; choose 1 to {moe.num_experts}")
     of_one = moe.top_k == 1 < moe.num_experts and moe.score_function == "softmax" and not moe.pre_softmax
@@ -100,7 +100,7 @@ def _routing(found: Findings) -> None:
 
 
 def _groups(found: Findings) -> None:
-    """A token takes top_k / group_topk experts or more from each of group_topk groups."""
+    """Require that a token takes at least top_k / group_topk experts from each of group_topk groups."""
     moe, names = found.config.moe, ("moe.num_groups", "moe.group_topk")
     groups, chosen, top_k = moe.num_groups, moe.group_topk, moe.top_k
     if groups is None and chosen is None:
@@ -120,7 +120,7 @@ def _groups(found: Findings) -> None:
 
 
 def _recompute(found: Findings) -> None:
-    """Parts of a layer with experts that can be computed again."""
+    """Reject parts of a layer with experts that cannot be recomputed."""
     modules, moe = _recomputed(found), found.config.moe
     if "shared_experts" in modules and moe.shared_expert_ffn_hidden is None:
         rule = "names shared_experts, and there are none"
@@ -135,7 +135,7 @@ def _recompute(found: Findings) -> None:
 
 
 def mamba_rules(found: Findings) -> None:
-    """Rules of `model.family = mamba`."""
+    """Apply the rules of `model.family = mamba`."""
     if found.config.model.family == "mamba":
         for condition, rule in NOT_WITH_MAMBA:
             found.excludes(condition, "", rule)
@@ -143,7 +143,7 @@ def mamba_rules(found: Findings) -> None:
 
 
 def _letters(found: Findings) -> None:
-    """The pattern has a letter for each layer, and a Mamba layer among them."""
+    """Require a letter for each layer in the pattern, and a Mamba layer among them."""
     name, layers = "model.hybrid_override_pattern", found.config.model.layers
     pattern = found.config.model.hybrid_override_pattern or "M" * layers
     if unknown := set(pattern) - set("M*-"):
@@ -155,7 +155,7 @@ def _letters(found: Findings) -> None:
 
 
 def _parts_there(found: Findings) -> None:
-    """Fields of a part that no layer has do nothing."""
+    """Reject fields of a part that no layer has, because they have no effect."""
     pattern = found.config.model.hybrid_override_pattern or "M"
     for part, names in READ_BY.items():
         for name in filter(found.changed, names if part not in pattern else ()):
@@ -164,7 +164,7 @@ def _parts_there(found: Findings) -> None:
 
 
 def _mamba_heads(found: Findings) -> None:
-    """Heads of one width fill twice the hidden width, unless they are counted; tp cuts their groups."""
+    """Require heads of one width that fill twice the hidden width, unless they are counted, and groups that tp cuts."""
     m = found.config.model
     if m.mamba_num_heads is None:
         found.divisor("model.mamba_head_dim", 2 * m.hidden, "2 x model.hidden")

@@ -1,9 +1,9 @@
 """The text that says what each pipeline stage holds: `Ettt|tttt|tttt|tttL`.
 
 Megatron's `pipeline_model_parallel_layout`: E is the embedding, t a transformer layer, L the final norm with the loss,
-`|` stands between stages. `t*3` and `(tt|)*2` repeat what is before the star; spaces and commas mean nothing. Stages
-are numbered from the left. A stage of E or of L alone is a standalone embedding or loss stage. Nothing between two `|`
-is an empty stage, which hands on what it is given: `Et||tt|L` has four stages, and the second is empty.
+and `|` separates stages. `t*3` and `(tt|)*2` repeat what is before the star; spaces and commas have no meaning. Stages
+are numbered from the left. A stage of only E or only L is a standalone embedding or loss stage. Nothing between two `|`
+is an empty stage, which passes on what it receives: `Et||tt|L` has four stages, and the second one is empty.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 import re
 
 MOST_SIGNS = 100_000
-"""Longest text, with its repetitions written out, that is read."""
+"""Longest text that is read, with its repetitions written out."""
 
 _TIMES = re.compile(r"[\s,]*\*[\s,]*([0-9]{1,9})")
 _FORM = "write E (embedding), t (a layer), L (loss) and | between stages, as in Ettt|tttt|tttL"
 
 
 class LayoutError(ValueError):
-    """A text that is no layout; the message is the rule, with the position where there is one."""
+    """A text that is no layout; the message is the rule that it breaks, with the position if there is one."""
 
 
 def parse_layout(text: str) -> list[str]:
-    """The stages of `text`, repetitions written out: `Et*2|(t|)*2L` gives `Ett`, `t`, `t`, `L`.
+    """Return the stages of `text` with repetitions written out: `Et*2|(t|)*2L` gives `Ett`, `t`, `t`, `L`.
 
-    Raises LayoutError for another letter, for brackets that do not match, and for an embedding or loss out of place.
-    Megatron reads `|Ett|L` and embeds in stage 0 all the same; labkit refuses it.
+    Raises LayoutError for another letter, for brackets that do not match, and for a misplaced embedding or loss.
+    Megatron accepts `|Ett|L` and embeds in stage 0 anyway; labkit rejects it.
     """
     signs = _written_out(text, 0, len(text))
     for letter, part, where, place in (
@@ -46,7 +46,7 @@ def parse_layout(text: str) -> list[str]:
 
 
 def _written_out(text: str, start: int, end: int) -> str:
-    """The signs of `text[start:end]` without repetitions, spaces and commas."""
+    """Return `text[start:end]` with repetitions written out, without spaces and commas."""
     found, position = "", start
     while position < end:
         letter, here = text[position], position

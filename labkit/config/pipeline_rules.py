@@ -1,6 +1,6 @@
-"""Rules between the fields of the pipeline: the number of stages, their layers, the transfers between them.
+"""Rules between the fields of the pipeline: how many stages there are, their layers, the transfers between them.
 
-Nothing here reads the CSV file at `schedule.path`; `labkit.train.run_schedule` holds that schedule against the run.
+Nothing here reads the CSV file at `schedule.path`; `labkit.train.run_schedule` checks that schedule against the run.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from labkit.config.pipeline_layout import LayoutError, parse_layout
 
 
 def pipeline_rules(found: Findings) -> None:
-    """Model chunks, stages and transfers."""
+    """Check model chunks, stages and transfers."""
     found.check(_number_of_chunks, _stages, _overlap, _microbatches)
 
 
 def _interleaves(found: Findings) -> bool:
-    """True where the interleaved schedule runs: several chunks a rank, by its name or by `auto`."""
+    """Return True if the interleaved schedule runs: a rank has several chunks, and its name or `auto` selects it."""
     s, vpp = found.config.schedule, found.config.parallel.vpp
     return s.path is None and vpp > 1 and named_schedule(s.name, vpp).chunks is None
 
 
 def _chunks(found: Findings) -> int | None:
-    """Model chunks on each rank; None where a file gives them."""
+    """Return the number of model chunks on each rank, or None if a file decides it."""
     s, vpp = found.config.schedule, found.config.parallel.vpp
     return (named_schedule(s.name, vpp).chunks or vpp) if s.path is None else None
 
 
 def _number_of_chunks(found: Findings) -> None:
-    """A schedule runs a fixed number of chunks a rank, or `parallel.vpp`."""
+    """Require the number of chunks that the schedule runs on a rank: a fixed one, or `parallel.vpp`."""
     s, p, chunks = found.config.schedule, found.config.parallel, _chunks(found)
     if p.vpp > 1 and p.pp == 1:
         rule = "model chunks are interleaved over pipeline stages, so it needs parallel.pp above 1"
@@ -43,9 +43,9 @@ def _number_of_chunks(found: Findings) -> None:
 
 
 def _stages(found: Findings) -> None:
-    """The stages that `parallel.pipeline_layout` names hold the model's layers; without it all hold equally many."""
+    """Require that the stages of `parallel.pipeline_layout` hold the model's layers; without it, equally many each."""
     text, chunks = found.config.parallel.pipeline_layout, _chunks(found)
-    if text is None and chunks is not None and not found.config.model.has_two_halves:  # a rule elsewhere
+    if text is None and chunks is not None and not found.config.model.has_two_halves:  # that one has its own rule
         _equal_shares(found, chunks)
     elif text is not None:
         try:
@@ -57,7 +57,7 @@ def _stages(found: Findings) -> None:
 
 
 def _layout_fits(found: Findings, stages: list[str], chunks: int | None) -> None:
-    """As many stages as the schedule has, and as many layers as the model."""
+    """Require as many stages as the schedule has, and as many layers as the model has."""
     name, pp, layers = "parallel.pipeline_layout", found.config.parallel.pp, found.config.model.layers
     held = sum(stage.count("t") for stage in stages)
     if chunks is not None and len(stages) != pp * chunks:
@@ -72,7 +72,7 @@ def _layout_fits(found: Findings, stages: list[str], chunks: int | None) -> None
 
 
 def _equal_shares(found: Findings, chunks: int) -> None:
-    """Every stage holds as many layers as every other, without the first where the embedding stands alone."""
+    """Require equally many layers on every stage, apart from the first if the embedding has a stage of its own."""
     p, hint = found.config.parallel, "try {up}; or name the layers of each stage in parallel.pipeline_layout"
     stages, standalone = p.pp * chunks, p.standalone_embedding_stage
     per_rank = "vpp" if p.vpp > 1 else f"chunks of {found.config.schedule.name}"
@@ -88,14 +88,14 @@ def _equal_shares(found: Findings, chunks: int) -> None:
 
 
 def _overlap(found: Findings) -> None:
-    """Only the interleaved schedule can be told to overlap its transfers."""
+    """Reject overlapped transfers for all but the interleaved schedule, which alone has this option."""
     if found.config.schedule.overlap_p2p_comm and not _interleaves(found):
         rule = "only the interleaved schedule takes it; set parallel.vpp above 1, or this to false"
         found.add("schedule.overlap_p2p_comm", f"{rule} (batch_p2p_comm = null overlaps in every schedule)")
 
 
 def _microbatches(found: Findings) -> None:
-    """Rules of schedules on the number of microbatches of a step."""
+    """Apply the rules of schedules on the number of microbatches in a step."""
     s, p, there = found.config.schedule, found.config.parallel, found.microbatches
     if there is None:
         return
@@ -113,9 +113,9 @@ def _microbatches(found: Findings) -> None:
 def group_size_rule(size: int, pp: int, microbatches: int) -> str:
     """Return the rule that a group size N of the interleaved schedule breaks, with legal sizes, or an empty string.
 
-    pp <= N <= M, and M mod N is 0 or at least pp. A rank runs N microbatches on one chunk before the next chunk. With
-    N < pp the second chunk needs the first microbatch before it is back from the last rank. A short last group has the
-    same trouble.
+    The rule is pp <= N <= M, and M mod N is 0 or at least pp. A rank runs N microbatches on one chunk before the next
+    chunk. With N < pp the second chunk needs the first microbatch before it is back from the last rank, and the same
+    happens if the last group is too short.
     """
 
     def is_legal(n: int) -> bool:

@@ -1,7 +1,7 @@
-"""Ready configurations, as functions: small ones for a laptop, the rows of Megatron-LM's paper (arXiv 1909.08053), and
-mixtures of experts.
+"""Ready-made configurations, as functions: small ones for a laptop, the rows of Megatron-LM's paper (arXiv 1909.08053),
+and mixtures of experts.
 
-`get(name)` finds one by its command-line name; `names()` lists them.
+`get(name)` returns the one with a command-line name; `names()` lists these names.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from labkit.config.sections import DataConfig, ModelConfig, MoEConfig, OptimConf
 
 
 def tiny() -> RunConfig:
-    """A GPT-2 of 0.5 million parameters for parity and lessons.
+    """Return a GPT-2 of 0.5 million parameters for parity and lessons.
 
-    Every layout up to tp 8, pp 8 divides it. Its vocabulary is the bundled tokenizer's and needs no padding at any of
-    these layouts. A global batch is 16 microbatches. AdamW's epsilon is 1e-5: a gradient of pure noise (a key bias)
-    then moves its parameter by nothing that parity could see.
+    Every layout up to tp 8, pp 8 divides it. Its vocabulary is that of the bundled tokenizer and needs no padding in
+    any of these layouts. A global batch has 16 microbatches. AdamW's epsilon is 1e-5, so that a gradient of pure noise
+    (that of a key bias) moves its parameter by less than parity could see.
     """
     return RunConfig(
         model=ModelConfig(layers=8, hidden=64, heads=8, vocab_size=1024, seq_length=64),
@@ -31,7 +31,7 @@ def tiny() -> RunConfig:
 
 
 def llama_tiny() -> RunConfig:
-    """`tiny` with Llama's blocks: RoPE, RMSNorm, SwiGLU, 4 key/value for 8 query heads, no bias, untied output."""
+    """Return `tiny` as a Llama: RoPE, RMSNorm, SwiGLU, 4 key/value for 8 query heads, no bias, untied output."""
     config = tiny()
     model = replace(
         config.model,
@@ -47,10 +47,10 @@ def llama_tiny() -> RunConfig:
 
 
 def gpt2_124m() -> RunConfig:
-    """GPT-2 small (124 million parameters) in bf16.
+    """Return GPT-2 small (124 million parameters) in bf16.
 
-    Its vocabulary of 50,257 needs a tokenizer file of that size in `data.tokenizer`. Batch, rates and regularisation
-    are the paper's (section 4.2).
+    Its vocabulary of 50,257 needs a tokenizer file of that size in `data.tokenizer`. Batch size, rates and
+    regularisation are the paper's (section 4.2).
     """
     config = _gpt2(layers=12, hidden=768, heads=12, tp=1, global_batch=512, padded_to=128)
     return replace(
@@ -61,7 +61,7 @@ def gpt2_124m() -> RunConfig:
 
 
 def _gpt2(*, layers: int, hidden: int, heads: int, tp: int, global_batch: int, padded_to: int = 1024) -> RunConfig:
-    """A GPT-2 with the training of the paper's section 4.2: fp16 with a dynamic loss scale, every layer recomputed."""
+    """Return a GPT-2 trained as in the paper's section 4.2: fp16 with a dynamic loss scale, every layer recomputed."""
     return RunConfig(
         model=ModelConfig(
             layers=layers,
@@ -86,25 +86,25 @@ def _gpt2(*, layers: int, hidden: int, heads: int, tp: int, global_batch: int, p
 
 
 def tiny_moe() -> RunConfig:
-    """`tiny` with 8 experts in every second layer, the first included, of which a token visits 2; none is ever full.
+    """Return `tiny` with 8 experts in every second layer, from the first on; a token visits 2, and none is ever full.
 
-    Expert parallelism up to 8 divides it. Load-balancing and z-loss have the weights of the Switch Transformer (arXiv
-    2101.03961) and ST-MoE (arXiv 2202.08906), so that parity covers both.
+    Expert parallelism up to 8 divides it. Load-balancing loss and z-loss have the weights of the Switch Transformer
+    (arXiv 2101.03961) and ST-MoE (arXiv 2202.08906), so that parity covers both.
     """
     moe = MoEConfig(num_experts=8, ffn_hidden=128, layer_freq=(1, 0), top_k=2, aux_loss_coeff=1e-2, z_loss_coeff=1e-3)
     return replace(tiny(), moe=moe)
 
 
 def mixtral_tiny() -> RunConfig:
-    """`llama_tiny` with Mixtral's experts (arXiv 2401.04088): 8 in every layer, 2 of them for a token."""
+    """Return `llama_tiny` with Mixtral's experts (arXiv 2401.04088): 8 in every layer, of which a token visits 2."""
     return replace(llama_tiny(), moe=_mixtral_experts())
 
 
 def mixtral_8x7b() -> RunConfig:
-    """Mixtral 8x7B (46.7 billion parameters, 12.9 billion of them for a token) in bf16, on 32 GPUs or more.
+    """Return Mixtral 8x7B (46.7 billion parameters, of which a token uses 12.9 billion) in bf16, for 32 GPUs or more.
 
-    Its vocabulary needs a tokenizer file in `data.tokenizer`. Sequences are of 4,096 tokens; the released model takes
-    32,768.
+    Its vocabulary needs a tokenizer file in `data.tokenizer`. Sequences have 4,096 tokens, whereas the released model
+    takes 32,768.
     """
     model = ModelConfig(
         layers=32,
@@ -129,10 +129,10 @@ def _mixtral_experts() -> MoEConfig:
 
 
 def deepseek_tiny() -> RunConfig:
-    """`llama_tiny` with DeepSeek-V3's experts (arXiv 2412.19437), attention apart.
+    """Return `llama_tiny` with DeepSeek-V3's experts (arXiv 2412.19437), but not its attention.
 
     The first layer is dense. The others have 16 narrow experts in 4 groups, and a shared expert for all tokens. A token
-    visits 4 experts in 2 groups. Sigmoid scores choose them, with a bias that evens the load.
+    visits 4 experts in 2 groups, chosen by sigmoid scores with a bias that evens the load.
     """
     moe = MoEConfig(
         num_experts=16,
@@ -152,11 +152,11 @@ def deepseek_tiny() -> RunConfig:
 
 
 def deepseek_moe_16b() -> RunConfig:
-    """DeepSeekMoE 16B (arXiv 2401.06066; 16.4 billion parameters, 2.8 billion of them for a token) in bf16, on 8 GPUs
-    or more.
+    """Return DeepSeekMoE 16B (arXiv 2401.06066) in bf16, for 8 GPUs or more.
 
-    The first layer is dense. The others have 64 narrow experts, of which a token visits 6, and two shared experts,
-    built as one of twice the width. The vocabulary needs a tokenizer file in `data.tokenizer`.
+    It has 16.4 billion parameters, of which a token uses 2.8 billion. The first layer is dense. The others have 64
+    narrow experts, of which a token visits 6, and two shared experts, built as one of twice the width. The vocabulary
+    needs a tokenizer file in `data.tokenizer`.
     """
     model = ModelConfig(
         layers=28,
@@ -186,7 +186,7 @@ def deepseek_moe_16b() -> RunConfig:
 
 
 def _large_moe(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig) -> RunConfig:
-    """With the batch, warm-up, peak rate and number of steps of DeepSeekMoE 16B; the decay is a cosine."""
+    """Return a run with the batch, warm-up, peak rate and steps of DeepSeekMoE 16B; the decay is a cosine."""
     return RunConfig(
         model=model,
         parallel=parallel,
@@ -199,7 +199,7 @@ def _large_moe(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig) -> 
 
 
 def bert_tiny() -> RunConfig:
-    """A BERT of 0.5 million parameters for parity and lessons, with the norms of figure 7b of Megatron-LM's paper.
+    """Return a BERT of 0.5 million parameters for parity and lessons, with its norms as in figure 7b of Megatron-LM.
 
     Its vocabulary has room for the bundled tokenizer's 1,024 tokens and BERT's own, and needs no padding up to tp 8.
     """
@@ -208,10 +208,10 @@ def bert_tiny() -> RunConfig:
 
 
 def mamba_tiny() -> RunConfig:
-    """A hybrid of Mamba-2, attention and MLP layers, of 0.3 million parameters, for parity and lessons.
+    """Return a hybrid of Mamba-2, attention and MLP layers with 0.3 million parameters, for parity and lessons.
 
-    The attention layers see the order of tokens by what the Mamba layers before them write, so there are no positions.
-    Every layout up to tp 4, pp 4 divides it.
+    The attention layers see the order of tokens through what the Mamba layers before them write, so there are no
+    positions. Every layout up to tp 4, pp 4 divides it.
     """
     config = tiny()
     model = replace(
@@ -229,7 +229,7 @@ def mamba_tiny() -> RunConfig:
 
 
 def t5_tiny() -> RunConfig:
-    """A T5 of 0.3 million parameters in Megatron's form: learned positions, LayerNorm, biases.
+    """Return a T5 of 0.3 million parameters in Megatron's form: learned positions, LayerNorm, biases.
 
     Its vocabulary has room for the bundled tokenizer's 1,024 tokens and T5's own, and needs no padding up to tp 8.
     """
@@ -247,7 +247,7 @@ class Row(NamedTuple):
     tp: int
     """GPUs of one model-parallel group."""
     gpus: int
-    """GPUs with data parallelism."""
+    """GPUs when data parallelism is added."""
 
 
 TABLE_1: dict[str, Row] = {
@@ -256,14 +256,14 @@ TABLE_1: dict[str, Row] = {
     "4.2B": Row(64, 2304, 24, 4, 256),
     "8.3B": Row(72, 3072, 32, 8, 512),
 }
-"""Scaling study: 96 features a head, vocabulary padded to a multiple of 1,024."""
+"""The scaling study: 96 features per head, vocabulary padded to a multiple of 1,024."""
 
 TABLE_2: dict[str, Row] = {
     "355M": Row(24, 1024, 16, 1, 64),
     "2.5B": Row(54, 1920, 20, 2, 128),
     "8.3B": Row(72, 3072, 24, 8, 512),
 }
-"""Models that were trained; model-parallel sizes are those of Table 1."""
+"""Models that were trained; their model-parallel sizes are those of Table 1."""
 
 
 TABLE_4: dict[str, Row] = {
@@ -271,40 +271,40 @@ TABLE_4: dict[str, Row] = {
     "1.3B": Row(24, 2048, 32, 2, 256),
     "3.9B": Row(48, 2560, 40, 4, 512),
 }
-"""BERT models that were trained. The paper gives no model-parallel sizes for them; these leave 128 replicas."""
+"""BERT models that were trained. The paper gives no model-parallel sizes for them; these sizes leave 128 replicas."""
 
 FIGURE_7 = Row(36, 1280, 20, 1, 128)
-"""BERT with 752 million parameters, of which the paper gives only this number. These are GPT-2 large's sizes. Of dozens
-of layers with heads of 64 features, as in Table 4, no others make it (the vocabulary is padded to 30,592)."""
+"""BERT with 752 million parameters; the paper gives only that number. The sizes are GPT-2 large's: no others with
+dozens of layers and heads of 64 features, as in Table 4, make it (the vocabulary is padded to 30,592)."""
 
 
 def table1(row: str, *, data_parallel: bool = False) -> RunConfig:
-    """A row of Table 1 (`1.2B`, `2.5B`, `4.2B`, `8.3B`): batch 8 on `tp` GPUs, or batch 512 on 64 times as many."""
+    """Return a row of Table 1 (`1.2B`, `2.5B`, `4.2B`, `8.3B`): batch 8 on `tp` GPUs, or 512 on 64 times as many."""
     r = _row(TABLE_1, row, "Table 1")
     batch = 512 if data_parallel else 8
     return _gpt2(layers=r.layers, hidden=r.hidden, heads=r.heads, tp=r.tp, global_batch=batch)
 
 
 def table2(row: str) -> RunConfig:
-    """A row of Table 2 (`355M`, `2.5B`, `8.3B`): batch 512, 300,000 steps."""
+    """Return a row of Table 2 (`355M`, `2.5B`, `8.3B`): batch 512, 300,000 steps."""
     r = _row(TABLE_2, row, "Table 2")
     return _gpt2(layers=r.layers, hidden=r.hidden, heads=r.heads, tp=r.tp, global_batch=512)
 
 
 def table4(row: str) -> RunConfig:
-    """A row of Table 4 (`336M`, `1.3B`, `3.9B`), with the training of sections 4, 4.2 and 5.3.
+    """Return a row of Table 4 (`336M`, `1.3B`, `3.9B`), with the training of sections 4, 4.2 and 5.3.
 
-    It has fp16 with a dynamic loss scale, every layer recomputed, batch 1,024, linear decay over two million steps.
+    It has fp16 with a dynamic loss scale, every layer recomputed, batch 1,024, and linear decay over two million steps.
     3% of the data are held out for validation. Its vocabulary of 30,522 needs a tokenizer file of that size in
-    `data.tokenizer`. The paper trained the largest row for 1.5 million steps.
+    `data.tokenizer`. The paper trained the largest row for only 1.5 million steps.
     """
     return _bert(_row(TABLE_4, row, "Table 4"))
 
 
 def figure7() -> RunConfig:
-    """The BERT with 752 million parameters of figure 7, trained as the rows of Table 4.
+    """Return the BERT with 752 million parameters of figure 7, trained like the rows of Table 4.
 
-    Its norms are those of figure 7b. With `model.norm_placement` = post, those of 7a, training was not stable.
+    Its norms are those of figure 7b. With those of 7a, `model.norm_placement` = post, training was not stable.
     """
     return _bert(FIGURE_7)
 
@@ -360,12 +360,12 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 
 
 def names() -> list[str]:
-    """Names that `get` knows."""
+    """Return the names that `get` knows."""
     return list(PRESETS)
 
 
 def get(name: str) -> RunConfig:
-    """The preset called `name`; ConfigError lists the names where there is none."""
+    """Return the preset called `name`. Raises ConfigError, which lists the names, if there is none."""
     key = name.replace("-", "_").replace(".", "_").lower()
     if key not in PRESETS:
         hint = nearest(key, PRESETS)

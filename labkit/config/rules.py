@@ -1,7 +1,7 @@
-"""Rules of a sound configuration; each broken one becomes a sentence of field, value, rule and way out.
+"""Rules of a sound configuration; each broken one becomes a sentence with the field, its value, the rule and a way out.
 
-`Findings` looks at single fields first. Here follow tables of rules that have one form, and the rules that every run
-has: model, layout, batch. The rules of a topic have a module of their own. `problems` asks them where the configuration
+`Findings` checks single fields first. Below are tables of rules that have one form, and the rules that every run has:
+model, layout, batch. The rules of a topic have a module of their own, which `problems` calls only if the configuration
 uses the topic.
 """
 
@@ -33,7 +33,7 @@ TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     profile_rules: ("train.profile",),
     data_rules: ("data.",),
 }
-"""Rules of a topic -> starts of the fields that use it. With all of these at their defaults no such rule is broken."""
+"""Rules of a topic -> starts of the fields that use it. If all these have their defaults, no such rule is broken."""
 # fmt: off
 MULTIPLES = (
     ("model.hidden", "model.heads"),
@@ -42,7 +42,7 @@ MULTIPLES = (
     ("moe.shared_expert_ffn_hidden", "parallel.tp", ", which splits it over ranks"),
     ("train.global_batch_size", "train.micro_batch_size"),
 )
-"""A size, another that must divide it, and why. The MLP's usual width, 4 x hidden, follows from the heads."""
+"""A size, another that must divide it, and the reason. The MLP's usual width, 4 x hidden, follows from the heads."""
 AT_MOST = (
     ("optim.min_lr", "optim.lr", ", from which the rate decays; lower it"),
     ("optim.min_loss_scale", "optim.initial_loss_scale", "; lower it"),
@@ -115,12 +115,12 @@ EXCLUSIONS = (
     ("graph.cuda_graph_warmup_steps=0", "graph.cuda_graph_impl optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed",
      "must be at least 1 with optim.fp8_recipe = delayed: the first step has no history yet to scale by"),
 )
-"""A field's values, the values of other fields with which they do not go, and the rule that the refusal gives."""
+"""A field's values, the values of other fields that they exclude, and the rule that the error gives."""
 # fmt: on
 
 
 def problems(config: Sections, world_size: int | None = None) -> list[str]:
-    """Every broken rule of `config`, for `world_size` ranks where that is given."""
+    """Return a sentence for every broken rule of `config`, for `world_size` ranks if that is given."""
     found = Findings(config, world_size)
     for form, table in ((found.multiple_of, MULTIPLES), (found.at_most, AT_MOST), (found.excludes, EXCLUSIONS)):
         for entry in table:
@@ -134,14 +134,14 @@ def problems(config: Sections, world_size: int | None = None) -> list[str]:
 
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None = None) -> list[str]:
-    """Every broken rule of a layout by itself, without a model."""
+    """Return a sentence for every broken rule of a layout by itself, without a model."""
     found = Findings(Sections(parallel=parallel), world_size)
     found.check(*_LAYOUT)
     return found.problems
 
 
 def _heads(found: Findings) -> None:
-    """Rotary encoding turns pairs, and tensor parallelism splits key/value heads or copies them evenly."""
+    """Check heads: rotary encoding turns pairs, and tp splits key/value heads or copies them evenly."""
     m, tp = found.config.model, found.config.parallel.tp
     found.divisor("model.kv_heads", m.heads, "model.heads")
     if m.position == "rope" and (width := m.hidden // m.heads) % 2:
@@ -154,7 +154,7 @@ def _heads(found: Findings) -> None:
 
 
 def _sequence(found: Findings) -> None:
-    """Context parallelism and sequence parallelism cut a sequence evenly."""
+    """Require that context parallelism and sequence parallelism cut a sequence evenly."""
     p = found.config.parallel
     if p.sequence_parallel and found.config.model.decoder_seq_length:
         found.multiple("model.decoder_seq_length", p.tp, "parallel.tp", why=" with parallel.sequence_parallel")
@@ -170,7 +170,7 @@ def _sequence(found: Findings) -> None:
 
 
 def order_problem(order: str, sizes: Mapping[str, int]) -> str:
-    """The rule that an order string breaks for these axis sizes (1 where an axis is not in use), or nothing."""
+    """Return the rule that an order string breaks for these axis sizes (1 for an unused axis), or an empty string."""
     axes = order.lower().split("-")
     allowed = f"name each of {', '.join(AXES)} at most once, joined by -, as in tp-cp-ep-dp-pp"
     for axis in axes:
@@ -184,7 +184,7 @@ def order_problem(order: str, sizes: Mapping[str, int]) -> str:
 
 
 def _world_size(found: Findings) -> None:
-    """The world factors into the sizes of both generators."""
+    """Require that the world size factors into the sizes of both generators."""
     world = found.values["world_size"]
     if world is None:
         return
@@ -205,7 +205,7 @@ def _world_size(found: Findings) -> None:
 
 
 def _replicas(found: Findings) -> tuple[int, int]:
-    """dp and edp; 1 and 1 where no sound world size is known."""
+    """Return dp and edp, or 1 and 1 if no sound world size is known."""
     world, p = found.values["world_size"], found.config.parallel
     if world is None or not found.sound("world_size"):
         return 1, 1
@@ -213,7 +213,7 @@ def _replicas(found: Findings) -> tuple[int, int]:
 
 
 def _instances(found: Findings) -> None:
-    """Instances of the distributed optimizer cut the replicas of every parameter into equal groups."""
+    """Require that the distributed optimizer's instances cut the replicas of every parameter into equal groups."""
     name, (dp, edp) = "optim.num_distributed_optimizer_instances", _replicas(found)
     if found.value("world_size") is not None:
         found.divisor(name, dp * found.config.parallel.cp, "dp x cp")
@@ -222,9 +222,9 @@ def _instances(found: Findings) -> None:
 
 
 def _order(found: Findings) -> None:
-    """The order string names every axis in use, and both generators give the same pipeline groups.
+    """Require that the order string names every axis in use, and that both generators give the same pipeline groups.
 
-    For pp > 1 the groups are the same exactly if pp has one stride in both: rank and stride give a rank's group.
+    For pp > 1 the groups are the same exactly if pp has one stride in both: rank and stride determine a rank's group.
     """
     p, (dp, edp) = found.config.parallel, _replicas(found)
     dense, expert = {"tp": p.tp, "cp": p.cp, "dp": dp}, {"tp": p.expert_tp, "ep": p.ep, "dp": edp}
@@ -241,7 +241,7 @@ def _order(found: Findings) -> None:
 
 
 def _encoder_decoder(found: Findings) -> None:
-    """An encoder-decoder pipeline has stages in both halves, one chunk a rank, and equal layers on those of a half."""
+    """Require that an encoder-decoder has stages in both halves, one chunk per rank, and equal stages within a half."""
     name, p, m = "parallel.split_rank", found.config.parallel, found.config.model
     if p.split_rank is None and m.has_two_halves and p.pp > 1:
         rule = f"with parallel.pp = {p.pp} a T5 needs it: ranks before it run the encoder, the others the decoder"
@@ -262,7 +262,7 @@ _LAYOUT = (_world_size, _instances, _order, _encoder_decoder)
 
 
 def _batch(found: Findings) -> None:
-    """The global batch is cut evenly into micro batches, and these over data-parallel ranks."""
+    """Require that micro batches, and data-parallel ranks, cut the global batch evenly."""
     t, name = found.config.train, "train.global_batch_size"
     if found.value("world_size") is not None:
         dp, _ = _replicas(found)

@@ -1,6 +1,6 @@
 """The sections of a run's configuration, as frozen dataclasses.
 
-One section a concern. Each field is declared once, with its default, its help, its limits and its other names. The
+A section has one concern. Each field is declared once, with its default, its help, its limits and its other names. The
 checks, the command line's help, printed configurations and docs/config.md are made from this table.
 Names are Megatron's in short form: `tp cp ep etp dp edp pp vpp`. A field's type is one of `int`, `float`, `bool`,
 `str`, `tuple[str, ...]`, `tuple[int, ...]`, or one of them `| None`.
@@ -47,7 +47,8 @@ REASONS = {
     "optim.overlap_grad_reduce=true": "which leaves one bucket",
     "optim.distributed_optimizer=true": "which leaves parameters and their states whole on every rank",
 }
-"""A need of fields -> the reason that the refusal gives where the need does not hold."""
+"""A condition in the `needs` of fields -> the reason that the error gives if the condition does not hold."""
+# A table: the declaration of a field, and its text on the lines below if one line is too short.
 # A table: the declaration of a field, and its text on the lines below where one line is too short.
 # fmt: off
 
@@ -157,16 +158,16 @@ class ModelConfig:
 
     @property
     def has_two_halves(self) -> bool:
-        """True for an encoder and a decoder behind it."""
+        """True for a model with an encoder and a decoder after it."""
         return self.model_type == "encoder_and_decoder" or (self.model_type is None and self.family == "t5")
 
     @property
     def mamba_heads(self) -> int:
-        """Heads of a Mamba layer."""
+        """Number of heads of a Mamba layer."""
         return self.mamba_num_heads or 2 * self.hidden // self.mamba_head_dim
 
     def parts_of_layer(self, index: int) -> str:
-        """The parts of layer `index` in their order: `*` attention, `-` MLP or experts, `M` Mamba."""
+        """Return the parts of layer `index` in their order: `*` attention, `-` MLP or experts, `M` Mamba."""
         if self.family != "mamba":
             return "*-"
         return "M" if self.hybrid_override_pattern is None else self.hybrid_override_pattern[index]
@@ -210,13 +211,13 @@ class ParallelConfig:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallel size inside experts, tp where etp is not given."""
+        """Tensor parallel size inside experts; tp if etp is not given."""
         return self.tp if self.etp is None else self.etp
 
 
 @dataclass(frozen=True)
 class _HasPaths:
-    """A section with paths. A `~` at the start of one is the home folder, however the section was made."""
+    """A section with paths. A `~` at the start of a path becomes the home folder, however the section was made."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -324,7 +325,7 @@ class MoEConfig:
         aliases="moe_shared_expert_overlap", needs="moe.shared_expert_ffn_hidden moe.dispatcher=alltoall")
 
     def is_moe_layer(self, index: int) -> bool:
-        """True where layer `index` of the whole model has experts."""
+        """Return True if layer `index` of the whole model has experts."""
         return self.num_experts > 0 and self.layer_freq[index % len(self.layer_freq)] == 1
 
 
@@ -344,7 +345,7 @@ class GraphConfig:
 
     @property
     def is_full_iteration(self) -> bool:
-        """One graph holds a whole step. Megatron named that among the modules until #4292."""
+        """True if one graph contains a whole step. Megatron named that among the modules until #4292."""
         return "full_iteration" in (self.cuda_graph_impl, *self.cuda_graph_modules)
 
 
@@ -373,7 +374,7 @@ class DataConfig(_HasPaths):
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """Shares of train, valid and test, which sum to 1. ValueError where `split` is not three such shares."""
+        """Shares of train, valid and test, which sum to 1. Raises ValueError if `split` is not three such shares."""
         words = self.split.split(",")
         parts = [float(word) for word in words if _NUMBER.fullmatch(word.strip())]
         if len(words) != 3 or len(parts) != 3 or min(parts) < 0 or not 0 < sum(parts) < math.inf:
@@ -385,12 +386,12 @@ class DataConfig(_HasPaths):
 
     @property
     def weighted(self) -> bool:
-        """The blend has weights: one of its words is a number."""
+        """True if the blend has weights, that is, if one of its words is a number."""
         return any(map(_NUMBER.fullmatch, self.blend))
 
     @property
     def sources(self) -> list[tuple[float | None, str]]:
-        """Weight (None: by size) and prefix of each indexed dataset; empty where a text is read."""
+        """Weight (None: by size) and prefix of each indexed dataset; empty if a text is read."""
         if self.path is not None and not os.path.isfile(self.path) and os.path.isfile(f"{self.path}.idx"):
             return [(None, self.path)]
         if self.weighted:
@@ -541,7 +542,7 @@ class ExtraConfig(SimpleNamespace):
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """All sections; `RunConfig` adds what can be done with them."""
+    """All sections; `RunConfig` adds what you can do with them."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
@@ -554,7 +555,7 @@ class Sections:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     extra: ExtraConfig = dataclasses.field(default_factory=ExtraConfig)
     extra_specs: dict[str, FieldSpec] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """The fields in `extra` that a script has declared, by dotted name (`RunConfig.with_extra`); no section."""
+    """The fields in `extra` that a script has declared, by dotted name (`RunConfig.with_extra`). This is no section."""
 
 
 SECTIONS: dict[str, type] = {name: type(section) for name, section in vars(Sections()).items() if name != "extra_specs"}

@@ -12,7 +12,7 @@ from labkit.config.findings import Findings
 
 
 def training_rules(found: Findings) -> None:
-    """Parts of layers that are computed again."""
+    """Reject parts of layers that cannot be recomputed."""
     m, name, parts = found.config.model, "model.recompute_modules", ", ".join(RECOMPUTED_PARTS)
     if m.recompute_granularity == "selective":
         modules = m.recompute_modules
@@ -30,7 +30,7 @@ def training_rules(found: Findings) -> None:
 
 
 def optimizer_rules(found: Findings) -> None:
-    """Warm-up and decay of the learning rate fit the run."""
+    """Require that warm-up and decay of the learning rate fit into the run."""
     o, steps = found.config.optim, found.config.train.steps
     end, words = (steps, "train.steps") if o.decay_steps is None else (o.decay_steps, "optim.decay_steps")
     left = end - o.warmup_steps
@@ -46,7 +46,7 @@ def optimizer_rules(found: Findings) -> None:
 
 
 def profile_rules(found: Findings) -> None:
-    """A profile has steps and ranks, and a folder for its traces."""
+    """Require that a profile has steps and ranks, and a folder for its traces."""
     t, world, name = found.config.train, found.values["world_size"], "train.profile_step_start"
     if t.profile == "none":
         return
@@ -62,12 +62,12 @@ def profile_rules(found: Findings) -> None:
 
 
 def data_rules(found: Findings) -> None:
-    """Indexed datasets, and shares of the text."""
+    """Check the names of indexed datasets, and the shares of the text."""
     found.check(_indexed, _shares)
 
 
 def _indexed(found: Findings) -> None:
-    """Indexed datasets are named by their prefixes, and some fields are read with such datasets alone."""
+    """Require prefixes for indexed datasets, and such datasets for the fields that are read only with them."""
     data = found.config.data
     prefix, ending = os.path.splitext(data.path or "")
     if data.blend and data.path is not None:
@@ -87,7 +87,7 @@ def _indexed(found: Findings) -> None:
 
 
 def _weights(sources: Sequence[tuple[float | None, str]]) -> bool:
-    """All are positive numbers with a finite sum."""
+    """Return True if all weights are positive numbers with a finite sum."""
     weights = [weight or 0.0 for weight, _ in sources]
     return min(weights) > 0 and sum(weights) < math.inf
 

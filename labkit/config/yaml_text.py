@@ -1,8 +1,8 @@
-"""YAML in and out, strictly.
+"""Read and write YAML, strictly.
 
-Reads the YAML 1.2 core types, so that `1e-4` is a number, `on` and `no` are words, and `010` is not 8. Tags, anchors
-and aliases are refused: a configuration needs none, and they are how a small file becomes a large object or a call.
-Keys keep their line numbers, so that a message can name them; a key given twice is an error.
+The reader knows the YAML 1.2 core types, so `1e-4` is a number, `on` and `no` are words, and `010` is not 8. It rejects
+tags, anchors and aliases: a configuration needs none, and they are how a small file becomes a large object or a call.
+Keys keep their line numbers, so that a message can name the line; a key that is given twice is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FLOAT = re.compile(
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader with the YAML 1.2 core types and neither tags, anchors nor aliases."""
+    """SafeLoader with the YAML 1.2 core types, but without tags, anchors and aliases."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name and form
 
@@ -58,19 +58,19 @@ for _tag, _pattern, _first in (
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which our reader would take for a number."""
+    """SafeDumper that also quotes text which our reader would mistake for a number."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def dump(values: dict[str, Any]) -> str:
-    """YAML text of nested plain values, in their order."""
+    """Return YAML text of nested plain values, in their order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
 
 
 def dump_commented(values: dict[str, dict[str, Any]], specs: Mapping[str, FieldSpec], width: int = WIDTH) -> str:
-    """`dump` of sections with the help above each section and field, and an empty line between sections.
+    """Return `dump` of sections with the help above each section and field, and an empty line between sections.
 
     width: columns of the help.
     """
@@ -90,7 +90,7 @@ def dump_commented(values: dict[str, dict[str, Any]], specs: Mapping[str, FieldS
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
-    """Typed values by dotted name of the file at `path`, and a sentence for each mistake in it.
+    """Return the typed values in the file at `path` by dotted name, and a sentence for each mistake in it.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -115,7 +115,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def parse(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Typed values by dotted name, and a sentence for each mistake in `text`."""
+    """Return the typed values in `text` by dotted name, and a sentence for each mistake in it."""
     try:
         loader = _StrictLoader(text)
         try:
@@ -142,7 +142,7 @@ def parse(text: str) -> tuple[dict[str, Any], list[str]]:
 def _rows(
     loader: _StrictLoader, node: Any, twice: list[str], section: str | None = None
 ) -> Iterator[tuple[str, str | None, object, object]]:
-    """`fields.rows` with lines; a sentence for each key that is given twice goes to `twice`."""
+    """Yield `fields.rows` with line numbers; add a sentence to `twice` for each key that is given twice."""
     seen: dict[Any, int] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
