@@ -1,6 +1,6 @@
-"""What a run costs, by arithmetic without torch: parameters, operations, memory, bytes on the wire, overlap.
+"""What a run costs, by arithmetic without torch: parameters, operations, memory, bytes on the wire, and overlap.
 
-Names are loaded on first use (PEP 562).
+Names are imported only when they are used (PEP 562).
 """
 
 from __future__ import annotations

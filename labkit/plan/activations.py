@@ -1,9 +1,11 @@
 """Bytes that a forward keeps for its backward, in closed form, tensor by tensor. Numbers only, no torch.
 
 arXiv 2205.05198 counts s b h (34 + 5 a s / h) bytes for a GPT-2 layer with 16-bit activations and dropout. This file
-has the same account for any type, with or without dropout, SwiGLU, rotary positions, grouped queries and recomputation.
-Tests compare the numbers with measured ones (`SavedTensors`), to 1%. Functions with an argument `moe` count a layer
-with experts if `moe` is given. s = sequence, b = samples, h = hidden, a = heads, t = tensor-parallel size.
+counts in the same way, but for any type, with or without dropout, SwiGLU, rotary positions, grouped queries and
+recomputation. Tests compare the numbers with measured ones (`SavedTensors`), to 1%. Functions with an argument `moe`
+count a layer with experts if `moe` is given.
+
+s is the sequence, b the samples, h the hidden size, a the number of heads, t the tensor-parallel size.
 
 | per layer and rank           | no recomputation               | selective (core attention) | full        |
 |------------------------------|--------------------------------|----------------------------|-------------|
@@ -12,12 +14,12 @@ with experts if `moe` is given. s = sequence, b = samples, h = hidden, a = heads
 | tensor and sequence parallel | s b h / t (34 + 5 a s / h)     | 34 s b h / t               | 2 s b h / t |
 
 The term 5 a s / h counts the probabilities, their dropout mask and the probabilities after dropout. A fused attention
-kernel keeps none of them. On a CPU torch has no fused kernel with dropout: its `math` then keeps three maps of
-probabilities.
+kernel keeps none of them. But on a CPU torch has no fused kernel with dropout, so its `math` kernel runs, which keeps
+three maps of probabilities.
 
-Grouped experts with a gate keep the tensors below. T are the tokens of a rank, k the experts of a token, g the width of
-an expert, e the bytes of an element. R are the rows that the rank's experts work on: T k in the mean over ranks, times
-etp.
+Grouped experts with a gate keep the tensors below. T is the number of tokens of a rank, k the experts of a token, E the
+number of experts, g the width of an expert, e the bytes of an element. R is the number of rows that the rank's experts
+work on: T k on average over ranks, times etp.
 
 | tensor                              | bytes              |
 |-------------------------------------|--------------------|
@@ -29,7 +31,7 @@ etp.
 | scores and choice                   | T E (w + 1)        |
 
 Shared experts keep as much as an MLP. R differs from rank to rank, and only its mean is known before routing. w is the
-bytes of a routing weight: 4, or more with a wider router.
+number of bytes of a routing weight: 4, or more with a wider router.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ from labkit.plan.mamba import mamba_sizes, mixer_saved
 from labkit.plan.sizes import DENSE, expert_width, fc1_width, ffn_width, gate_and_up, kv_width, padded_vocab, qkv_width
 
 INDEX_BYTES = 8
-"""Bytes of the place of a row."""
+"""Bytes of an index that places a row."""
 
 
 def moe_saved(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int]:
-    """Tensor -> bytes that experts keep after the layer's second norm without recomputation, in order of the forward.
+    """Return tensor -> bytes that experts keep after the layer's second norm without recomputation, in forward order.
 
     Raises:
-        ValueError: a capacity without padding, because only the routing then decides the number of rows.
+        ValueError: a capacity without padding, because then only the routing decides the number of rows.
     """
     tokens, e, h = share.tokens_between(model), share.element_bytes, model.hidden
     sent, rows = _rows(moe, share, tokens)
     inner = expert_width(model, moe) // share.etp
-    jitter = 2 if moe.input_jitter else 0  # random factors, and the product that replaces the input
+    jitter = 2 if moe.input_jitter else 0  # the random factors, and the product that replaces the input
     input_is_kept = not jitter or moe.shared_expert_ffn_hidden is not None
     permuted = rows if moe.dispatcher == "allgather" else sent
     return {
@@ -72,7 +74,7 @@ def moe_saved(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int
 
 
 def _rows(moe: MoEConfig, share: Share, tokens: int) -> tuple[int, int]:
-    """Number of rows that leave this rank, and of rows that its experts work on."""
+    """Return the number of rows that leave this rank, and of rows that its experts work on."""
     if moe.pad_to_capacity:
         assert moe.capacity_factor is not None
         capacity = min(math.ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor), tokens)
@@ -87,12 +89,15 @@ def _rows(moe: MoEConfig, share: Share, tokens: int) -> tuple[int, int]:
 
 
 def _router_bytes(moe: MoEConfig, share: Share) -> int:
-    """Bytes of one routing weight."""
+    """Return the bytes of one routing weight."""
     return max({"fp32": 4, "fp64": 8}.get(moe.router_dtype, 0), share.element_bytes)
 
 
 def _router(moe: MoEConfig, share: Share, tokens: int) -> int:
-    """Bytes of scores, choice, and what losses and a capacity add: T E elements each, or T for sums over experts."""
+    """Return the bytes of scores and choice, and of what losses and a capacity add.
+
+    Each is T E elements, or T for a sum over experts.
+    """
     wide, experts = max(_router_bytes(moe, share), 4), moe.num_experts
     sinkhorn = moe.load_balancing == "sinkhorn"
     summed = moe.score_function == "sigmoid" and not sinkhorn  # the router divides sigmoids by their sum
@@ -108,14 +113,14 @@ def _router(moe: MoEConfig, share: Share, tokens: int) -> int:
 
 
 def _counts(moe: MoEConfig, share: Share, wide: int) -> int:
-    """Bytes of the tokens per expert, by which the load-balancing loss multiplies."""
+    """Return the bytes of the tokens per expert, by which the load-balancing loss multiplies."""
     if not (moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff):
         return 0
     return moe.num_experts * wide * (share.samples if moe.load_balancing == "seq_aux_loss" else 1)
 
 
 def _expert_activation(model: ModelConfig, moe: MoEConfig, inner: int, e: int) -> int:
-    """Bytes of one row of fc1's output and of the activation's output. Grouped SwiGLU recomputes its output."""
+    """Return the bytes of one row of fc1's output and of the activation's output, which grouped SwiGLU recomputes."""
     gated = gate_and_up(model) == 2
     if gated and moe.grouped_gemm:
         return 2 * inner * e
@@ -123,7 +128,7 @@ def _expert_activation(model: ModelConfig, moe: MoEConfig, inner: int, e: int) -
 
 
 def _shared_experts(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int]:
-    """Tensor -> bytes of the shared experts. Their input is the layer's, unless the overlap gathers it ahead."""
+    """Return tensor -> bytes of the shared experts. Their input is the layer's, unless the overlap gathers it early."""
     width = moe.shared_expert_ffn_hidden
     if width is None:
         return {}
@@ -158,9 +163,9 @@ class Share:
     tp: int = 1
     """Tensor-parallel size."""
     cp: int = 1
-    """Context-parallel size: a rank holds 1/cp of the sequence, and its attention keeps no probabilities."""
+    """Context-parallel size: a rank has 1/cp of the sequence, and its attention keeps no probabilities."""
     sequence_parallel: bool = False
-    """If true, a rank holds 1/tp of the sequence between tensor-parallel regions."""
+    """If true, a rank has 1/tp of the sequence between tensor-parallel regions."""
     etp: int = 1
     """Tensor-parallel size inside experts."""
     expert_rows: int | None = None
@@ -168,14 +173,14 @@ class Share:
     element_bytes: int = 4
     """Bytes of one element of an activation."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Norms and attention dropout keep other tensors on a GPU. `cuda` follows the kernels' documentation."""
+    """Norms and attention dropout keep other tensors on a GPU. `cuda` follows the documentation of the kernels."""
 
     def tokens(self, model: ModelConfig) -> int:
-        """Positions of all samples inside tensor-parallel regions."""
+        """Return the positions of all samples inside tensor-parallel regions."""
         return self.samples * model.seq_length // self.cp
 
     def tokens_between(self, model: ModelConfig) -> int:
-        """Positions between tensor-parallel regions."""
+        """Return the positions of all samples between tensor-parallel regions."""
         return self.tokens(model) // (self.tp if self.sequence_parallel else 1)
 
     @property
@@ -185,9 +190,9 @@ class Share:
 
 
 def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None, parts: str = "*-") -> dict[str, int]:
-    """Tensor -> bytes that one layer keeps without recomputation, in the order of the forward.
+    """Return tensor -> bytes that one layer keeps without recomputation, in the order of the forward.
 
-    A name begins with its part of the layer: `attention`, `mlp` or `mamba`. parts: `ModelConfig.parts_of_layer` of it.
+    A name begins with its part of the layer: `attention`, `mlp` or `mamba`. parts: its `ModelConfig.parts_of_layer`.
     """
     inside, outside = share.tokens(model), share.tokens_between(model)
     mask = outside * model.hidden if model.hidden_dropout else 0
@@ -211,7 +216,7 @@ def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None, 
 
 
 def _mamba(model: ModelConfig, share: Share) -> dict[str, int]:
-    """Tensor -> bytes that the norm, the projections and everything between them keep in a Mamba layer."""
+    """Return tensor -> bytes that a Mamba layer keeps for its norm, its projections and everything between them."""
     inside, outside = share.tokens(model), share.tokens_between(model)
     sizes = mamba_sizes(model, share.tp)
     return {
@@ -234,7 +239,10 @@ def _mlp(model: ModelConfig, share: Share) -> dict[str, int]:
 
 
 def norm_bytes(model: ModelConfig, share: Share) -> int:
-    """Bytes of a norm's input, mean and deviation. Torch's RMSNorm on a CPU keeps its input twice, in float32."""
+    """Return the bytes of a norm's input, mean and deviation.
+
+    On a CPU torch's RMSNorm keeps its input twice, in float32.
+    """
     tokens, e = share.tokens_between(model), share.element_bytes
     on_gpu = share.device == "cuda"
     if model.norm == "layernorm":
@@ -243,7 +251,7 @@ def norm_bytes(model: ModelConfig, share: Share) -> int:
 
 
 def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
-    """Tensor -> bytes of q, k, v and of the tensors between them and the attention's output."""
+    """Return tensor -> bytes of q, k, v and of the tensors between them and the output of attention."""
     tokens, e, t, h = share.tokens(model), share.element_bytes, share.tp, model.hidden
     grouped = kv_width(model, t) < h // t
     qkv, repeated = tokens * qkv_width(model, t) * e, tokens * 3 * h // t * e
@@ -260,15 +268,17 @@ def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
 
 
 def is_one_kernel(model: ModelConfig, share: Share, *, biased: bool = False) -> bool:
-    """Attention is one kernel, which keeps no probabilities. The kernel of a CPU takes no dropout, and no biases that
-    want a gradient (`biased`): `fused` is then torch's `math`."""
+    """Return True if attention is one kernel, which keeps no probabilities.
+
+    A CPU's kernel takes neither dropout nor biases that need a gradient (`biased`), so `fused` is torch's `math` there.
+    """
     if model.attention_backend in ("math", "unfused"):
         return False
     return share.device == "cuda" or not (model.attention_dropout or biased)
 
 
 def math_bytes(model: ModelConfig, share: Share) -> int:
-    """Bytes that torch's `math` keeps for each probability: with dropout also the mask and the product of both."""
+    """Return the bytes that torch's `math` keeps per probability: with dropout also the mask and their product."""
     if not model.attention_dropout:
         return share.wide
     return 2 * share.wide + (1 if share.device == "cuda" else share.wide)
@@ -303,7 +313,7 @@ MOE_PARTS = {
 
 
 def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
-    """Part (`PARTS`, with experts `MOE_PARTS`) -> bytes that one layer keeps, recomputed as `model` says."""
+    """Return part (`PARTS`, with experts `MOE_PARTS`) -> bytes that one layer keeps, recomputed as `model` says."""
     if model.recompute_granularity == "full":
         return {"inputs of norms": layer_input_bytes(model, share)}
     saved, parts = _kept(model, share, moe), PARTS if moe is None else MOE_PARTS
@@ -313,7 +323,7 @@ def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) 
 def layer_activation_bytes(
     model: ModelConfig, share: Share | None = None, moe: MoEConfig | None = None, parts: str = "*-"
 ) -> int:
-    """Bytes that one layer keeps with `model`'s selective recomputation; full: see `layer_input_bytes`."""
+    """Return the bytes that one layer keeps with `model`'s selective recomputation; for full: `layer_input_bytes`."""
     return sum(_kept(model, share or Share(), moe, parts).values())
 
 
@@ -335,16 +345,16 @@ def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None, parts:
 
 
 def layer_input_bytes(model: ModelConfig, share: Share) -> int:
-    """Bytes that a fully recomputed layer keeps: its input."""
+    """Return the bytes that a fully recomputed layer keeps: those of its input."""
     return share.tokens_between(model) * model.hidden * share.element_bytes
 
 
 def layers_activation_bytes(
     model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
 ) -> int:
-    """Bytes that the layers of one chunk keep for a microbatch, recomputed as `model` says.
+    """Return the bytes that the layers of one chunk keep for a microbatch, recomputed as `model` says.
 
-    layers: indices in the model, or the number of first layers; None takes all.
+    layers: indices in the model, or how many layers from the first; None takes all.
     """
     each = _bytes_of(model, share, layers, moe)
     mask = _mask_bytes(model, share) if each else 0
@@ -357,9 +367,9 @@ def layers_activation_bytes(
 
 
 def _mask_bytes(model: ModelConfig, share: Share) -> int:
-    """Bytes of BERT's padding mask, a row of S scores for each sample and head, which all layers of a chunk share.
+    """Return the bytes of BERT's padding mask, S scores per sample and head, which all layers of a chunk share.
 
-    Separate operations add the mask and keep no more than the sum.
+    Separate operations add the mask to the scores, and keep nothing but the sum.
     """
     kept = is_one_kernel(model, share) or model.recompute_granularity != "none"
     if model.family != "bert" or not kept:
@@ -368,7 +378,7 @@ def _mask_bytes(model: ModelConfig, share: Share) -> int:
 
 
 def _bytes_of(model: ModelConfig, share: Share, layers: int | range | None, moe: MoEConfig) -> list[int]:
-    """`layer_activation_bytes` of each layer."""
+    """Return `layer_activation_bytes` of each layer."""
     indices = layers if isinstance(layers, range) else range(model.layers if layers is None else layers)
     return [
         layer_activation_bytes(model, share, moe if moe.is_moe_layer(i) else None, model.parts_of_layer(i))
@@ -379,8 +389,10 @@ def _bytes_of(model: ModelConfig, share: Share, layers: int | range | None, moe:
 def recomputed_at_once_bytes(
     model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
 ) -> int:
-    """Bytes that full recomputation adds while a backward recomputes its largest piece: all that the piece dropped.
-    `layers` is as in `layers_activation_bytes`."""
+    """Return the bytes that full recomputation adds while a backward recomputes its largest piece.
+
+    They are all that the piece dropped. `layers` is as in `layers_activation_bytes`.
+    """
     if model.recompute_granularity != "full":
         return 0
     each, together = _bytes_of(model, share, layers, moe), model.recompute_num_layers
@@ -400,7 +412,7 @@ def end_activation_bytes(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> int:
-    """Bytes that embedding and loss keep for a microbatch, the same on each rank of the tensor-parallel group.
+    """Return the bytes that embedding and loss keep for a microbatch, equal on each rank of a tensor-parallel group.
 
     The embedding keeps its ids (8 bytes), for t > 1 the mask of ids of other ranks, and its dropout mask. The last
     stage keeps the final norm's input and output, and for each token the exponentials of this rank's columns, padding
@@ -423,9 +435,9 @@ def end_activation_bytes(
 
 
 def _head_bytes(model: ModelConfig, share: Share) -> int:
-    """Bytes that BERT's heads keep: the inputs of activation, norm and output layer, and the output of the pooler.
+    """Return the bytes that BERT's heads keep: inputs of activation, norm and output layer, and the pooler's output.
 
-    Under sequence parallelism the first positions of all ranks are kept, too.
+    Under sequence parallelism it also keeps the first positions of all ranks.
     """
     h, e = model.hidden, share.element_bytes
     gathered = share.tp if share.sequence_parallel and share.tp > 1 else 0
@@ -434,7 +446,7 @@ def _head_bytes(model: ModelConfig, share: Share) -> int:
 
 
 def paper_layer_bytes(model: ModelConfig, share: Share, recompute: Literal["none", "selective", "full"]) -> float:
-    """The table at the top of this file, for 2-byte activations (arXiv 2205.05198, table 2)."""
+    """Return the bytes in the table at the top of this file, for 2-byte activations (arXiv 2205.05198, table 2)."""
     s, b, h, t = model.seq_length, share.samples, model.hidden, share.tp
     scores = 5 * model.heads * s / h if recompute == "none" else 0.0
     spread = t if share.sequence_parallel else 1

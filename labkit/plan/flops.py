@@ -1,10 +1,10 @@
 """Operations of a pass and of a step in closed form: model FLOPs and hardware FLOPs. No torch.
 
 Tests compare them with torch's counter. An operation is one addition or one multiplication, so a GEMM [m, k] x [k, n]
-has 2 m k n. In a layer with experts the router chooses k experts for each token. k is fixed, so operations are known
-before routing, unless a capacity drops or pads tokens.
+has 2 m k n. In a layer with experts the router chooses k experts for each token. Because k is fixed, the number of
+operations is known before routing, unless a capacity drops or pads tokens.
 
-Notation: S sequence, B samples, H hidden, V vocabulary, L layers, k experts for a token.
+S is the sequence, B the samples, H the hidden size, V the vocabulary, L the number of layers, k the experts of a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Flops:
     """Operations of the GEMMs of a pass. Norms, activations and softmax are not counted, as in arXiv 2104.04473."""
 
     linear: int
-    """GEMMs with the weights that all tokens meet: attention, MLP, router and shared experts."""
+    """GEMMs with the weights that every token uses: attention, MLP, router and shared experts."""
     attention: int
     """The two products q k^T and probabilities x v, and the products of Mamba's scans."""
     logits: int
@@ -40,7 +40,7 @@ class Flops:
         return self.linear + self.attention + self.logits + self.experts
 
     def times(self, factor: int) -> Flops:
-        """Operations of `factor` such passes."""
+        """Return the operations of `factor` such passes."""
         return Flops(self.linear * factor, self.attention * factor, self.logits * factor, self.experts * factor)
 
 
@@ -53,18 +53,18 @@ def forward_flops(
     logits: bool = True,
     moe: MoEConfig = DENSE,
 ) -> Flops:
-    """Operations of one forward pass of `samples` whole sequences.
+    """Return the operations of one forward pass of `samples` whole sequences.
 
     Args:
         model: shape of the model.
         samples: number of sequences.
-        causal: count only the S (S + 1) / 2 pairs a head that a causal mask leaves. False counts all S^2, as arXiv
+        causal: count only the S (S + 1) / 2 pairs per head that a causal mask leaves. False counts all S^2, as arXiv
             2104.04473 and torch's counter do.
-        layers: indices of the layers to count, or the number of first layers; None counts all.
+        layers: indices of the layers to count, or how many layers from the first; None counts all.
         logits: count the output layer too, without the columns of padding, and the heads of a BERT.
-        moe: the experts. Every token meets k of them; a capacity that drops or pads is not considered.
+        moe: the experts. Every token uses k of them; a capacity that drops or pads is not considered.
 
-    Only the decoder of a T5 is causal. Its logits are of the decoder's tokens.
+    In a T5 only the decoder is causal, and the logits are those of the decoder's tokens.
     """
     if model.family == "t5":
         return _t5_forward_flops(model, samples, causal, layer_indices(model, layers), logits)
@@ -87,7 +87,7 @@ def forward_flops(
 
 
 def _t5_forward_flops(model: ModelConfig, samples: int, causal: bool, indices: range, logits: bool) -> Flops:
-    """The layers of each half as a GPT's, and cross-attention: q and proj of the decoder's tokens, k and v of both."""
+    """Count both halves like GPTs and cross-attention: q and proj of the decoder's tokens, k and v of the encoder's."""
     in_encoder = len([index for index in indices if index < model.layers])
     crossing, h, length = len(indices) - in_encoder, model.hidden, decoder_length(model)
     half = replace(model, family="gpt", position="learned", decoder_layers=None, decoder_seq_length=None)
@@ -103,7 +103,7 @@ def _t5_forward_flops(model: ModelConfig, samples: int, causal: bool, indices: r
 
 
 def _head_flops(model: ModelConfig, samples: int) -> int:
-    """Operations of BERT's dense layers behind the last layer: at every position, and at the first for the order."""
+    """Return the operations of BERT's dense layers after the last layer: at all positions, and one for the order."""
     if model.family != "bert":
         return 0
     order = samples * model.hidden * (model.hidden + 2) if model.bert_binary_head else 0
@@ -111,7 +111,7 @@ def _head_flops(model: ModelConfig, samples: int) -> int:
 
 
 def step_flops(model: ModelConfig, *, samples: int = 1, causal: bool = False, moe: MoEConfig = DENSE) -> Flops:
-    """Operations of forward and backward of `samples` sequences: the *model FLOPs*, without any recomputation.
+    """Return the operations of forward and backward of `samples` sequences: the *model FLOPs*, without recomputation.
 
     The backward of a GEMM is two GEMMs, one for the gradient of each operand, so a step costs three forward passes.
     """
@@ -119,12 +119,13 @@ def step_flops(model: ModelConfig, *, samples: int = 1, causal: bool = False, mo
 
 
 def hardware_flops(config: RunConfig, schedule: Schedule | None = None) -> int:
-    """Operations that all ranks together execute in a step: the *hardware FLOPs* of arXiv 2205.05198.
+    """Return the operations that all ranks together execute in a step: the *hardware FLOPs* of arXiv 2205.05198.
 
-    They are `step_flops` and the forwards that `config.model` has backward repeat. Microbatches that their rank keeps
-    whole repeat nothing (`kept_whole`). Operations that a kernel repeats inside, as flash attention does, do not count.
+    They are `step_flops` plus the forwards that backward repeats as `config.model` says. Microbatches that their rank
+    keeps whole repeat nothing (`kept_whole`). Operations that a kernel repeats inside, as flash attention does, do not
+    count.
 
-    schedule: of the run; None takes the configured one on as few ranks as its layout needs.
+    schedule: the schedule of the run; None takes the configured one on as few ranks as its layout needs.
     """
     model, batch = config.model, config.train.global_batch_size
     total = step_flops(model, samples=batch, moe=config.moe).total
@@ -143,9 +144,9 @@ def hardware_flops(config: RunConfig, schedule: Schedule | None = None) -> int:
 
 
 def _repeated_flops(model: ModelConfig, moe: MoEConfig, layers: range) -> int:
-    """Operations that the backward of one sample repeats in the layers of one stage."""
+    """Return the operations that the backward of one sample repeats in the layers of one stage."""
     if model.recompute_granularity == "full":
-        depth = model.layers  # behind it is a T5's decoder, whose first layers count anew
+        depth = model.layers  # after it comes a T5's decoder, whose first layers are counted from its own start
         halves = range(layers.start, min(layers.stop, depth)), range(max(layers.start, depth), layers.stop)
         most = model.recompute_num_layers if model.recompute_method == "block" else None
         return sum(forward_flops(model, layers=half[:most], logits=False, moe=moe).total for half in halves)
@@ -166,7 +167,7 @@ def _repeated_flops(model: ModelConfig, moe: MoEConfig, layers: range) -> int:
 
 
 def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = True) -> float:
-    """Operations of a step by arXiv 2104.04473, section 5.1: 96 B S L H^2 (1 + S / 6H + V / 16LH).
+    """Return the operations of a step by arXiv 2104.04473, section 5.1: 96 B S L H^2 (1 + S / 6H + V / 16LH).
 
     The formula assumes F = 4H, as many key/value heads as heads, full attention, and recomputation of every layer.
     Without recomputation the factors are 72, 6 and 12. For such models the formula equals `step_flops`.

@@ -1,11 +1,11 @@
 """Sizes of a Mamba layer, and its cost in closed form: parameters, operations, saved activations. No torch.
 
 The input projection makes five things for each position. The gate z and the input x have W = R P columns for each
-group. b and c have N each, and the step dt has one column for each of the R heads. `MambaMixer` stores the five group
-after group.
+group, b and c have N each, and the step dt has one column for each of the R heads. `MambaMixer` stores the five group
+by group.
 
-Notation: H hidden, G groups, R heads of a group, P width of a head, W = R P, N size of the state. K is the width of
-the convolution, Q the chunk, t the tensor-parallel size. Each of t ranks has G / t groups.
+H is the hidden size, G the number of groups, R the heads of a group, P the width of a head, W = R P, N the size of the
+state. K is the width of the convolution, Q the chunk, t the tensor-parallel size. Each of t ranks has G / t groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from labkit.config import ModelConfig
 
 CHUNK = 128
-"""Q, the positions that the scan computes by one product. Megatron's `chunk_size` has this default, too."""
+"""Q, the positions that the scan computes by one product; also the default of Megatron's `chunk_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class MambaSizes:
     """Sizes of a Mamba layer on one of `tp` ranks."""
 
     groups: int
-    """G of this rank."""
+    """G on this rank."""
     heads: int
     """R, heads of one group."""
     head_dim: int
-    """P."""
+    """P, the width of a head."""
     state: int
-    """N."""
+    """N, the size of the state."""
 
     @property
     def inner(self) -> int:
@@ -48,13 +48,13 @@ class MambaSizes:
 
 
 def mamba_sizes(model: ModelConfig, tp: int = 1) -> MambaSizes:
-    """The sizes on one rank of a layer cut over tp ranks."""
+    """Return the sizes on one rank of a layer that is cut over tp ranks."""
     groups = model.mamba_num_groups
     return MambaSizes(groups // tp, model.mamba_heads // groups, model.mamba_head_dim, model.mamba_state_dim)
 
 
 def mamba_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of one mixer on one rank, without the norm ahead of it."""
+    """Return the parameters of one mixer on one rank, without the norm before it."""
     sizes, h = mamba_sizes(model, tp), model.hidden
     projections = sizes.projected * (h + model.bias) + sizes.inner * h
     convolution = sizes.convolved * (model.mamba_conv_width + 1)
@@ -62,18 +62,18 @@ def mamba_parameters(model: ModelConfig, tp: int = 1) -> int:
 
 
 def mamba_linear_flops(model: ModelConfig) -> int:
-    """Operations of both projections for one token: 2 H (columns of the first + rows of the second)."""
+    """Return the operations of both projections for one token: 2 H (columns of the first + rows of the second)."""
     sizes = mamba_sizes(model)
     return 2 * model.hidden * sizes.groups * (sizes.projected + sizes.inner)
 
 
 def scan_flops(model: ModelConfig, *, causal: bool) -> int:
-    """Operations of the products of one scan over one sequence.
+    """Return the operations of the products of one scan over one sequence.
 
     A chunk of q positions has c b^T (q^2 N for each group) and its product with x (q^2 P for each head). All chunks but
-    the first read the state and all but the last write the state: q N P for each head. A product counts twice.
+    the first read the state, and all but the last write it: q N P for each head. A multiply-add is two operations.
 
-    causal: of the q^2 pairs count only the q (q + 1) / 2 that look back.
+    causal: count only the q (q + 1) / 2 of the q^2 pairs that look back.
     """
     sizes, length = mamba_sizes(model), model.seq_length
     chunks = [min(CHUNK, length - first) for first in range(0, length, CHUNK)]
@@ -84,10 +84,10 @@ def scan_flops(model: ModelConfig, *, causal: bool) -> int:
 
 
 def mixer_saved(model: ModelConfig, samples: int, tp: int = 1) -> dict[str, int]:
-    """Tensor -> elements of float32 (or wider) that a mixer keeps for backward between its two projections.
+    """Return tensor -> elements of float32 (or wider) that a mixer keeps for backward between its two projections.
 
-    Every chunk has a decay and a weight for each pair of positions. The gate z is a view, so the gated norm keeps all
-    that the input projection made.
+    Every chunk has a decay and a weight for each pair of positions. The gate z is a view, so the gated norm keeps
+    everything that the input projection made.
     """
     sizes, length = mamba_sizes(model, tp), model.seq_length
     groups, tokens = samples * sizes.groups, samples * length * sizes.groups
@@ -103,7 +103,7 @@ def mixer_saved(model: ModelConfig, samples: int, tp: int = 1) -> dict[str, int]
 
 
 def _chunk_saved(sizes: MambaSizes, groups: int, q: int, reads: bool, writes: bool, first: int) -> dict[str, int]:
-    """The tensors of one chunk of q positions, from position `first` on, which may read a state and write one."""
+    """Return the elements kept for a chunk of q positions from `first` on, which may read a state and write one."""
     heads = groups * sizes.heads
     kept = {
         "decays": heads * q * q,

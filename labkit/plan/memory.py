@@ -1,8 +1,8 @@
 """Bytes that a rank needs to train, in closed form: weights, gradients, optimizer state and activations in flight.
 
-The sum is the peak of a rank in a training step, without the memory of the process itself. `parameters.py` gives
-the parameters, `zero_stages.py` the bytes of each. `activations.py` gives the activations that a forward keeps, and the
-schedule the microbatches in flight. Numbers only, no torch.
+The sum is the peak of a rank in a training step, without the memory of the process itself. `parameters.py` counts the
+parameters, and `zero_stages.py` the bytes of each. `activations.py` counts the activations that a forward keeps, and
+the schedule says how many microbatches are in flight. Numbers only, no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RankMemory:
     """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward. It is at least
     the temporaries of the update, which comes when no activations are left."""
     checkpoint: int = 0
-    """Copy of the state that an asynchronous save writes during the next steps; it stays for the saves to come."""
+    """Copy of the state that an asynchronous save writes during the next steps; it stays for later saves."""
 
     @property
     def total(self) -> int:
@@ -57,9 +57,9 @@ def rank_memory(
 ) -> RankMemory:
     """Return the bytes of a rank at place `pp_rank` of the pipeline, on its device.
 
-    The formula takes the mean load of experts. It leaves out padding of buffers, messages under way, the training text,
-    and tables of positions (rotary angles, T5's buckets). The copy for a checkpoint lies on the host, so it counts
-    where the device is the CPU.
+    The formula takes the mean load of experts. It leaves out padding of buffers, messages in transit, the training
+    text, and tables of positions (rotary angles, T5's buckets). The copy for a checkpoint is in host memory, so it
+    counts only if the device is the CPU.
 
     schedule: the schedule of the run, such as `configured_schedule(config, world_size)`.
     """
@@ -73,9 +73,9 @@ def rank_memory(
 
 
 def checkpoint_bytes(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int = 0) -> int:
-    """Return the bytes that a rank writes into a checkpoint: the updated copy of a weight and its two moments.
+    """Return the bytes that a rank writes into a checkpoint: for each weight the updated copy and two moments.
 
-    Replicas share this work, so the result is their mean. Random states and other small tensors are left out.
+    Replicas share this work, so the result is the mean over them. Random states and other small tensors are left out.
     """
     each = 3 * max(4, ELEMENT_BYTES[config.optim.precision])
     shares = _parameters_and_replicas(config, world_size, schedule, pp_rank)
@@ -95,8 +95,10 @@ def _parameters_and_replicas(
 
 
 def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int, int]:
-    """Return bytes of weights, gradients, optimizer state and, in the update, of widened gradients. edp ranks share
-    experts; dp x cp ranks share everything else."""
+    """Return the bytes of weights, gradients, optimizer state and, during the update, of widened gradients.
+
+    edp ranks share experts; dp x cp ranks share everything else.
+    """
     optim, precision = config.optim, config.optim.precision
     weights = gradients = optimizer = update = 0
     for parameters, ranks in _parameters_and_replicas(config, world_size, schedule, pp_rank):
@@ -178,7 +180,7 @@ def _kept_on(
 
 
 def _most_that_is_kept(moe: MoEConfig) -> MoEConfig:
-    """Remove a capacity without padding: only the routing decides its bytes, at most those without a capacity."""
+    """Remove a capacity without padding: only the routing decides its bytes, which are at most those without it."""
     return moe if moe.pad_to_capacity else replace(moe, capacity_factor=None)
 
 
@@ -191,10 +193,9 @@ def _stage_bytes(config: RunConfig, share: Share, holds: StageContents, moe: MoE
 
 
 def _beside(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
-    """Return the bytes of the temporaries in the backward of a stage: a recomputed piece, and the widest operation's
-    gradients.
+    """Return the bytes of the temporaries in a stage's backward: a recomputed piece, and the widest operation's.
 
-    The widest operation needs three times its largest tensor: its gradients and a copy.
+    The widest operation needs three times its largest tensor, because of its gradients and a copy.
     """
     if not holds.layers:
         return 0

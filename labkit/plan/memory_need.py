@@ -1,7 +1,7 @@
-"""Does a run fit the memory of a place: a machine, or one GPU? The bytes that its ranks need there, and a way out.
+"""Whether a run fits the memory of a place (a machine, or one GPU): the bytes that it needs there, and a way out.
 
 Each rank needs the bytes of its tensors (`memory.py`) and those of its process. `labkit.train.preflight` compares their
-sum with the bytes that are free. Numbers only, no torch.
+sum with the free bytes. Numbers only, no torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TORCH_BYTES = 115 << 20
 with torch 2.13: 118 MB after a step of the `tiny` preset (4 and 8 ranks), 3 MB of it tensors. On a machine without GPUs
 the ranks share the 100 MB with their fork server, so the sum is larger than needed."""
 CUDA_BYTES = 500 << 20
-"""GPU memory of a process that has made a CUDA context; not measured, 300 to 600 MB by generation and driver."""
+"""GPU memory of a process that has a CUDA context; not measured, 300 to 600 MB depending on GPU and driver."""
 
 
 def rank_memories(
     config: RunConfig, world_size: int, schedule: Schedule, device: Literal["cpu", "cuda"]
 ) -> list[RankMemory]:
-    """Return the memory of every rank on its device. Ranks at one place of the pipeline need the same."""
+    """Return the memory of every rank on its device. Ranks at one place in the pipeline need equally much."""
     by_place = [rank_memory(config, world_size, schedule, place, device) for place in range(schedule.pp)]
     return _by_rank(config, world_size, by_place)
 
@@ -53,7 +53,7 @@ def _by_rank(config: RunConfig, world_size: int, by_place: Sequence[RankMemory])
 def shortage(config: RunConfig, ranks: Sequence[RankMemory], process_bytes: int, available: int, where: str) -> str:
     """Return why these ranks do not fit the `available` bytes of a place, and a way out; an empty string if they do.
 
-    process_bytes: bytes that each process needs there beside its tensors. where: the place in words.
+    process_bytes: bytes that each process needs there in addition to its tensors. where: the place in words.
     """
     parts = _parts(ranks, process_bytes)
     needed = sum(parts.values())

@@ -1,4 +1,4 @@
-"""Bytes that cross nodes in one training step, by kind of group and order string. No torch.
+"""Bytes that cross nodes in one training step, by kind of group and by order string. No torch.
 
 The model counts the bytes of one optimizer step that leave one node for another:
 
@@ -12,7 +12,7 @@ The model counts the bytes of one optimizer step that leave one node for another
     pp   s/cp b h per microbatch to the next stage, and its gradient back; each tp rank sends the whole of it
 
 An all-reduce of N bytes over g ranks is a ring in group order (Patarasuk and Yuan 2009). Each of its g links carries
-2 (g - 1)/g N bytes. A link counts when its two ends are on different nodes. The model leaves out tied embeddings and
+2 (g - 1)/g N bytes. A link counts if its two ends are on different nodes. The model leaves out tied embeddings and
 norms. A model without experts has only dense groups, so every order of its axes is allowed.
 """
 
@@ -29,7 +29,7 @@ from labkit.comm.rank_generator import AXES as LAYOUT_AXES
 from labkit.comm.rank_generator import RankGenerator, rank_generators
 
 KINDS = ("tp", "cp", "ep", "dp", "edp", "pp")
-"""Kinds that the model counts."""
+"""Kinds of groups that the model counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +51,28 @@ class TransformerTraffic:
     gradient_bytes: int = 4
     """Bytes of a gradient (fp32)."""
     num_experts: int = 0
-    """Experts per layer; 0 is a dense model."""
+    """Experts per layer; 0 means a dense model."""
     top_k: int = 2
-    """Experts a token is sent to."""
+    """Experts to which a token is sent."""
 
     @property
     def dense_parameters(self) -> int:
-        """12 L h^2 of a dense transformer; 4 L h^2 (attention) where the MLPs are experts. Embeddings are left out."""
+        """12 L h^2 of a dense transformer; 4 L h^2 (attention) if the MLPs are experts. Embeddings are left out."""
         return (4 if self.num_experts else 12) * self.layers * self.hidden**2
 
     @property
     def expert_parameters(self) -> int:
-        """8 L h^2 for each expert of a layer."""
+        """8 L h^2 times the experts of a layer."""
         return 8 * self.layers * self.hidden**2 * self.num_experts
 
 
 def bytes_between_nodes(
     model: TransformerTraffic, sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int = 8
 ) -> dict[str, float]:
-    """Kind of group -> bytes that cross from node to node in one step, over the whole world, by the model above.
+    """Return kind of group -> bytes that cross from node to node in one step, over the whole world, by the model above.
 
-    `sizes` are those of `rank_generators`. Raises ValueError where the batch does not split over dp, and for ep or etp
-    of a model without experts.
+    `sizes` are those of `rank_generators`. Raises ValueError if the batch does not split over dp, and for ep or etp in
+    a model without experts.
     """
     dense, expert = _generators(model, sizes, world_size)
     tp, cp, dp, pp = (dense.sizes[axis] for axis in ("tp", "cp", "dp", "pp"))
@@ -110,7 +110,7 @@ def bytes_between_nodes(
 def _generators(
     model: TransformerTraffic, sizes: Mapping[str, Any], world_size: int
 ) -> tuple[RankGenerator, RankGenerator | None]:
-    """Build the dense generator, and the experts' generator where the model has experts: only two can disagree."""
+    """Build the dense generator, and the experts' if the model has experts, because only two can disagree."""
     if model.num_experts:
         return rank_generators(world_size=world_size, **sizes)
     if given := [f"{name} {sizes[name]}" for name in ("ep", "etp") if (sizes.get(name) or 1) > 1]:
@@ -121,22 +121,22 @@ def _generators(
 
 
 def _all_reduce(size: float, ranks: int) -> float:
-    """Bytes over each link of a ring all-reduce of `size` bytes."""
+    """Return the bytes over each link of a ring all-reduce of `size` bytes."""
     return 2 * (ranks - 1) / ranks * size
 
 
 def _ring(nodes: np.ndarray) -> int:
-    """Links of all rings (groups in rows, node of each member) that leave a node; two ranks have two links."""
+    """Count the links of all rings (groups in rows, nodes of members) that leave a node; two ranks have two links."""
     return int((nodes != np.roll(nodes, -1, axis=1)).sum())
 
 
 def _chain(nodes: np.ndarray) -> int:
-    """Links of all open chains that leave a node."""
+    """Count the links of all open chains that leave a node."""
     return int((nodes[:, 1:] != nodes[:, :-1]).sum())
 
 
 def _pairs(nodes: np.ndarray) -> int:
-    """Ordered pairs of members of one group that are on different nodes."""
+    """Count the ordered pairs of members of one group that are on different nodes."""
     return int((nodes[:, :, None] != nodes[:, None, :]).sum())
 
 
@@ -148,10 +148,10 @@ def order_traffic(
     world_size: int,
     gpus_per_node: int = 8,
 ) -> dict[str, dict[str, float]]:
-    """Order string -> kind -> bytes between nodes, from the least to the most in all.
+    """Return order string -> kind -> bytes between nodes, from the least total to the most.
 
-    Without `orders`: every order of the axes larger than 1. Orders that the dense layers and the experts cannot share
-    are left out.
+    Without `orders` it tries every order of the axes larger than 1. Orders that the dense layers and the experts cannot
+    share are left out.
     """
     rows: dict[str, dict[str, float]] = {}
     for order in orders or every_order(model, sizes, world_size):
@@ -167,7 +167,7 @@ def order_traffic(
 
 
 def _distance_from_default(order: str) -> list[int]:
-    """Sort orders of equal traffic: the usual order first."""
+    """Return a sort key that puts the usual order first among orders of equal traffic."""
     return [LAYOUT_AXES.index(axis) for axis in order.split("-")]
 
 

@@ -1,15 +1,15 @@
-"""Predict a step of data parallelism: departure of each bucket, time on the link, time that the backward hides.
+"""Predict a step of data parallelism: when each bucket leaves, its time on the link, and how much backward hides.
 
-Pure arithmetic, no torch. The rules are those of `DistributedDataParallel`. A bucket starts when its last gradient
-is there and all buckets before it have started. The link carries one bucket after another. Communication after the end
-of the backward is *exposed*: nobody computes meanwhile.
+Pure arithmetic, no torch. The rules are those of `DistributedDataParallel`: a bucket starts once its last gradient is
+there and all buckets before it have started, and the link carries one bucket after another. Communication after the end
+of the backward is *exposed*, because nobody computes meanwhile.
 
     bucket i leaves at      l_i = max(its last gradient, l_{i-1})
     and has arrived at      a_i = max(l_i, a_{i-1}) + latency + bytes / bandwidth
     exposed                 max(0, a_last - end of the backward)
 
-Small buckets leave early and pay the latency often; large buckets leave late. With any size, the bucket with the last
-gradient of the backward is exposed whole.
+Small buckets leave early but pay the latency often; large buckets leave late. With any size, the bucket with the last
+gradient of the backward is exposed as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from labkit.events import Event
 from labkit.parallel.data_parallel.bucket_layout import BucketLayout
 
 COMPUTES = ("forward", "backward", "input_grad", "weight_grad")
-"""Kinds of Events during which a rank computes."""
+"""Kinds of Events in which a rank computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Link:
     latency: float
     """Seconds of an empty collective."""
     bandwidth: float
-    """Payload bytes a second, of the whole collective ("algorithm bandwidth")."""
+    """Payload bytes per second, of the whole collective ("algorithm bandwidth")."""
 
     def __post_init__(self) -> None:
         if not self.latency >= 0 or not self.bandwidth > 0:
@@ -41,7 +41,7 @@ class Link:
             )
 
     def seconds(self, size: int) -> float:
-        """Time of a collective of `size` bytes."""
+        """Return the time of a collective of `size` bytes."""
         return self.latency + size / self.bandwidth
 
 
@@ -65,7 +65,7 @@ def predict_step(
     overlap: bool = True,
     rank: int = 0,
 ) -> list[Event]:
-    """Events of one rank: a forward, the pieces of the backward, a collective per bucket, a wait for the exposed part.
+    """Return one rank's Events: a forward, the pieces of the backward, a collective per bucket, the exposed wait.
 
     plan: layout of the gradient buffer. backward: its pieces in order. forward: seconds of the forward before it.
     element_bytes: bytes of an element of a gradient. overlap: start buckets during the backward, else after it.
@@ -98,8 +98,10 @@ def predict_step(
 
 
 def exposed_seconds(events: Iterable[Event]) -> float:
-    """Time between the last computation and the end of the last collective, of one rank's predicted or measured
-    Events."""
+    """Return the time from the last computation to the end of the last collective, in one rank's Events.
+
+    The Events may be predicted or measured.
+    """
     events = list(events)
     computed = max((event.end for event in events if event.kind in COMPUTES), default=0.0)
     return max(0.0, max((event.end for event in events if event.kind == "collective"), default=computed) - computed)

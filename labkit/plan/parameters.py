@@ -1,10 +1,10 @@
-"""Parameters of a model in closed form: of a layer, of a stage on one rank, of the whole. No torch.
+"""Parameters of a model in closed form: of a layer, of a stage on one rank, of the whole model. No torch.
 
-Tests compare them with the built model's in every layout. The layers of a T5 count through its encoder and its decoder.
-A layer with experts has E of them, of which a rank has E / ep.
+Tests compare them with those of the built model in every layout. The layers of a T5 are numbered through its encoder
+and its decoder. A layer with experts has E of them, and a rank has E / ep.
 
-Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads. t is the tensor-parallel
-size, E the number of experts, k those for a token, G the width of an expert.
+S is the sequence, B the samples, H the hidden size, F ffn_hidden, V the vocabulary, L the number of layers, and D =
+H / heads. t is the tensor-parallel size, E the number of experts, k how many a token uses, G the width of an expert.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from labkit.schedules import Schedule
 
 
 def norm_parameters(model: ModelConfig) -> int:
-    """Parameters of one norm: a weight per feature, and a bias for LayerNorm."""
+    """Return the parameters of one norm: a weight per feature, and for LayerNorm also a bias."""
     return model.hidden * (2 if model.norm == "layernorm" else 1)
 
 
 def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of qkv and proj on one rank: qkv (column-parallel) divides weight and bias by t, proj the weight."""
+    """Return the parameters of qkv and proj on one rank: t divides qkv's weight and bias, and proj's weight."""
     h = model.hidden
     return qkv_width(model, tp) * (h + model.bias) + h * h // tp + h * model.bias
 
 
 def mlp_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Parameters of fc1 and fc2 on one rank."""
+    """Return the parameters of fc1 and fc2 on one rank."""
     h = model.hidden
     return (fc1_width(model) * (h + model.bias) + ffn_width(model) * h) // tp + h * model.bias
 
 
 def expert_parameters(model: ModelConfig, moe: MoEConfig) -> int:
-    """Parameters of one expert: H G (gate_and_up + 1)."""
+    """Return the parameters of one expert: H G (gate_and_up + 1)."""
     return model.hidden * expert_width(model, moe) * (gate_and_up(model) + 1)
 
 
 def moe_parameters(model: ModelConfig, moe: MoEConfig, *, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
-    """Parameters of router, experts and shared experts of one layer on one rank.
+    """Return the parameters of router, experts and shared experts of one layer on one rank.
 
-    Router (H E) and shared gate (H) are whole. A rank has E / ep experts cut over etp, and shared experts cut over t.
+    Every rank has the router (H E) and the shared gate (H) whole. It has E / ep experts, which etp cuts, and its part
+    of the shared experts, which t cuts.
     """
     shared = model.hidden * (moe.shared_expert_ffn_hidden or 0) * (gate_and_up(model) + 1) // tp
     gate = model.hidden if moe.shared_expert_gate else 0
@@ -64,7 +65,7 @@ def moe_parameters(model: ModelConfig, moe: MoEConfig, *, tp: int = 1, ep: int =
 def layer_parameters(
     model: ModelConfig, tp: int = 1, *, moe: MoEConfig = DENSE, index: int = 0, ep: int = 1, etp: int = 1
 ) -> int:
-    """Parameters of layer `index` on one rank; each rank has the whole norms, one for each part of the layer.
+    """Return the parameters of layer `index` on one rank; each rank has all norms whole, one per part of the layer.
 
     A decoder layer of a T5 has a second attention, with its norm.
     """
@@ -79,7 +80,10 @@ def layer_parameters(
 
 
 def half_parameters(model: ModelConfig, indices: range, tp: int = 1) -> int:
-    """Parameters of a T5's halves beside their layers `indices`, on one rank: relative biases, the encoder's norm."""
+    """Return the parameters of a T5's halves beside their layers `indices`: relative biases, the encoder's norm.
+
+    They are those on one rank.
+    """
     if model.family != "t5" or not indices:
         return 0
     halves = (indices.start < model.layers) + (indices.stop > model.layers)
@@ -88,12 +92,12 @@ def half_parameters(model: ModelConfig, indices: range, tp: int = 1) -> int:
 
 
 def has_output_bias(model: ModelConfig) -> bool:
-    """True where the output layer adds a bias to each word's logit."""
+    """Return True if the output layer adds a bias to each word's logit."""
     return model.family == "bert" or (model.family == "t5" and model.bias)
 
 
 def first_parameters(model: ModelConfig) -> int:
-    """Parameters before the first layer beside the words: positions, token types, the norm of BERT's layout `post`."""
+    """Return the parameters before the first layer beside the words: positions, token types, layout `post`'s norm."""
     total = model.seq_length * model.hidden if model.position == "learned" else 0
     if model.family == "bert" and model.bert_binary_head:
         total += NUM_TOKENTYPES * model.hidden
@@ -101,7 +105,7 @@ def first_parameters(model: ModelConfig) -> int:
 
 
 def last_parameters(model: ModelConfig) -> int:
-    """Parameters behind the last layer that every rank holds whole: final norm, dense layers of BERT's heads."""
+    """Return the parameters s after the last layer that ranks have whole: final norm, dense layers of BERT's heads."""
     total = norm_parameters(model) if model.norm_placement == "pre" else 0
     if model.family != "bert":
         return total
@@ -121,10 +125,10 @@ def stage_parameters(
     ep: int = 1,
     etp: int = 1,
 ) -> int:
-    """Parameters of one model chunk on one rank, padding included, as in `GPTModel(...).parameters()`.
+    """Return the parameters of one model chunk on one rank, with padding, as in `GPTModel(...).parameters()`.
 
-    `layers` are indices in the model, or the number of first layers. A last stage that is not also the first has an
-    output weight of its own: untied, or the second copy of the tied weight.
+    `layers` are indices in the model, or how many layers from the first. A last stage that is not also the first has an
+    output weight of its own: either untied, or the second copy of the tied weight.
     """
     table = padded_vocab(model, tp) // tp * model.hidden
     indices = layer_indices(model, layers)
@@ -140,7 +144,7 @@ def stage_parameters(
 
 
 def model_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
-    """Parameters of the whole model without padding, tied weights counted once: the number in a model's name."""
+    """Return the parameters of the whole model without padding, tied weights once: the number in a model's name."""
     unpadded = model.vocab_size * model.hidden * (2 if model.untie_embeddings_and_output_weights else 1)
     unpadded += model.vocab_size if has_output_bias(model) else 0
     indices = range(all_layers(model))
@@ -149,15 +153,15 @@ def model_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
 
 
 def active_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
-    """Parameters that work for one token: k experts of each layer with experts, and all that belongs to no expert."""
+    """Return the parameters that one token uses: k experts of each MoE layer, and everything outside experts."""
     idle = (moe.num_experts - moe.top_k) * moe_layers(model, moe)
     return model_parameters(model, moe) - idle * expert_parameters(model, moe)
 
 
 def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule | None = None) -> int:
-    """Parameters of all chunks of pipeline rank `pp_rank` under `schedule`; None takes the configured schedule.
+    """Return the parameters of all chunks of pipeline rank `pp_rank`; None takes the configured schedule.
 
-    A rank with both the first and the last stage has the tied weight once.
+    A rank with both the first and the last stage has the tied weight only once.
     """
     parallel, model = config.parallel, config.model
     if schedule is None:

@@ -1,6 +1,6 @@
 """Peak rates of known GPUs, by the name that `torch.cuda.get_device_name` gives. No torch.
 
-The table has TFLOP/s of dense products by NVIDIA's documents. A data sheet of Hopper or Ada prints its tensor cores
+The table has TFLOP/s of dense products from NVIDIA's documents. The data sheets of Hopper and Ada give tensor cores
 with sparsity; a dense product reaches half of that.
 
     H100, H200, GH200, A100, A10, A30, A40, L4, L40S    the data sheet of each
@@ -8,7 +8,7 @@ with sparsity; a dense product reaches half of that.
     GeForce RTX                                         appendices of the whitepapers on GA102, Ada and RTX Blackwell,
                                                         with sums in float32
 
-The whole name must fit, so a slice of a GPU (MIG) or a laptop's variant is unknown.
+The whole name must match, so a slice of a GPU (MIG) or a laptop's variant is unknown.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Peak(NamedTuple):
     """Dense TFLOP/s of one GPU."""
 
     half: float
-    """bf16 and fp16 on tensor cores."""
+    """bf16 and fp16 in tensor cores."""
     fp8: float | None
-    """None on a GPU whose tensor cores have no fp8."""
+    """fp8 in tensor cores; None if they have no fp8."""
     tf32: float
-    """fp32 operands that tensor cores round to TF32; torch does so only if it is told to."""
+    """fp32 operands that tensor cores round to TF32, which torch does only if you ask for it."""
     fp32: float
-    """fp32 outside tensor cores."""
+    """fp32 outside of tensor cores."""
 
 
 _HOPPER, _HOPPER_NVL = Peak(989.5, 1979.0, 494.5, 67.0), Peak(835.5, 1670.5, 417.5, 60.0)
@@ -50,7 +50,7 @@ PEAKS = {
     r"GeForce RTX 4090": Peak(165.2, 330.3, 82.6, 82.6),
     r"GeForce RTX 5090": Peak(209.5, 419.0, 104.8, 104.8),
 }
-"""Name without the word NVIDIA, as a pattern of all of it -> peak."""
+"""Name without the word NVIDIA, as a pattern that must match all of it -> peak."""
 
 
 def known_peak(name: str) -> Peak | None:

@@ -21,7 +21,7 @@ class StageContents:
     layers: range
     """Global indices of its transformer layers; empty for a stage without layers."""
     embedding: bool
-    """True on the stage that embeds tokens (the first; of an encoder-decoder also the decoder's first)."""
+    """True on the stage that embeds tokens (the first; in an encoder-decoder also the decoder's first)."""
     loss: bool
     """True on the stage with the final norm, the output layer and the loss (the last)."""
 
@@ -39,7 +39,7 @@ def configured_schedule(config: RunConfig, world_size: int | None = None) -> Sch
 def stage_contents(config: RunConfig, num_stages: int) -> list[StageContents]:
     """Return the contents of every stage: as `parallel.pipeline_layout` says, else equal shares of the layers.
 
-    The stages before `parallel.split_rank` share the layers of an encoder, the others those of its decoder.
+    In an encoder-decoder the stages before `parallel.split_rank` share the encoder's layers, the others the decoder's.
 
     Raises:
         ValueError: the stages do not divide the layers, or `pipeline_layout` has other numbers of stages or layers.
@@ -73,8 +73,10 @@ def _from_text(text: str, num_layers: int, num_stages: int) -> list[StageContent
 
 
 def _halves(model: ModelConfig, num_stages: int, split: int | None) -> list[StageContents]:
-    """Return the contents of both halves: stages before `split` hold equal shares of the encoder, the others of the
-    decoder; a lone stage holds both."""
+    """Return the contents of both halves: equal shares of the encoder before stage `split`, then of the decoder.
+
+    A single stage holds both.
+    """
     if num_stages == 1:
         return [StageContents(range(all_layers(model)), embedding=True, loss=True)]
     if split is None or not 0 < split < num_stages:
@@ -90,8 +92,10 @@ def _halves(model: ModelConfig, num_stages: int, split: int | None) -> list[Stag
 
 
 def _equal_share(num_layers: int, stage: int, num_stages: int, standalone_embedding_stage: bool) -> range:
-    """Return layers s L / S to (s + 1) L / S of stage s of S. A standalone embedding stage has none and is not
-    counted."""
+    """Return layers s L / S to (s + 1) L / S of stage s of S.
+
+    A standalone embedding stage has none, and the other stages are counted without it.
+    """
     if standalone_embedding_stage:
         if num_stages == 1:
             raise ValueError("standalone_embedding_stage needs a second stage for the layers; set pp to 2 or more")
@@ -118,7 +122,7 @@ def stage_layers(
 ) -> range:
     """Return the global indices of the layers of chunk `chunk` on pipeline rank `pp_rank` under looped placement.
 
-    Chunk v of rank r is stage v P + r. Its equal share starts at layer v (L / V) + r L / (P V). So a microbatch meets
+    Chunk v of rank r is stage v P + r. Its equal share starts at layer v (L / V) + r L / (P V). So a microbatch passes
     the layers in order when it visits all ranks for chunk 0, then all ranks for chunk 1, and so on.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Bytes that a stage of a T5 keeps for its backward, in closed form: both halves by `activations.py`, and between
-them cross-attention and masks. Numbers only, no torch.
+"""Bytes that a stage of a T5 keeps for its backward, in closed form: both halves by `activations.py`, and the
+cross-attention and masks between them. Numbers only, no torch.
 
-The layers of a half keep what a GPT's keep. Relative biases want a gradient, so a CPU has no fused kernel for them, and
-the probabilities of every layer are kept. The mask that holds them is kept where attention is recomputed.
+The layers of a half keep what a GPT's layers keep. Relative biases need a gradient, which no fused kernel of a CPU
+computes, so there the probabilities of every layer are kept. The mask that contains the biases is kept only if
+attention is recomputed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from labkit.plan.stages import StageContents
 
 
 def _halves(model: ModelConfig, indices: range) -> list[tuple[ModelConfig, int]]:
-    """(the half as a GPT, its layers among `indices`) of each half that has some; the decoder last."""
+    """Return (the half as a GPT, its layers among `indices`) of each half that has some; the decoder is last."""
     plain = {"family": "gpt", "decoder_layers": None, "decoder_seq_length": None}
     encoder = replace(model, **plain)  # pyright: ignore[reportArgumentType]
     decoder = replace(encoder, layers=decoder_layers(model), seq_length=decoder_length(model))
@@ -34,7 +35,7 @@ def _halves(model: ModelConfig, indices: range) -> list[tuple[ModelConfig, int]]
 
 
 def t5_stage_bytes(model: ModelConfig, share: Share, holds: StageContents) -> int:
-    """Bytes that one microbatch keeps on a stage."""
+    """Return the bytes that one microbatch keeps on a stage."""
     halves, total = _halves(model, holds.layers), 0
     for half, count in halves:
         total += layers_activation_bytes(half, share, count) + _biases(half, share)
@@ -52,7 +53,7 @@ def t5_stage_bytes(model: ModelConfig, share: Share, holds: StageContents) -> in
 
 
 def _unrecomputed(model: ModelConfig, layers: int) -> int:
-    """Layers that keep everything."""
+    """Return how many of the layers keep everything."""
     if model.recompute_granularity != "full":
         return layers
     return max(0, layers - model.recompute_num_layers) if model.recompute_method == "block" else 0
@@ -64,21 +65,24 @@ def _recomputes_core(model: ModelConfig) -> bool:
 
 
 def _biases(half: ModelConfig, share: Share) -> int:
-    """Bytes of the mask with the biases, where a second run of attention reads it."""
+    """Return the bytes of the mask with the biases, which is kept if attention runs a second time and reads it."""
     if half.position != "relative" or not _recomputes_core(half):
         return 0
     return share.samples * half.heads // share.tp * half.seq_length**2 * share.element_bytes
 
 
 def _padding(model: ModelConfig, share: Share, crosses: bool) -> int:
-    """Bytes of the encoder's padding mask, a row of scores for each sample and head; the biases' mask takes it in."""
+    """Return the bytes of the encoder's padding mask, a row of scores for each sample and head.
+
+    A stage without cross-attention does not count it if there are relative biases, because their mask includes it.
+    """
     kept = is_one_kernel(model, share) or _recomputes_core(model)
     read = crosses or model.position != "relative"
     return share.tokens(model) * model.heads // share.tp * share.element_bytes if kept and read else 0
 
 
 def _cross(model: ModelConfig, decoder: ModelConfig, share: Share) -> dict[str, int]:
-    """Tensor -> bytes that the cross-attention of one layer keeps, beside the encoder's output."""
+    """Return tensor -> bytes that the cross-attention of one layer keeps, without the encoder's output."""
     e, t, h, tokens = share.element_bytes, share.tp, model.hidden, share.tokens(decoder)
     modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
     core, p = "core_attn" in modules, model.attention_dropout
@@ -101,7 +105,7 @@ def _cross(model: ModelConfig, decoder: ModelConfig, share: Share) -> dict[str, 
 
 
 def t5_beside_bytes(model: ModelConfig, share: Share, indices: range) -> int:
-    """Bytes of the temporaries in the backward of a stage: a recomputed piece, three times its widest tensor."""
+    """Return the bytes of a stage's temporaries in backward: a recomputed piece, and three times its widest tensor."""
     most = 0
     for half, count in _halves(model, indices):
         is_decoder = indices.stop > model.layers and half.seq_length == decoder_length(model)

@@ -1,20 +1,20 @@
-"""Bytes on the wire: of a layer, and the rows that a routing moves between ranks, computed before anything is sent.
+"""Bytes on the wire of a layer, and the rows that a routing moves between ranks, computed before anything is sent.
 
 A token that goes to k experts is sent as k rows of H values. A row does not travel if its expert is on the same rank.
 In `token_dispatch` the rows off the diagonal of the send matrix leave a rank, and `token_combine` sends them back.
-Backward does both once more with gradients:
+Backward does both again with gradients:
 
     bytes of a forward = 2 x rows off rank x H x size        and the same again backward
 
-No transfer row by row can move less. `MoEAlltoAllTokenDispatcher` moves exactly that, plus one weight for each row and
-one table of counts (`extra_bytes`).
+No transfer that sends row by row can move less. `MoEAlltoAllTokenDispatcher` moves exactly that, plus one weight for
+each row and one table of counts (`extra_bytes`).
 
 Fewer bytes need another form of transfer. Two experts of a token may be on one rank. Then that rank needs the row only
 once, if it makes the copies itself and adds up its experts' results before it sends them back. The same holds for
 nodes, if the network between them is the bottleneck (DeepEP; arXiv 2412.19437, 3.2.2). `dedup_factor` is the share of
-the rows that is left: 0.679 for 64 experts on 8 ranks at k = 8. For 8 experts on 2 ranks at k = 2 it is 0.786.
+the rows that is left: 0.679 for 64 experts on 8 ranks with k = 8, and 0.786 for 8 experts on 2 ranks with k = 2.
 
-Shapes: R ranks of ep, T tokens of a rank, E experts, k = top_k, H hidden.
+R is the number of ranks of ep, T the tokens of a rank, E the number of experts, k = top_k, H the hidden size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _per_place(experts: int, places: int) -> int:
 
 
 def send_matrix(counts_RE: ArrayLike, ep: int) -> np.ndarray:
-    """Rows that rank r sends to rank q, int64 [R, R], from the number of tokens that each rank has for each expert.
+    """Return the rows that rank r sends to rank q, int64 [R, R], from the tokens that each rank has for each expert.
 
     Raises:
         ValueError: the counts have not one row per rank, or ep does not divide the experts.
@@ -47,7 +47,7 @@ def send_matrix(counts_RE: ArrayLike, ep: int) -> np.ndarray:
 
 
 def send_matrix_without_copies(maps_RTE: ArrayLike, places: int) -> np.ndarray:
-    """The send matrix if a token travels once to each place (rank, or node of several ranks) that has experts of it.
+    """Return the send matrix if a token travels only once to each place (rank, or node) that has experts for it.
 
     maps_RTE: bool, true for the experts of each token of each rank. The result is [R, places].
     """
@@ -58,7 +58,7 @@ def send_matrix_without_copies(maps_RTE: ArrayLike, places: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class AllToAllBytes:
-    """Bytes that leave each rank in one forward through a layer; backward moves the same (the two exchanged)."""
+    """Bytes that leave each rank in one forward through a layer; backward moves as many, with the two exchanged."""
 
     dispatch: np.ndarray
     """Bytes of tokens on the way to their experts, int64 [R]."""
@@ -72,7 +72,7 @@ class AllToAllBytes:
 
 
 def all_to_all_bytes(counts_RE: ArrayLike, ep: int, hidden: int, element_size: int) -> AllToAllBytes:
-    """Bytes of this routing, row by row, without extra; arguments and errors as in `send_matrix`."""
+    """Return the bytes of this routing, row by row, without `extra_bytes`; arguments and errors as in `send_matrix`."""
     matrix = send_matrix(counts_RE, ep)
     away = matrix - np.diag(np.diag(matrix))
     return AllToAllBytes(away.sum(axis=1) * hidden * element_size, away.sum(axis=0) * hidden * element_size)
@@ -81,9 +81,10 @@ def all_to_all_bytes(counts_RE: ArrayLike, ep: int, hidden: int, element_size: i
 def extra_bytes(
     counts_RE: ArrayLike, ep: int, *, etp: int = 1, weight_size: int = 4, count_size: int = 4
 ) -> np.ndarray:
-    """Bytes beyond the minimum that leave each rank in one forward: a weight with each row, and the table of counts.
+    """Return the bytes beyond the minimum that leave each rank in one forward, int64 [R].
 
-    A rank sends its E counts to the other ranks of tp_ep once. Int64 [R].
+    They are a weight with each row, and the table of counts: a rank sends its E counts to the other ranks of tp_ep
+    once.
     """
     counts = np.asarray(counts_RE)
     weights = all_to_all_bytes(counts, ep, 1, weight_size).dispatch
@@ -91,9 +92,10 @@ def extra_bytes(
 
 
 def expected_destinations(experts: int, places: int, top_k: int) -> float:
-    """Expected number of places that hold an expert of a token, whose k different experts are drawn uniformly.
+    """Return the expected number of places that hold an expert of a token, whose k experts are drawn uniformly.
 
-    Each of P places has E/P experts, and none of the token's with probability C(E - E/P, k) / C(E, k). Hence
+    The k experts are different. Each of P places has E/P experts, and none of the token's experts with probability
+    C(E - E/P, k) / C(E, k). So the expectation is
 
         P (1 - C(E - E/P, k) / C(E, k)).
 
@@ -107,21 +109,20 @@ def expected_destinations(experts: int, places: int, top_k: int) -> float:
 
 
 def dedup_factor(experts: int, places: int, top_k: int) -> float:
-    """Share of the rows that is left if a token travels once to each place: `expected_destinations` / k.
+    """Return the share of rows that is left if a token travels once to each place: `expected_destinations` / k.
 
-    The share is the same for all rows and for rows that leave a rank, since all places are equally likely.
+    The share is the same for all rows and for the rows that leave a rank, since all places are equally likely.
     """
     return expected_destinations(experts, places, top_k) / top_k
 
 
-# ---- what a layer sends, whatever the routing ----
+# ---- what a layer sends, independent of the routing ----
 
 
 def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 2, element_bytes: int = 4) -> int:
-    """Payload of the four tensor-parallel all-reduces of a layer, forward and backward: S B H elements each; 0 at t =
-    1.
+    """Return the payload of a layer's four tensor-parallel all-reduces in forward and backward; 0 at t = 1.
 
-    A ring all-reduce sends 2 (t - 1) / t of the payload out of each rank.
+    Each has S B H elements. A ring all-reduce sends 2 (t - 1) / t of the payload out of each rank.
     """
     return 4 * samples * model.seq_length * model.hidden * element_bytes if tp > 1 else 0
 
@@ -129,7 +130,7 @@ def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int =
 def layer_all_to_all_bytes(
     model: ModelConfig, moe: MoEConfig, *, tokens: int, ep: int, element_bytes: int = 4, weight_bytes: int = 4
 ) -> int:
-    """Payload of the all-to-alls of one layer, forward and backward, on a rank with `tokens` tokens; 0 at ep = 1.
+    """Return the payload of one layer's all-to-alls, forward and backward, for a rank's `tokens`; 0 at ep = 1.
 
     Each token leaves k times as a row of H with its weight, and comes back k times as a row of H. Gradients travel the
     same ways. A rank returns the rows that it received, so the number is the mean over the ranks of `ep`. The routing

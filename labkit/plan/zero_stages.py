@@ -9,7 +9,7 @@ of a 16-bit weight. Each stage of ZeRO (arXiv 1910.02054, figure 1) shards more 
       2        1         1/d          1/d
       3        1/d       1/d          1/d                          fully sharded
 
-labkit builds stages 0 and 1; stages 2 and 3 are here for comparison. Megatron's documentation has the same bytes:
+labkit builds stages 0 and 1; stages 2 and 3 are here for comparison. Megatron's documentation gives the same bytes:
 
     weights, gradients      stage 0    stage 1
     bf16, fp32                 18      6 + 12/d      2 + 4, and 4 + 4 + 4 sharded
@@ -30,7 +30,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class BytesPerParameter:
-    """Bytes of one parameter on one rank, by use; fractions, because ranks may share a parameter."""
+    """Bytes of one parameter on one rank, by purpose. They are fractions, because ranks may share a parameter."""
 
     weight: Fraction
     """The weight that the layers compute with."""
