@@ -80,10 +80,7 @@ def layer_parameters(
 
 
 def half_parameters(model: ModelConfig, indices: range, tp: int = 1) -> int:
-    """Return the parameters of a T5's halves beside their layers `indices`: relative biases, the encoder's norm.
-
-    They are those on one rank.
-    """
+    """Return the parameters on one rank of a T5's halves beside the layers `indices`: relative biases, encoder norm."""
     if model.family != "t5" or not indices:
         return 0
     halves = (indices.start < model.layers) + (indices.stop > model.layers)
@@ -105,7 +102,7 @@ def first_parameters(model: ModelConfig) -> int:
 
 
 def last_parameters(model: ModelConfig) -> int:
-    """Return the parameters s after the last layer that ranks have whole: final norm, dense layers of BERT's heads."""
+    """Return the parameters after the last layer that a rank has whole: final norm, dense layers of BERT's heads."""
     total = norm_parameters(model) if model.norm_placement == "pre" else 0
     if model.family != "bert":
         return total

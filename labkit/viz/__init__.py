@@ -1,4 +1,4 @@
-"""Figures with a sentence: rank grids, traffic between nodes, timelines, curves."""
+"""Figures with a sentence under each: rank grids, traffic between nodes, timelines, curves and more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation memory: the bytes that each way of saving removes, and the operations that they cost."""
+"""Activation memory: the bytes that each way of saving memory removes, and the operations that it costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, name_rows, new_figure, styled
 
 _HATCHES = ("", "//", "", "xx", "\\\\", "..", "++", "")
-"""By part, so that neighbours stay apart without colour."""
+"""One hatch per part, so that neighbours can be told apart without colour."""
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,24 @@ class Kept:
     label: str
     """Name of the step, such as `sequence parallel`."""
     parts: Mapping[str, float]
-    """Part -> bytes, predicted."""
+    """Part -> predicted bytes."""
     measured: float | None = None
-    """Bytes measured, all parts together."""
+    """Measured bytes, all parts together."""
 
     @property
     def total(self) -> float:
-        """Bytes predicted."""
+        """Predicted bytes of all parts."""
         return sum(self.parts.values())
 
 
 def saved_waterfall(rows: Sequence[Kept], *, unit: float = 1.0, unit_name: str = "bytes", what: str = "") -> Figure:
-    """Horizontal bars from the top down, each split into parts; a dashed outline shows the bytes that a step removed.
+    """Draw horizontal bars from the top down, each split into parts, with the bytes that a step removed as an outline.
 
     rows: one row for each way of saving, in the order in which they are added.
 
-    unit, unit_name: unit of the axis in bytes, and its name, such as s b h bytes.
+    unit, unit_name: the unit of the axis in bytes, and its name, such as s b h bytes.
 
-    what: first words of the sentence.
+    what: the first words of the sentence.
 
     The sentence says whether every measured total is within 1% of the prediction. Raises ValueError without rows.
     """
@@ -88,7 +88,7 @@ def _bar(axes: Any, place: int, row: Kept, parts: Sequence[str], unit: float) ->
 
 
 def _taken(axes: Any, place: int, now: float, before: float) -> None:
-    """Outline the bytes that the row above had more."""
+    """Outline the bytes that the row above had in addition."""
     axes.barh(place, before - now, left=now, height=0.62, fill=False, edgecolor="#888888", linestyle=":", linewidth=1)
 
 
@@ -115,12 +115,14 @@ def _sentence(rows: Sequence[Kept], unit: float, unit_name: str, what: str) -> s
 
 
 def memory_and_work(predicted: Mapping[str, tuple[float, float]], counted: Mapping[str, tuple[float, float]]) -> Figure:
-    """Bytes that each way of recomputing keeps, beside the operations of its step; bars predicted, diamonds counted.
+    """Draw the bytes that each way of recomputing keeps, next to the operations of its step.
+
+    Bars are predicted numbers, diamonds counted ones, and the number at a bar is the counted one.
 
     predicted, counted: way -> (bytes in units of s b h, operations of forward and backward). Operations are drawn as
-    multiples of the first way's. The number beside a bar is the counted one.
+    multiples of those of the first way.
 
-    Raises ValueError where the two do not name the same ways.
+    Raises ValueError if the two do not name the same ways.
     """
     if not predicted or list(predicted) != list(counted):
         raise ValueError(f"predicted {list(predicted)} and counted {list(counted)} must name the same ways")

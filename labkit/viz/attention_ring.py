@@ -1,6 +1,6 @@
 """Context parallelism in pictures: the part of the mask that each rank computes, and the time that the ring waits.
 
-Everything is counted in (query, key) pairs, from the plans that the ranks run (labkit/parallel/context/ring_plan.py).
+Everything is counted in (query, key) pairs, from the plans that ranks follow (labkit/parallel/context/ring_plan.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES: dict[Layout, str] = {"contiguous": "plain cut", "zigzag": "zigzag"}
 """Titles of the two ways to cut a sequence."""
 _ORDER: tuple[Layout, ...] = ("contiguous", "zigzag")
 MOST_LETTERED = 8
-"""Ranks up to which cells and bars carry their numbers."""
+"""Largest number of ranks at which cells and bars show their numbers."""
 
 assert set(_ORDER) == set(LAYOUTS)
 
@@ -29,10 +29,10 @@ def _shade(rank: int) -> str:
 
 
 def context_mask(seq_length: int, cp: int) -> Figure:
-    """The causal mask, once for each way to cut: rows are queries, columns keys, both in the order of the sequence.
+    """Draw the causal mask for each way to cut: rows are queries, columns keys, both in the order of the sequence.
 
-    A cell is one chunk of queries against one of keys. Its colour is the rank that computes it, which holds the
-    queries. Its number is the ring step in which that rank holds these keys. Half a cell is the diagonal.
+    A cell is one chunk of queries against one of keys. Its colour is the rank that computes it, which is the rank with
+    the queries. Its number is the ring step in which that rank has these keys. Half a cell is on the diagonal.
 
     Raises:
         ValueError: a length that 2 cp does not divide.
@@ -55,7 +55,7 @@ def context_mask(seq_length: int, cp: int) -> Figure:
 
 
 def _draw_mask(axes: Any, cp: int, layout: Layout, length: int) -> None:
-    """One mask of 2 cp x 2 cp chunks of `length` positions."""
+    """Draw one mask of 2 cp x 2 cp chunks of `length` positions."""
     holder = {chunk: rank for rank in range(cp) for chunk in chunks_of_rank(cp, rank, layout)}
     for query in range(2 * cp):
         for key in range(query + 1):
@@ -114,7 +114,7 @@ def ring_timeline(seq_length: int, cp: int, *, causal: bool = True) -> Figure:
 
 
 def _draw_steps(axes: Any, load: Sequence[Sequence[int]]) -> None:
-    """Rows are ranks, bars their blocks; dotted where a rank waits for the slowest."""
+    """Draw a row for each rank with bars for its blocks, dotted while the rank waits for the slowest."""
     cp, start = len(load), 0
     for step, longest in enumerate(max(steps) for steps in zip(*load, strict=True)):
         for rank in range(cp):
@@ -155,11 +155,12 @@ def _timeline_sentence(
 
 
 def measured_ring(events: dict[Layout, Iterable[Event]], cp: int) -> Figure:
-    """Blocks as real processes ran them: one panel for each way to cut, both on one axis of seconds.
+    """Draw blocks as real processes ran them: one panel for each way to cut, both on one axis of seconds.
 
     Args:
-        events: for each way to cut, the Events of all ranks; blocks have the kind `forward` and are named after the
-            rank whose keys they read (`kv 2`). Others are left out.
+        events: for each way to cut, the Events of all ranks. Blocks have the kind `forward` and are named after the
+            rank whose keys they read (`kv 2`). Other Events are left out.
+        cp: number of ranks.
         cp: ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Boxes of a checkpoint: which rank's file holds which part of a tensor, read from the manifest.
+"""Boxes of a checkpoint: which rank's file has which part of a tensor, read from the manifest.
 
 A tensor of a checkpoint is stored as boxes, each an offset and a shape in the whole tensor
 (`labkit/train/checkpoint/boxes.py`). The figure draws the whole tensor and its boxes, rows down and columns across, in
@@ -22,14 +22,14 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import DPI, box, new_figure, nth_style, styled
 
 _WIDTH, _HEIGHT, _PANEL = 7.2, 3.4, 4.2
-"""Most inches of a figure across, its height, and most inches of a panel across."""
+"""Largest width of a figure in inches, its height, and the largest width of a panel."""
 _MARGIN = 75
-"""Pixels of a panel beside its axes."""
+"""Pixels of a panel outside its axes."""
 _LETTER, _LINE = 6.0, 13.0
 """Width of a letter and height of a line in pixels."""
 _MOST_TICKS = 7
 _MOST_NAMES = 4
-"""Of ranks 0 to 7, 8 to 15 and so on, which share eight colours."""
+"""Ranks that an entry of the sentence names one by one; of more it names only the first and the last."""
 _WRITTEN_BY_A_RANK = re.compile(r"rank_(\d+)\.safetensors")
 
 
@@ -72,7 +72,7 @@ def _tensor_of(manifest: Manifest, name: str) -> StoredTensor:
 
 
 def _writer(file: str) -> str:
-    """`rank 3` for the file of rank 3, else the file's name."""
+    """Return `rank 3` for the file of rank 3, or the name of another file."""
     match = _WRITTEN_BY_A_RANK.fullmatch(file)
     return f"rank {int(match[1])}" if match else file
 
@@ -83,7 +83,7 @@ def _in_order(writer: str) -> tuple[int, str]:
 
 
 def _flat(box: Box) -> tuple[int, int, int, int]:
-    """(row, column, rows, columns); a tensor of one dimension is one row."""
+    """Return (row, column, rows, columns) of a box; a tensor of one dimension is one row."""
     if len(box.shape) == 1:
         return 0, box.offset[0], 1, box.shape[0]
     return *box.offset, *box.shape  # pyright: ignore[reportReturnType]
@@ -110,7 +110,7 @@ def _draw(axes: Any, title: str, tensor: StoredTensor, writers: Sequence[str], w
 
 
 def _fitting(writer: str, box: Box, width: float, height: float) -> str:
-    """As many of writer, shape and offset as the pixels take; shapes and offsets are those of the whole tensor."""
+    """Return as many of writer, shape and offset as fit the pixels; both refer to the whole tensor."""
     lines = [writer, f"shape {list(box.shape)}", f"at {list(box.offset)}"]
     if max(map(len, lines)) * _LETTER < width and height > 3 * _LINE:
         return "\n".join(lines)
@@ -122,7 +122,7 @@ def _fitting(writer: str, box: Box, width: float, height: float) -> str:
 
 
 def _ticks(borders: Iterable[int], end: int) -> list[int]:
-    """Ends and borders of boxes, without borders whose numbers would lie on each other."""
+    """Return the ends and borders of boxes, without borders whose numbers would overlap."""
     kept: list[int] = [0]
     for border in sorted(set(borders)):
         if min(border - kept[-1], end - border) * _MOST_TICKS >= end:
@@ -137,7 +137,7 @@ def _sentence(tensor: str, stored: Mapping[str, StoredTensor]) -> str:
 
 
 def _words(tensor: StoredTensor) -> str:
-    """`3 boxes, rank 0 has 4,096 elements, rank 1 12,288`."""
+    """Return words such as `3 boxes, rank 0 with 4,096 elements and rank 1 with 12,288 elements`."""
     held: dict[str, int] = {}
     for part in tensor.boxes:
         held[_writer(part.file)] = held.get(_writer(part.file), 0) + part.box.numel
@@ -149,7 +149,7 @@ def _words(tensor: StoredTensor) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """`rank 0, rank 1 and rank 2`; of many the first and the last."""
+    """Join names as in `rank 0, rank 1 and rank 2`; give only the first and the last of many."""
     if len(names) > _MOST_NAMES:
         return f"{names[0]} to {names[-1]}"
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,4 +1,4 @@
-"""Loss curves: several runs over the same steps, and the distance between the runs."""
+"""Loss curves of several runs over the same steps, and the distance between the runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled
 
 _LINES = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4))
-"""Line style and width by curve. The first curve is broad, so that its edges show beside a curve on top."""
+"""Line style and width by curve. The first curve is broad, so that its edges show under a curve on top of it."""
 _RINGS = (8.5, 5.5, 3.0)
-"""Size of a curve's marks in points. Each curve has smaller marks than the curve before, so that all marks show."""
+"""Size of a curve's marks in points. Each curve has smaller marks than the one before, so that all marks show."""
 _LEAST = 1e-17
-"""Start of the logarithmic axis of differences; exact agreement lies at this value."""
+"""Start of the logarithmic axis of differences; exact agreement is drawn at this value."""
 
 
 def loss_curves(
@@ -27,14 +27,14 @@ def loss_curves(
     last: int = 1,
     title: str = "Training loss",
 ) -> Figure:
-    """Losses by step, one line per run; below them each run's relative difference from the first.
+    """Draw losses by step, one line per run; below them each run's relative difference from the first.
 
-    curves: name -> loss of steps 1, 2, ... in nats a token.
+    curves: name -> loss of steps 1, 2, ... in nats per token.
     levels: horizontal lines to compare with, such as the unigram entropy.
-    tolerance: largest relative difference that counts as the same; the lower panel shows it, the sentence says whether
-        it holds. None draws no lower panel.
-    last: how many losses from the end are averaged for the sentence's comparison with the levels; one batch is noisy.
-    Raises ValueError without curves, for an empty curve, and where a tolerance is given for curves that cannot be
+    tolerance: largest relative difference that counts as the same; the lower panel shows it, and the sentence says
+        whether it holds. None draws no lower panel.
+    last: how many losses from the end the sentence averages for its comparison with the levels; one batch is noisy.
+    Raises ValueError without curves, for an empty curve, and if a tolerance is given for curves that cannot be
     compared step by step.
     """
     if last < 1:
@@ -55,7 +55,7 @@ def loss_curves(
 
 
 def _relative_differences(curves: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """|loss - first| / |first| by step, for every curve but the first."""
+    """Return |loss - first| / |first| by step, for every curve but the first."""
     first = np.asarray(next(iter(curves.values())), dtype=float)
     others = {name: np.asarray(values, dtype=float) for name, values in list(curves.items())[1:]}
     lengths = {name: len(values) for name, values in curves.items()}
@@ -103,7 +103,7 @@ def _mark_level(axes: Any, value: float, name: str) -> None:
 
 
 def _name_level(axes: Any, value: float, name: str) -> None:
-    """Write the name right of the panel, where no curve comes."""
+    """Write the name to the right of the panel, where there are no curves."""
     axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
                   va="center", fontsize=8, color="#444444")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`Figure`: a picture with one sentence under it that gives its key numbers."""
+"""`Figure`: a picture with one sentence under it, which gives its key numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _pixels(fig: matplotlib.figure.Figure) -> np.ndarray:
 
 
 def _caption(sentence: str, width: int) -> np.ndarray:
-    """Draw the sentence as a strip of pixels of this width: notebooks and pages show the PNG, not its plain text."""
+    """Draw the sentence as a strip of this many pixels: notebooks and pages show the PNG, not its plain text."""
     lines = textwrap.wrap(sentence, max(20, width // 7))
     strip = matplotlib.figure.Figure(figsize=(width / DPI, (18 * len(lines) + 12) / DPI), dpi=DPI)
     strip.text(8 / width, 0.5, "\n".join(lines), va="center", fontsize=9, color="#333333", linespacing=1.3)
@@ -36,9 +36,9 @@ def _caption(sentence: str, width: int) -> np.ndarray:
 class Figure:
     """A matplotlib figure with a sentence that carries its key numbers.
 
-    A notebook shows the figure as a PNG with the sentence under the picture. The sentence is also the plain and the
-    alternative text: a screen reader reads the sentence, and nbval compares the sentence from run to run. The PNG holds
-    it as its description, so that a stored picture older than its sentence is noticed.
+    A notebook shows the figure as a PNG with the sentence under the picture. The sentence is also the plain text and
+    the alternative text: a screen reader reads it, and nbval compares it from run to run. The PNG contains it as its
+    description, so that a stored picture that is older than its sentence is noticed.
 
     Raises:
         ValueError: the sentence is empty or more than one line.
@@ -56,7 +56,7 @@ class Figure:
 
     @property
     def png(self) -> bytes:
-        """The picture as PNG at 100 dpi, drawn once; in 256 colours, which makes notebooks three times smaller."""
+        """The picture as PNG at 100 dpi, drawn once, in 256 colours so that notebooks are three times smaller."""
         if self._png is None:
             self.fig.set_dpi(DPI)
             pixels = _pixels(self.fig)
@@ -68,7 +68,7 @@ class Figure:
         return self._png
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture in the format of the suffix (png, svg, pdf); makes the folder; returns the path."""
+        """Write the picture in the format of the suffix (png, svg, pdf). Make its folder, and return the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path) as draft:

@@ -1,6 +1,6 @@
 """Figures under controls, for a notebook with a person in front of it.
 
-An explorer builds its controls and gives a function that draws a Figure from their values:
+An explorer builds its controls and passes a function that draws a Figure from their values:
 
     return LiveFigure(figure).panel(inputs, draw)       # each change of a control draws anew
 """
@@ -16,12 +16,12 @@ from labkit.viz.figure import Figure
 
 
 def is_live() -> bool:
-    """True where a person sits at the notebook: JupyterLab sets JPY_SESSION_NAME; papermill and nbval do not."""
+    """Return True if a person sits at the notebook: JupyterLab sets JPY_SESSION_NAME; papermill and nbval do not."""
     return bool(os.environ.get("JPY_SESSION_NAME"))
 
 
 class LiveFigure:
-    """A Figure as two widgets: the picture, and the words that a screen reader reads."""
+    """A Figure as two widgets: the picture, and the words for a screen reader."""
 
     def __init__(self, figure: Figure) -> None:
         import ipywidgets as widgets
@@ -32,11 +32,11 @@ class LiveFigure:
 
     @property
     def parts(self) -> tuple[Any, Any]:
-        """Picture, then words: a reason is beneath the picture, which is the last one that could be drawn."""
+        """The picture, then the words, because a reason is below the picture, the last one that could be drawn."""
         return self.picture, self.words
 
     def show(self, figure: Figure | None, reasons: Sequence[str] = ()) -> None:
-        """Show a figure, with the reasons for what it leaves out beneath; without a figure the last one stays."""
+        """Show a figure, with the reasons for what it leaves out below it; without a figure keep the last one."""
         if figure:
             self.picture.value, self._spoken = figure.png, _spoken(figure.sentence)
         else:
@@ -51,7 +51,7 @@ class LiveFigure:
             self.show(None, [str(problem)])
 
     def follow(self, inputs: Mapping[str, Any], draw: Callable[[dict[str, Any]], Figure]) -> None:
-        """Draw anew from the values of all controls, by name, when the value of any control changes."""
+        """Draw the figure again from the values of all controls, by name, whenever one of them changes."""
 
         def redraw(_change: Any) -> None:
             self.try_to_show(lambda: draw({name: control.value for name, control in inputs.items()}))
@@ -67,7 +67,7 @@ class LiveFigure:
     ) -> Any:
         """Return one widget: the controls, and below them the figure, which follows them.
 
-        rows: names of the controls that stand side by side; without rows each control has a row of its own.
+        rows: names of the controls that are side by side; without rows each control has a row of its own.
         """
         import ipywidgets as widgets
 
@@ -77,7 +77,7 @@ class LiveFigure:
 
 
 def whole_number(name: str, value: int, most: int) -> Any:
-    """Return a control for a whole number from 1 on."""
+    """Return a control for a whole number from 1 to `most`."""
     import ipywidgets as widgets
 
     look: dict[str, Any] = {"layout": widgets.Layout(width="190px"), "style": {"description_width": "100px"}}
@@ -85,12 +85,12 @@ def whole_number(name: str, value: int, most: int) -> Any:
 
 
 def words(name: str, value: str) -> Any:
-    """Return a control for a text, which draws anew when the reader has finished it."""
+    """Return a control for a text, which draws the figure again when the reader has finished typing."""
     import ipywidgets as widgets
 
     return widgets.Text(value=value, description=name, continuous_update=False)
 
 
 def _spoken(sentence: str) -> str:
-    """The sentence for a screen reader alone: the picture draws it, but a picture widget has no alternative text."""
+    """Return the sentence for a screen reader only: the picture draws it, but its widget has no alternative text."""
     return f'<span style="position: absolute; left: -9999px">{html.escape(sentence)}</span>'

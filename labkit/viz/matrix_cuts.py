@@ -12,16 +12,16 @@ PARTS = {"mlp": ("A", 4, "GeLU", "B", 4), "attention": ("q, k, v", 3, "heads", "
 """Part of a layer -> (first matrix, its columns in units of h, what follows, second matrix, its rows in units of h)."""
 
 _GAP = 0.62
-_TOKENS = 0.7  # height of [tokens, ..] in units of h: the same in all pictures, whatever the number of tokens
+_TOKENS = 0.7  # height of [tokens, ..] in units of h: the same in all pictures, for any number of tokens
 
 
 def cut_matrices(part: str, tokens: int, hidden: int, ranks: int) -> Figure:
     """Draw X, a matrix cut by columns, the product, a matrix cut by rows, and the sum; each rank has a colour.
 
     part: `mlp` (hidden to 4 hidden and back) or `attention` (q, k and v, then the projection P).
-    tokens: rows of X. The picture gives every pair of equal sides the same length, except tokens beside hidden.
+    tokens: rows of X. The picture draws equal sides with equal length, but tokens and hidden not to one scale.
 
-    Raises ValueError for another part, or where the ranks do not divide hidden.
+    Raises ValueError for another part, or if the ranks do not divide hidden.
     """
     if part not in PARTS:
         raise ValueError(f"no part {part!r} of a layer; choose {' or '.join(PARTS)}")
@@ -67,7 +67,7 @@ def _rows(axes: Any, x: float, y: float, width: float, height: float, ranks: int
 
 
 def _sum(axes: Any, x: float, y: float, width: float, height: float, ranks: int) -> None:
-    """One sheet for each rank's partial sum; the whole lies in front."""
+    """Draw one sheet for each rank's partial sum, and the whole sum in front."""
     for rank in reversed(range(ranks)):
         shift = 0.24 * (rank + 1) / ranks
         _draw(axes, x + shift, y + shift, width, height, SEQUENCE[rank], "")
@@ -78,7 +78,7 @@ Cut = Callable[[Any, float, float, float, float, int], None]
 
 
 def _shapes(size: tuple[int, int], cut: Cut, ranks: int) -> str:
-    """Shape of the whole; below, the shape of a rank's part."""
+    """Return the shape of the whole, and below it the shape of one rank's part."""
     rows, columns = size
     part = (rows, columns // ranks) if cut is _columns else (rows // ranks, columns) if cut is _rows else None
     whole = f"[{rows}, {columns}]"

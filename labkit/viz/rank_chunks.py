@@ -1,7 +1,7 @@
 """Chunks of tensors on ranks: before and after a collective, and after each step of a ring.
 
-A cell is one chunk, a row one rank. The colour of a cell names the rank whose numbers it holds. A sum has a stripe for
-each rank in it, and a dark frame if every rank is in it once. The number in a cell says which chunk it is.
+A cell is one chunk, a row one rank. The colour of a cell names the rank whose numbers it contains. A sum has a stripe
+for each rank in it, and a dark frame if every rank is in it once. The number in a cell says which chunk it is.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, name_cells, new_figure, styled, text_color
 
 State = Sequence[Any]
-"""By rank: an array [cells, ranks, chunks]. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
+"""An array [cells, ranks, chunks] per rank. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
 Cell = NDArray[Any]
 
 _CELL, _SMALL = 0.25, 0.19
-"""Inches across a cell: of before and after, and of many states."""
+"""Inches across a cell, in pictures of before and after, and in pictures of many states."""
 _MARGIN, _HEAD = 0.55, 0.42
-"""Inches beside and above the cells of a panel."""
+"""Inches next to and above the cells of a panel."""
 _WIDTH = 7.6
 _EMPTY, _MIXED, _COMPLETE = "#F0F0F0", "#D40000", "#000000"
 
 
 def before_and_after(operations: Mapping[str, tuple[State, State]]) -> Figure:
-    """Draw what each rank holds before an operation (above) and after it (below), a column for each operation.
+    """Draw what each rank has before an operation (above) and after it (below), with a column for each operation.
 
     operations: name -> (state before, state after).
 
@@ -55,7 +55,7 @@ def before_and_after(operations: Mapping[str, tuple[State, State]]) -> Figure:
 
 
 def chunk_states(states: Mapping[str, State]) -> Figure:
-    """Draw what each rank holds in several states, one after another. A red frame marks a cell that mixes chunks.
+    """Draw what each rank has in several states, one after another. A red frame marks a cell that mixes chunks.
 
     states: title -> state.
 
@@ -86,7 +86,7 @@ def chunk_states(states: Mapping[str, State]) -> Figure:
 
 
 def _checked(state: State) -> list[Cell]:
-    """The state as arrays; refuses another form."""
+    """Return the state as arrays, or raise ValueError for another form."""
     arrays = [np.asarray(cells) for cells in state]
     ranks = len(arrays)
     for rank, cells in enumerate(arrays):
@@ -111,7 +111,7 @@ def _is_mixed(cell: Cell) -> bool:
 
 
 def _is_complete(cell: Cell) -> bool:
-    """True for a sum that has one chunk of every rank once."""
+    """Return True for a sum that has one chunk of every rank once."""
     return not _is_mixed(cell) and bool((cell.sum(axis=1) == 1).all())
 
 
@@ -130,7 +130,7 @@ def _draw(axes: Any, state: Sequence[Cell], title: str, size: float) -> None:
 
 
 def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> None:
-    """One stripe for each share in the cell, in the order of ranks; the number of the chunk in the middle."""
+    """Draw one stripe for each share in the cell, in the order of ranks, with the chunk's number in the middle."""
     shares = [owner for owner, count in enumerate(cell.sum(axis=1).astype(int)) for _ in range(count)]
     for place, owner in enumerate(shares):
         stripe = (column, rank + place / len(shares)), 1, 1 / len(shares)
@@ -147,7 +147,7 @@ def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> No
 
 
 def _cells(state: Sequence[Cell]) -> str:
-    """`4`, `1`, `4 sums`: the cells of each rank."""
+    """Return how many cells the ranks have: `4`, `1`, `4 sums`."""
     counts = sorted({len(cells) for cells in state})
     words = " or ".join(map(str, counts))
     sums = all(cell.sum() > 1 for cell in _all_cells(state))

@@ -1,6 +1,6 @@
-"""Curves of training runs from the files in their folders: loss, learning rate, gradient norm and tokens a second.
+"""Curves of training runs from the files in their folders: loss, learning rate, gradient norm and tokens per second.
 
-The figures read metrics.jsonl as `labkit watch` does, so a run may still write it, or may have resumed.
+The figures read metrics.jsonl as `labkit watch` does, so a run may still be writing it, or may have been resumed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _PANELS = {
 }
 """Name in metrics.jsonl -> title of its panel."""
 _START = 30.0
-"""Seconds that `watch_runs` waits for a folder to appear: a run that was just launched needs some."""
+"""Seconds that `watch_runs` waits for a folder to appear, because a run that was just launched needs some time."""
 
 
 def training_curves(*folders: str | os.PathLike[str]) -> Figure:
-    """Training loss, learning rate, gradient norm and tokens a second by step, one line a run in each panel.
+    """Draw training loss, learning rate, gradient norm and tokens per second by step, one line per run in each panel.
 
     Circles in the first panel are validation losses. A line has a gap where a number was not finite.
 
-    folders: folders of runs (`train.output_dir`), or folders whose subfolders are those of runs.
+    folders: folders of runs (`train.output_dir`), or folders whose subfolders are folders of runs.
 
-    Raises ValueError for a folder without a run, and if no run has a line yet.
+    Raises ValueError for a folder without a run, and if no run has written a line yet.
     """
     found, problems = runs_in(folders)
     if problems or not found:
@@ -48,14 +48,14 @@ def training_curves(*folders: str | os.PathLike[str]) -> Figure:
 
 
 def watch_runs(*folders: str | os.PathLike[str], seconds: float = 300.0, interval: float = 2.0) -> None:
-    """Show `training_curves` of live runs until all are over, drawn anew in place when a run has new lines.
+    """Show `training_curves` of live runs until all are over, drawn again in place when a run has new lines.
 
     A notebook without a person in front of it (papermill, nbval) gets one figure, at the end.
 
     seconds: the longest time to watch; the runs go on without it.
-    interval: seconds from one look into the folders to the next.
+    interval: seconds between two looks into the folders.
 
-    Raises ValueError if a folder has no run after half a minute, or no run has a line at the end.
+    Raises ValueError if a folder has no run after half a minute, or if no run has a line at the end.
     """
     from IPython.display import display
 
@@ -124,7 +124,7 @@ def _draw(axes: Any, panel: str, runs: Sequence[RunRecords], names: Sequence[str
     axes.grid(axis="y")
     axes.margins(x=0.02)
     if panel == "tokens_per_second":
-        axes.set_ylim(bottom=0)  # a rate; noise should not fill the panel
+        axes.set_ylim(bottom=0)  # this is a rate, and noise should not fill the panel
 
 
 def _sentence(runs: Sequence[RunRecords], names: Sequence[str]) -> str:
@@ -132,7 +132,7 @@ def _sentence(runs: Sequence[RunRecords], names: Sequence[str]) -> str:
 
 
 def _words(run: RunRecords, name: str) -> str:
-    """`first (finished, step 30 of 30) 6.93 to 5.21, validation 5.30`."""
+    """Return words such as `first (finished, step 30 of 30) 6.93 to 5.21, validation 5.30`."""
     values, losses = run.values(), [loss for _, loss in run.series.get("loss", [])]
     if not losses:
         return f"{name} ({run.state}, no step yet)"

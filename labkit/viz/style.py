@@ -1,14 +1,14 @@
 """One palette by meaning, and matplotlib's settings for every figure of labkit.
 
-Three families of colours share none with each other but for rare activities. So blue is a forward in every chapter,
-orange a backward, dark green a weight gradient, and red and pink are communication:
+Three families of colours share no colour with each other, except for rare activities. So blue is a forward in every
+chapter, orange a backward, dark green a weight gradient, and red and pink are communication:
 
 - activities of a rank over time (`ACTIVITIES`), from Okabe and Ito's set;
 - axes of groups (`AXES`), Paul Tol's light set;
 - things with a number, such as ranks, stages, chunks and microbatches (`SEQUENCE`), from Paul Tol's muted set.
 
-Colours of one family stay apart for readers with red-green colour blindness. Close colours also differ in their hatch,
-and every mark carries a label.
+Readers with red-green colour blindness can tell the colours of one family apart. Close colours also differ in their
+hatch, and every mark has a label.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ AXES: dict[str, tuple[str, str, str]] = {
 """Axis of a layout -> (colour, hatch, label)."""
 
 SEQUENCE = ("#332288", "#CC6677", "#44AA99", "#DDCC77", "#AA4499", "#88CCEE", "#999933", "#661100")
-"""For things with a number (rank, stage, chunk, group or curve 0, 1, ...); repeats after eight."""
+"""Colours of things with a number (rank, stage, chunk, group or curve 0, 1, ...); they repeat after eight."""
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
-"""For things 0 to 7, 8 to 15, ..., which share their colours."""
+"""Hatches of things 0 to 7, 8 to 15, ..., which share their colours."""
 LINES = ("-", "--", "-.", ":")
-"""For curve 0, 1, ...; repeats after four."""
+"""Line styles of curve 0, 1, ...; they repeat after four."""
 INK = "#333333"
-"""Edges and other lines."""
+"""Colour of edges and other lines."""
 
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -160,7 +160,7 @@ def box(
 ) -> None:
     """Draw a rectangle from its corner of the smallest x and y, with a text in its middle.
 
-    size: of the text, in points. ink: colour of the text, by default black or white, whichever is readable on `fill`.
+    size: points of the text. ink: colour of the text, by default black or white, whichever is readable on `fill`.
     look: further properties of the rectangle, such as `hatch` or `zorder`.
     """
     look = {"facecolor": fill, "edgecolor": INK, "linewidth": 0.5} | look

@@ -1,4 +1,4 @@
-"""Figures of an evaluated language model: windows over a text, choices of a next token, curves with named axes."""
+"""Figures of an evaluated language model: windows over a text, choices of the next token, curves with named axes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from labkit.viz.style import SEQUENCE, name_rows, new_figure, styled
 
 _READ, _SCORED = "#D9D9D9", SEQUENCE[0]
 MAX_WINDOWS = 12
-"""Windows drawn; of more the first ones."""
+"""Windows that are drawn; if there are more, the first ones."""
 
 # ---- windows ----
 
 
 def scoring_windows(starts: Sequence[int], tokens: int, length: int, stride: int) -> Figure:
-    """A row for each window of a text: grey the tokens that it reads, coloured the labels that it scores.
+    """Draw a row for each window of a text: grey for the tokens that it reads, coloured for the labels that it scores.
 
-    starts: first token of each window. tokens: of the whole text. length: tokens that a window reads. stride: tokens
-        by which a window moves; the first window scores all its labels, each later one its last `stride`.
+    starts: first token of each window. tokens: number of tokens in the text. length: tokens that a window reads.
+    stride: tokens by which a window moves; the first window scores all its labels, each later one its last `stride`.
 
     Raises ValueError without a window.
     """
@@ -54,12 +54,12 @@ def scoring_windows(starts: Sequence[int], tokens: int, length: int, stride: int
 
 
 def token_choices(words: Sequence[str], panels: Mapping[str, Sequence[float]]) -> Figure:
-    """A panel of bars for each way of choosing: the probability of each token, in one order and on one axis.
+    """Draw a panel of bars for each way of choosing: the probability of each token, in one order and on one axis.
 
     words: the tokens as text, most likely first.
     panels: name of a way -> probability of each of these tokens; 0 for a token that the way leaves out.
 
-    Raises ValueError without a panel, and where numbers and words are not equally many.
+    Raises ValueError without a panel, and if there are not as many numbers as words.
     """
     if not panels or any(len(values) != len(words) for values in panels.values()):
         raise ValueError(f"token_choices needs at least one panel, and {len(words)} probabilities in each")
@@ -88,9 +88,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def named_curves(curves: Mapping[str, Points], *, x: str, y: str, log: bool = False) -> Figure:
-    """A line with marks for each curve, over an axis named `x`; the sentence has both ends of each.
+    """Draw a line with marks for each curve, over an axis named `x`; the sentence has both ends of each.
 
-    curves: name -> (x, y) points, in order. log: the axis of y is logarithmic.
+    curves: name -> (x, y) points, in order. log: make the axis of y logarithmic.
 
     Raises ValueError without a curve, and for a curve without a point.
     """

@@ -1,7 +1,7 @@
-"""A transformer layer over a tensor-parallel group: f and g, their messages, the tensors of each rank, dropout masks.
+"""A transformer layer over a tensor-parallel group: f and g, their messages, each rank's tensors, dropout masks.
 
-Under sequence parallelism an all-gather takes the place of f, and a reduce-scatter takes the place of g. The paper
-(arXiv 2205.05198, 4.2.2) names the two g and g-bar. Pictures here name them f_s and g_s, so that g keeps its meaning.
+Under sequence parallelism an all-gather replaces f, and a reduce-scatter replaces g. The paper (arXiv 2205.05198,
+4.2.2) names the two g and g-bar. Pictures here name them f_s and g_s, so that g keeps its meaning.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, box, color, new_figure, styled, text_color
 
 PARTS = (("attention", ("qkv", "heads", "proj")), ("mlp", ("fc1", "act", "fc2")))
-"""Sub-layers of a block, and the computations of a rank in each, in order."""
+"""Sub-layers of a block, and the computations of a rank in each, in their order."""
 
 MAX_LANES = 4
-"""Ranks drawn; of larger groups the first ones and the last."""
+"""Ranks that are drawn; of a larger group the first ones and the last."""
 
 _STEP = 1.0
 _PART_WIDTH = 5 * _STEP + 0.6
 
 
 def tensor_parallel_block(records: Sequence[CommRecord], layer: str = "layers.0") -> Figure:
-    """Draw one layer: a lane for each rank, f and g as bars across the lanes, under a bar the calls of the ledger.
+    """Draw one layer: a lane per rank, f and g as bars across the lanes, and the ledger's calls under each bar.
 
     Args:
         records: entries of one rank's `CommLedger` during one forward and one backward.
@@ -66,7 +66,7 @@ def _sentence(records: Sequence[CommRecord], layer: str, size: int) -> str:
 def _draw_part(
     axes: Any, x: float, part: str, boxes: Sequence[str], lanes: Sequence[int], records: Sequence[CommRecord]
 ) -> None:
-    """One sub-layer: f, three boxes on each lane, g."""
+    """Draw one sub-layer: f, three boxes on each lane, g."""
     height = len(lanes)
     axes.text(x + 2 * _STEP, height + 0.15, part, ha="center", va="bottom", fontsize=10)
     for position, name in enumerate(boxes, start=1):
@@ -113,15 +113,15 @@ _OPERATORS = {
     False: {"enter": ("f", "identity", "all-reduce"), "leave": ("g", "all-reduce", "identity")},
     True: {"enter": ("$f_s$", "all-gather", "reduce-\nscatter"), "leave": ("$g_s$", "reduce-\nscatter", "all-gather")},
 }
-"""Sequence parallel or not -> name, forward and backward of each operator."""
+"""Sequence parallel or not -> name of each operator, and its operations in forward and in backward."""
 
 
 def split_sequence(s: int, b: int, h: int, inner: int, t: int) -> Figure:
     """Draw half a layer without and with sequence parallelism: each rank's part of each tensor, and its shape.
 
-    s, b, h: positions, samples and width between the tensor-parallel regions. inner: width inside. t: ranks.
+    s, b, h: positions, samples and width between the tensor-parallel regions. inner: width inside. t: number of ranks.
 
-    An outline is a whole tensor, positions downwards and width to the right. Hatched is a part of a sum.
+    An outline is a whole tensor, with positions downwards and width to the right. A hatched area is one term of a sum.
     """
     lanes = list(range(t)) if t <= MAX_LANES else [*range(MAX_LANES - 1), t - 1]
     with styled():
@@ -173,7 +173,7 @@ def _draw_half(
 
 
 def _draw_switch(axes: Any, x: float, height: int, name: str, forward: str, backward: str) -> None:
-    """An operator as a bar across the lanes, with what it does in each direction."""
+    """Draw an operator as a bar across the lanes, with what it does in each direction."""
     bar = color("collective")
     box(axes, (x - 0.14, 0.04), 0.28, height - 0.08, bar)
     axes.text(x, height / 2, name, ha="center", va="center", fontsize=11, style="italic", color=text_color(bar))
@@ -185,11 +185,11 @@ def _draw_switch(axes: Any, x: float, height: int, name: str, forward: str, back
 
 
 def dropout_masks(masks: Mapping[str, Sequence[np.ndarray]]) -> Figure:
-    """One row of pictures for each kind of dropout, one picture a rank; dark is dropped.
+    """Draw one row of pictures for each kind of dropout, one picture per rank; dark is dropped.
 
     masks: kind (`attention output`) -> the mask of each rank, two-dimensional and true where a value stays.
 
-    Raises ValueError where the kinds do not all have a mask of every rank.
+    Raises ValueError if the kinds do not all have a mask for every rank.
     """
     counts = {len(by_rank) for by_rank in masks.values()}
     if len(counts) != 1 or 0 in counts:
@@ -215,7 +215,7 @@ def _rgb(colour: str) -> tuple[float, ...]:
 
 
 def _agreement(by_rank: Sequence[np.ndarray]) -> str:
-    """Say in words if all ranks drop the same values."""
+    """Say in words whether all ranks drop the same values."""
     first = np.asarray(by_rank[0])
     if len(by_rank) == 1:
         return "one rank"

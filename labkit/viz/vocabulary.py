@@ -1,4 +1,4 @@
-"""A vocabulary cut over ranks: the owners of ids, the softmax of one token in pieces, and the costs of a loss."""
+"""A vocabulary cut over ranks: which rank owns an id, the softmax of one token in parts, and the costs of a loss."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _shade(rank: int) -> str:
 
 
 def vocabulary_shards(vocab_size: int, rows: int, ranks: int, ids: Sequence[int]) -> Figure:
-    """Draw the padded table with the rows of each rank, and below it the rank that answers each id.
+    """Draw the padded table with the rows of each rank, and below it which rank answers each id.
 
     vocab_size: words before padding.
     rows: rows of each rank's part, padding included.
-    ids: a few ids, a column each.
+    ids: a few ids, each drawn as a column.
 
-    Raises ValueError where the parts are smaller than the vocabulary, and for an id outside of it.
+    Raises ValueError if the parts are smaller than the vocabulary, and for an id outside of it.
     """
     if rows * ranks < vocab_size:
         raise ValueError(f"{ranks} parts of {rows} rows are fewer than {vocab_size} words")
@@ -92,9 +92,9 @@ def split_softmax(logits: Sequence[float], ranks: int, label: int) -> Figure:
     """Draw the logits of one token with each rank's maximum, and their gradient, softmax minus one-hot.
 
     logits: one for each column of the vocabulary; every rank has equally many.
-    label: column of the right word.
+    label: column of the correct word.
 
-    Raises ValueError where the ranks do not divide the columns, and for a label outside of them.
+    Raises ValueError if the ranks do not divide the columns, and for a label outside of them.
     """
     values = np.asarray(logits, dtype=float)
     if values.size % ranks:
@@ -131,7 +131,7 @@ def _draw_columns(axes: Any, values: Any, ranks: int, label: int) -> None:
 
 
 def _draw_maxima(axes: Any, parts: Any) -> None:
-    """A dash over the columns of each rank at its maximum, and a line through all at the largest."""
+    """Draw a dash over the columns of each rank at its maximum, and a line through all of them at the largest."""
     each = parts.shape[1]
     for rank, most in enumerate(parts.max(axis=1)):
         axes.hlines(most, rank * each - 0.5, (rank + 1) * each - 0.5, color=_shade(rank), linewidth=1.6)
@@ -158,7 +158,7 @@ Cost = tuple[float, float]
 
 
 def loss_costs(ways: Mapping[str, Mapping[str, Cost]]) -> Figure:
-    """Bars of predicted bytes, with a diamond where they were counted; a panel for each quantity, on one axis.
+    """Draw bars of predicted bytes, with a diamond for the counted ones; a panel for each quantity, on one axis.
 
     ways: name of a way to the loss -> quantity -> (predicted, counted), with the same quantities for every way.
 

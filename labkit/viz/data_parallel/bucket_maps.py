@@ -39,27 +39,27 @@ from labkit.viz.style import (
 )
 
 MAX_BUCKETS = 8
-"""Buckets drawn, a row each; of more the first and the last."""
+"""Buckets that are drawn, a row each; if there are more, the first and the last ones."""
 MAX_OWNERS = 64
-"""Most ranks whose owners differ by colour; with more ranks the picture shows only borders."""
+"""Most ranks whose slices differ by colour; with more ranks the picture shows only borders."""
 _WIDTH = 9.0
 _GAP = 0.45
-"""Height of the space that stands for buckets left out; a row is 1."""
+"""Height of the space that stands for the buckets left out; a row has height 1."""
 _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
 _GAPS = {"facecolor": "#FFFFFF", "hatch": "....", "edgecolor": "#666666", "linewidth": 0.0}
 _SHADES = ("#D9D9D9", "#BFBFBF")
-"""Shades of neighbouring parameters in turn, so that a reader sees the start of the next parameter."""
+"""Shades that neighbouring parameters have in turn, so that a reader sees where the next parameter starts."""
 
 
 def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
-    """A row per bucket: above, the parameters in the order of the buffer; below, the rank that owns each element.
+    """Draw a row per bucket: above, the parameters in the order of the buffer; below, the rank that owns each element.
 
     plan: result of `plan_buckets`.
 
-    dp: ranks that share each bucket under the distributed optimizer. 1 draws only parameters, for the all-reduce,
-    after which every rank has all gradients.
+    dp: ranks that share each bucket under the distributed optimizer. With 1 it draws only parameters, as for the
+    all-reduce, after which every rank has all gradients.
 
-    Raises ValueError where dp does not divide a bucket, and for a plan without a parameter.
+    Raises ValueError if dp does not divide a bucket, and for a plan without a parameter.
     """
     if not plan.buckets:
         raise ValueError("the plan has no bucket: there is no parameter to draw")
@@ -88,7 +88,7 @@ def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
 
 
 def _rows(count: int) -> dict[int, float]:
-    """Numbers of the buckets that are drawn, and where: a gap stands for those that are not."""
+    """Return the numbers of the buckets that are drawn, and their places: a gap stands for those that are not."""
     if count <= MAX_BUCKETS:
         return {number: number for number in range(count)}
     half = MAX_BUCKETS // 2
@@ -110,7 +110,7 @@ def _draw_parameters(axes: Any, plan: BucketLayout, bucket: Bucket, row: float, 
 
 
 def _shades(plan: BucketLayout, longest: int) -> dict[str, str]:
-    """Name -> shade. Neighbours that are wide enough to be seen differ, also from one bucket to the next."""
+    """Return name -> shade. Neighbours that are wide enough to be seen differ, also from one bucket to the next."""
     found, wide = {}, 0
     for name, (start, end) in plan.ranges.items():
         found[name] = _SHADES[wide % 2]
@@ -123,7 +123,7 @@ def _is_wide(elements: int, longest: int) -> bool:
 
 
 def _fitting(name: str, width: float) -> str:
-    """The name, or as much of it as `width` pixels take: `layers.3.mlp.fc1.weight`, `3.mlp.fc1`, `fc1`, nothing."""
+    """Return as much of the name as fits `width` pixels: `layers.3.mlp.fc1.weight`, `3.mlp.fc1`, `fc1`, nothing."""
     brief = name.removeprefix("layers.").removesuffix(".weight")
     return next((text for text in (name, brief, brief.rsplit(".", 1)[-1]) if 7.2 * len(text) < width), "")
 
@@ -145,7 +145,7 @@ def _owner_style(rank: int, dp: int) -> tuple[str, str]:
 
 
 def _legend(plan: BucketLayout, dp: int, longest: int) -> dict[str, Any]:
-    """Label -> handle, of what there is in the picture."""
+    """Return label -> handle for what is in the picture."""
     shades = tuple(Patch(facecolor=shade, edgecolor="#666666", linewidth=0.4) for shade in _SHADES)
     wide = [_is_wide(end - start, longest) for start, end in plan.ranges.values()]
     handles: dict[str, Any] = {"parameters, two shades in turn": shades} if sum(wide) > 1 else {"parameter": shades[0]}
@@ -183,7 +183,7 @@ def _map_sentence(plan: BucketLayout, dp: int, pieces: Sequence[Piece]) -> str:
 
 
 def _percent(share: float) -> str:
-    """Format with one decimal, or with one significant digit where one decimal would read 0.0."""
+    """Format with one decimal, or with one significant digit if one decimal would read 0.0."""
     return f"{share:.1%}" if share >= 0.0995 / 100 else f"{100 * share:.1g}%"
 
 
@@ -208,9 +208,9 @@ def zero_stages(
     parameters: float | None = None,
     counted: Mapping[int, float] | None = None,
 ) -> Figure:
-    """Bytes per parameter on each of `dp` ranks, a bar per ZeRO stage (arXiv 1910.02054), with its closed form.
+    """Draw the bytes per parameter on each of `dp` ranks, a bar per ZeRO stage (arXiv 1910.02054), with its formula.
 
-    parameters: of the model (of the rank's part of it); then the sentence also says how many GB that makes.
+    parameters: how many the model (or the rank's part of it) has; then the sentence also says how many GB that makes.
     counted: stage -> bytes per parameter that a program counted on its ranks, drawn as diamonds on the bars.
 
     Raises ValueError as `bytes_per_parameter` does.

@@ -1,4 +1,4 @@
-"""Communication behind computation: one rank's backward, the buckets that leave it, and the exposed time.
+"""Communication during computation: one rank's backward, the buckets that leave it, and the exposed time.
 
 Predicted and measured runs look alike and share one axis, so that a reader can compare them by eye.
 """
@@ -19,16 +19,16 @@ from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, color, handle, hatch, legend_patches, new_figure, styled
 
 _ROW = 0.27
-"""Inches of a row."""
+"""Inches per row."""
 _MANY = 12
-"""Most buckets with a name each; of more buckets only the first and the last have names."""
+"""Most buckets that all have a name; of more buckets only the first and the last have names."""
 QUEUED = "#F7DCCB"
-"""Colour of a bucket that has left while the link still carries the one before it."""
+"""Colour of a bucket that has left while the link still carries the bucket before it."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One rank's Events of one step, from 0."""
+    """One rank's Events of one step, with times from 0."""
 
     name: str
     computes: list[Event]
@@ -57,11 +57,11 @@ class _Run:
 
     @property
     def early(self) -> int:
-        """Buckets that leave before the last computation ends."""
+        """Number of buckets that leave before the last computation ends."""
         return sum(event.start < self.compute_end for event in self.buckets)
 
     def on_the_link(self, row: int) -> float:
-        """Start of each bucket's transfer, one bucket after another; a wait too short to see counts as no wait."""
+        """Return each bucket's start on the link, one bucket after another; a wait too short to see counts as none."""
         start, free = self.buckets[row].start, self.buckets[row - 1].end if row else 0.0
         return free if free - start > 1e-3 * self.end else start
 
@@ -75,8 +75,8 @@ def overlap_gantt(
 ) -> Figure:
     """Draw steps of one rank: its computations, and below a row for each reduction from start to end.
 
-    All reductions share one link. A reduction is pale until the reduction before it ends. Gathers of parameters behind
-    a forward are drawn alike.
+    All reductions share one link. A reduction is pale until the reduction before it ends. Gathers of parameters during
+    a forward are drawn in the same way.
 
     runs: name -> Events of one rank during one step; collectives are drawn in the order of their start.
 
@@ -84,7 +84,7 @@ def overlap_gantt(
 
     time_limit: seconds at which the axis ends, with a mark where a run goes on; None fits the picture.
 
-    bucket_rows: number of rows of each run for its reductions, at least 3. A fixed number gives all pictures one
+    bucket_rows: number of rows that each run has for its reductions, at least 3. A fixed number gives all pictures one
     height; of more reductions the first and the last are drawn. None takes a row for each reduction.
 
     The sentence says for each run how many reductions start before the backward ends. Raises ValueError for a run that
@@ -113,7 +113,7 @@ def overlap_gantt(
 
 
 def _handles(steps: Sequence[_Run]) -> list[Patch]:
-    """Legend: the kinds that occur, and the queue if there is one."""
+    """Return the legend: the kinds that occur, and the queue if there is one."""
     kinds = [k for k in ("forward", "backward", "collective", "wait") if any(_has(step, k) for step in steps)]
     handles = legend_patches(kinds)
     if any(step.on_the_link(row) > step.buckets[row].start for step in steps for row in range(len(step.buckets))):
@@ -135,7 +135,7 @@ def _has(step: _Run, kind: str) -> bool:
 
 
 def _draw_run(axes: Any, step: _Run, top: float, rows: int) -> list[tuple[float, str]]:
-    """The bars of one run from row `top` on; returns (height, label) of its rows."""
+    """Draw the bars of one run from row `top` on; return (height, label) of its rows."""
     for event in (*step.computes, *step.waits):
         _bar(axes, event, top)
     drawn = _drawn(len(step.buckets), rows)
@@ -153,7 +153,7 @@ def _draw_run(axes: Any, step: _Run, top: float, rows: int) -> list[tuple[float,
 
 
 def _drawn(count: int, rows: int) -> list[int | None]:
-    """By row, the bucket that is drawn there; None is the row that stands for those left out."""
+    """Return the bucket that is drawn in each row; None is the row that stands for those left out."""
     if count <= rows:
         return list(range(count))
     last = (rows - 1) // 2
@@ -201,7 +201,7 @@ def _words(step: _Run, numbers: bool) -> str:
 def bucket_size_curve(
     swept: Mapping[str, Sequence[BucketSize]], *, element_bytes: int = 4, title: str = "Exposed communication"
 ) -> Figure:
-    """Exposed time over bucket size, one curve per name, each with its best size marked.
+    """Draw the exposed time over the bucket size, one curve per name, each with its best size marked.
 
     The sentence gives each curve's best size, and what one bucket of everything exposes. Raises ValueError without
     curves, or for an empty one.
@@ -223,7 +223,7 @@ def bucket_size_curve(
 
 
 def _best(points: Sequence[BucketSize]) -> BucketSize:
-    """The size that exposes least; of equal ones the largest, which has the fewest collectives."""
+    """Return the size that exposes least; of equal ones the largest, because it needs the fewest collectives."""
     return min(points, key=lambda point: (point.exposed, -point.size))
 
 
@@ -248,7 +248,7 @@ def _buckets(count: int) -> str:
 # ---- controls ----
 
 _BUCKET_ROWS = 10
-"""Rows for buckets, for any number of buckets: a growing picture would push the page below away."""
+"""Rows for buckets, however many there are, because a growing picture would push the page below it away."""
 _SLIDERS = {
     "bucket_mb": ("bucket size (MB)", -1, 3),
     "latency_us": ("latency (\u00b5s)", 0, 4),
@@ -256,7 +256,7 @@ _SLIDERS = {
 }
 """Setting -> (label of its slider, smallest and largest power of ten)."""
 _STOPS = (1, 2, 3, 4, 5, 6, 8)
-"""Stops of a slider in each power of ten: round numbers, and the one that the caller gave stays as it is."""
+"""Stops of a slider in each power of ten. They are round numbers, but the one that the caller gave stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class _Model:
     element_bytes: int
 
     def drawn(self, setting: dict[str, float], limit: float | None) -> Figure:
-        """The step at these settings, with `limit` seconds of axis."""
+        """Draw the step at these settings, with `limit` seconds on the axis."""
         size = max(1, round(setting["bucket_mb"] * 1e6 / self.element_bytes))
         parameters = [ParameterSpec(name, numel) for name, numel in self.elements.items()]
         plan = plan_buckets(parameters, dp=self.dp, bucket_size=size)
@@ -290,11 +290,11 @@ def explore_buckets(
     element_bytes: int = 4,
     time_limit: float | None = None,
 ) -> Any:
-    """A predicted step with these buckets; in a live notebook with a slider for their size and for the link.
+    """Draw a predicted step with these buckets; in a live notebook add sliders for their size and for the link.
 
     elements: parameter -> its size, in the order of registration. backward: its pieces (`labkit.plan.overlap`).
 
-    time_limit: seconds at which the axis ends and stays, so that pictures can be compared by eye.
+    time_limit: seconds at which the axis always ends, so that pictures can be compared by eye.
 
     Returns a Figure, or in a live notebook an ipywidgets box: sliders above the same figure. The height of the figure
     does not change with the settings; of many buckets the figure shows the first and the last.
@@ -306,7 +306,7 @@ def explore_buckets(
 
 
 def _stops(start: float, low: int, high: int) -> list[float]:
-    """The values of a slider, `start` among them."""
+    """Return the values of a slider, with `start` among them."""
     powers = (float(f"{stop}e{power}") for power in range(low, high) for stop in _STOPS)
     return sorted({*powers, float(f"1e{high}"), start})
 

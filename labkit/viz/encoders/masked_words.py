@@ -12,22 +12,22 @@ from labkit.viz.style import SEQUENCE, box, new_figure, styled
 
 _WIDTH = 7.4
 _CHARACTERS = 88
-"""Characters of a line, at the figure's font."""
+"""Characters that fit on a line, in the figure's font."""
 _STEP = 2.2
-"""Height of a line: a token, what is seen in its place, and a gap."""
+"""Height of a line: a token, what the model sees in its place, and a gap."""
 _PLAIN, _ADDED = "#F0F0F0", "#FFFFFF"
 KINDS = {"mask": SEQUENCE[0], "random": SEQUENCE[1], "same": SEQUENCE[2]}
-"""Colour of a token that is to be predicted, by the way in which the model sees it."""
+"""Colour of a token to predict, by the way in which the model sees it."""
 _LABELS = {"mask": "shown as [MASK]", "random": "shown as a random token", "same": "shown as it is"}
 
 
 def masked_words(text: Sequence[str], shown: Sequence[str], spans: Sequence[Sequence[int]], mask: str) -> Figure:
-    """Draw the tokens of a sample in lines. Under each coloured token stands the token that the model sees.
+    """Draw the tokens of a sample in lines. Under each coloured token is the token that the model sees.
 
-    text: the tokens. shown: the tokens that the model sees. spans: positions of each n-gram that is to be predicted;
-    a black line joins the tokens of an n-gram. mask: the token that hides others.
+    text: the tokens. shown: the tokens that the model sees. spans: positions of each n-gram to predict; a black line
+    joins the tokens of an n-gram. mask: the token that hides others.
 
-    Raises ValueError if both texts are not equally long, or if a token outside of the n-grams differs.
+    Raises ValueError if the two texts are not equally long, or if a token outside of the n-grams differs.
     """
     if len(text) != len(shown):
         raise ValueError(f"{len(text)} tokens of the text and {len(shown)} that the model sees are no pairs")
@@ -57,7 +57,7 @@ def masked_words(text: Sequence[str], shown: Sequence[str], spans: Sequence[Sequ
 
 
 def _places(text: Sequence[str], shown: Sequence[str]) -> tuple[list[tuple[int, float, float]], int]:
-    """(line, first character, width) of each token, and the number of lines."""
+    """Return (line, first character, width) of each token, and the number of lines."""
     found, line, start = list[tuple[int, float, float]](), 0, 0.0
     for pair in zip(text, shown):
         width = max(map(len, pair)) + 1.6
@@ -77,7 +77,7 @@ def _draw_token(axes: Any, top: float, start: float, width: float, token: str, s
 
 
 def _draw_span(axes: Any, places: Sequence[tuple[int, float, float]]) -> None:
-    """A line above the tokens of an n-gram, in each line of text that it reaches."""
+    """Draw a line above the tokens of an n-gram, in each line of text that it reaches."""
     for line in sorted({each[0] for each in places}):
         own = [each for each in places if each[0] == line]
         axes.hlines(_STEP * line + 0.03, own[0][1], own[-1][1] + own[-1][2], color="#000000", linewidth=1.6)

@@ -1,4 +1,4 @@
-"""Figure 7 of the Megatron-LM paper (arXiv 1909.08053), drawn: the norms beside the residual stream or on it."""
+"""Figure 7 of the Megatron-LM paper (arXiv 1909.08053) redrawn: norms next to the residual stream, or in it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _HALF = 3.0
 
 
 def norm_layouts(layers: int) -> Figure:
-    """Draw one layer of both layouts from bottom to top, with what stands before the first and behind the last layer.
+    """Draw one layer of both layouts from bottom to top, with what is before the first and after the last layer.
 
-    The thick line is the residual stream. layers: of the model, for the number of norms that the stream passes.
+    The thick line is the residual stream. layers: layers of the model, for the number of norms that the stream passes.
 
     Raises ValueError for a model without a layer.
     """
@@ -54,7 +54,7 @@ def _draw(axes: Any, placement: str) -> None:
 
 
 def _draw_half(axes: Any, placement: str, base: float, name: str) -> None:
-    """The branch leaves the stream to the right and returns to a plus; all heights count from `base`."""
+    """Draw the branch, which leaves the stream to the right and returns to a plus; heights count from `base`."""
     first, plus = base + 0.3, base + 2.0 if placement == "post" else base + 2.6
     boxes = [("norm", _NORM, base + 0.8), (name, _PART, base + 1.75)] if placement == "pre" else [
         (name, _PART, base + 1.15)

@@ -14,14 +14,14 @@ _HALVES = {"encoder": SEQUENCE[0], "decoder": SEQUENCE[1]}
 _COPIES = {"words": color("embd"), "positions": SEQUENCE[3]}
 _UNSEEN = "#E6E6E6"
 _MOST_NUMBERS = 20
-"""Positions up to which a map of distances shows its numbers."""
+"""Most positions for which a map of distances shows its numbers."""
 
 
 def split_stages(encoder: Sequence[int], decoder: Sequence[int], copies: Mapping[str, Sequence[int]]) -> Figure:
-    """A column for each pipeline stage: its layers, its copies of shared tables, and a line between equal copies.
+    """Draw a column for each pipeline stage: its layers, its copies of shared tables, and a line between equal copies.
 
     encoder, decoder: layers of each stage of the half; the decoder's stages follow the encoder's. copies: `words` and
-    `positions` -> stages that hold a copy.
+    `positions` -> stages that have a copy.
 
     Raises ValueError if a half has no stage, for another table, and for a stage that does not exist.
     """
@@ -61,7 +61,7 @@ def _box(axes: Any, stage: int, row: int, text: str, fill: str, stages: int) -> 
 
 
 def distance_buckets(maps: Mapping[str, Any]) -> Figure:
-    """A square for each half: rows are queries, columns keys, and the number is the bucket of their distance.
+    """Draw a square for each half: rows are queries, columns keys, and the number is the bucket of their distance.
 
     maps: name -> integers [queries, keys], all of one shape; a negative number is a key that the query never sees.
 

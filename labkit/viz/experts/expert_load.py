@@ -16,21 +16,21 @@ from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import INK, LINES, SEQUENCE, color, new_figure, styled, text_color
 
 _RUNS = ("#000000", "#AA4499", "#44AA99", "#999933")
-"""Colours of runs; no run has the colour of an expert."""
+"""Colours of runs, none of which is the colour of an expert."""
 _LAST = 5
-"""Steps that a sentence averages over for the end; one batch is noisy."""
+"""Steps at the end over which a sentence averages, because one batch is noisy."""
 
 
 # ---- over training ----
 
 
 def load_over_training(runs: Mapping[str, ArrayLike]) -> Figure:
-    """Each expert's share of a layer's rows by step, one panel a run; below, the fullest expert against the mean.
+    """Draw each expert's share of a layer's rows by step, one panel per run; below, the fullest expert over the mean.
 
     runs: name -> rows of each expert by step, [steps, E]. The axis counts steps from 1.
 
     Raises:
-        ValueError: no run, or one that is no table of counts.
+        ValueError: there is no run, or one that is no table of counts.
     """
     loads = {name: np.asarray(table, dtype=float) for name, table in runs.items()}
     for name, table in loads.items():
@@ -54,7 +54,7 @@ def load_over_training(runs: Mapping[str, ArrayLike]) -> Figure:
 
 
 def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
-    """Experts one above the other, in the order of their numbers; even shares are the dotted lines."""
+    """Draw the experts one above another, in the order of their numbers; even shares are the dotted lines."""
     shares = table / table.sum(axis=1, keepdims=True)
     steps, experts = shares.shape
     shades = [SEQUENCE[expert % len(SEQUENCE)] for expert in range(experts)]
@@ -112,7 +112,7 @@ def skew_curve(
 ) -> Figure:
     """Draw the time of a step over the skew of its routing, and the rows of the ranks at one skew.
 
-    All ranks wait for the fullest rank.
+    All ranks wait for the fullest rank, so it decides the time.
 
     rows: skew -> rows that each rank computes. chosen: the skew whose ranks are shown. measured: skew -> seconds of a
         step whose experts take `seconds_per_row`; points in the picture, relative to the time of an even load.
@@ -142,7 +142,7 @@ def skew_curve(
 
 
 def _draw_ranks(axes: Any, by_rank: Sequence[int], skew: float) -> None:
-    """Draw the rows of each rank as bars, and dots for the time that a rank waits for the fullest."""
+    """Draw the rows of each rank as bars, and dots for the time in which a rank waits for the fullest."""
     longest, mean = max(by_rank), sum(by_rank) / len(by_rank)
     names = [f"rank {rank}" for rank in range(len(by_rank))]
     axes.barh(names, by_rank, 0.7, color=SEQUENCE[0], edgecolor=INK, linewidth=0.4, label="computes")
@@ -186,7 +186,7 @@ def explore_skew(
     measured: Mapping[float, float] | None = None,
     seconds_per_row: float = 1.0,
 ) -> Any:
-    """`skew_curve` from skew 0 to `largest`; in a live notebook with a slider for the chosen one.
+    """Return `skew_curve` from skew 0 to `largest`; in a live notebook add a slider for the chosen skew.
 
     rows_at: rows that each rank computes at a skew.
 
@@ -220,8 +220,8 @@ def capacity_curve(
 ) -> Figure:
     """Draw the dropped rows and the empty part of a padded buffer over the capacity factor.
 
-    loads: name -> rows of each expert on each rank before dropping, [ranks, E]. tokens, top_k: of a rank, and
-        experts of a token: an expert takes ceil(tokens top_k / E x factor) rows of a rank, and at most all its tokens.
+    loads: name -> rows of each expert on each rank before dropping, [ranks, E]. tokens: tokens of a rank. top_k:
+        experts per token. An expert takes ceil(tokens top_k / E x factor) rows of a rank, but at most all its tokens.
 
     Raises:
         ValueError: no loads, or one that is no table of rows.
@@ -248,7 +248,7 @@ def capacity_curve(
 
 
 def _limited(table: NDArray[Any], factor: float, tokens: int, top_k: int) -> tuple[float, float]:
-    """Shares of rows dropped, and of places empty."""
+    """Return the share of rows that are dropped, and of places that are empty."""
     capacity = min(math.ceil(tokens * top_k / table.shape[1] * factor), tokens)
     kept = np.minimum(table, capacity).sum()
     return 1 - kept / table.sum(), 1 - kept / (capacity * table.size)

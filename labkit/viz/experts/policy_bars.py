@@ -1,4 +1,4 @@
-"""Picture of the router lab: policies side by side, in a live notebook with controls."""
+"""Pictures of the router lab: policies side by side, in a live notebook with controls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compare_policies(replayed: Sequence[Replayed], *, hidden: int, element_size:
     shows dropped choices and their weight. The third shows choices that are the token's own best. The fourth shows
     bytes sent in a forward: row by row, and once for each token and rank.
 
-    hidden, element_size: values of a row, and bytes of a value. Raises ValueError for no policy.
+    hidden, element_size: values in a row, and bytes of a value. Raises ValueError without a policy.
     """
     if not replayed:
         raise ValueError("compare_policies needs at least one replayed policy")
@@ -45,7 +45,7 @@ def compare_policies(replayed: Sequence[Replayed], *, hidden: int, element_size:
 
 
 def _pair(axes: Any, above: Sequence[float], below: Sequence[float], labels: tuple[str, str], show: str) -> None:
-    """Two thin bars a row, each with its number."""
+    """Draw two thin bars per row, each with its number."""
     for offset, values, label, face, pattern in (
         (-0.19, above, labels[0], _FULL, ""),
         (0.19, below, labels[1], _PART, "////"),
@@ -121,10 +121,10 @@ def _amount(size: int) -> str:
 
 
 def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hidden: int, element_size: int = 2) -> Any:
-    """`compare_policies` of a recording; in a live notebook with controls for experts a token, capacity and bias rate.
+    """Return `compare_policies` of a recording; in a live notebook add controls for top_k, capacity and bias rate.
 
-    A control sets its field in every policy with this field. The picture leaves out policies that cannot take the
-    value, and the words give the reason. Without any possible policy the picture hides.
+    A control sets its field in every policy that has this field. The picture leaves out policies that cannot take the
+    value, and the words below it give the reason. If no policy is possible, the picture is hidden.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure. Raises ValueError for
     impossible policies.
@@ -135,7 +135,7 @@ def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hid
         return figure
 
     def drawn(changes: Mapping[str, Any]) -> tuple[Figure | None, list[str]]:
-        """Draw the possible policies; give the reasons against the others."""
+        """Draw the possible policies, and return the reasons against the others."""
         replayed, refused = [], []
         for name, policy in policies.items():
             changed = {field: changes.get(field, value) for field, value in policy.items()}

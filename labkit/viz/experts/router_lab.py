@@ -5,14 +5,14 @@ router of training applies the policy, so the lab shows the choices, drops and m
 load-balancing losses: they act on the *weights* over a training run, and a recording cannot show their effect. An
 expert bias acts within a recording: the bias moves after each microbatch by the load of all ranks.
 
-Beside the balance stand its costs: choices that are not among the token's own best, and dropped weight.
-Recordings come from `LogitRecord` or `skewed_logits`; pictures are in `policy_bars`:
+Next to the balance are its costs: choices that are not among the token's own best, and dropped weight. Recordings come
+from `LogitRecord` or `skewed_logits`; pictures are in `policy_bars`:
 
     replayed = replay_policies(logits_NRTE, standard_policies(experts=8, top_k=2, groups=4))
     compare_policies(replayed, hidden=1024)
     load_over_training({each.name: each.load_by_microbatch for each in replayed})     # how a bias finds its way
 
-Shapes: N microbatches, R ranks of ep, T tokens of a rank, E experts, H hidden.
+There are N microbatches, R ranks of ep, T tokens per rank, E experts; H is the hidden size.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Policy = Mapping[str, Any]
 def skewed_logits(
     *, microbatches: int = 1, ranks: int = 4, tokens: int = 128, experts: int = 8, skew: float = 1.0, seed: int = 0
 ) -> Tensor:
-    """An artificial recording: normal logits [N, R, T, E], float64, in which all tokens prefer some experts.
+    """Return an artificial recording: normal logits [N, R, T, E], float64, in which all tokens prefer some experts.
 
     The expert at place i of a random order gets -skew log(1 + i) added. Under softmax alone the popularity of experts
     would follow Zipf's law with this exponent. The same seed gives the same noise at every skew.
@@ -70,14 +70,15 @@ def skewed_logits(
 def standard_policies(
     experts: int, top_k: int = 2, *, groups: int = 4, bias_rate: float = 0.01, capacity_factor: float = 1.25
 ) -> dict[str, Policy]:
-    """Name -> policy: the ways to balance, and the ways to limit, with these sizes.
+    """Return name -> policy: the ways to balance, and the ways to limit, with these sizes.
 
-    groups: of the group-limited one, which takes two of a token's experts from each chosen group, if it can; with a
-        group a rank of ep, it halves the ranks that a token goes to. Left out where no equal share of top_k fits.
-    bias_rate: by which the bias moves after each microbatch.
-    capacity_factor: of those that drop.
+    groups: groups of the group-limited policy, which takes two of a token's experts from each chosen group, if it can;
+        with a group per rank of ep, it halves the ranks that a token goes to. It is left out if no equal share of top_k
+        fits.
+    bias_rate: how far the bias moves after each microbatch.
+    capacity_factor: factor of the policies that drop.
 
-    With one expert a token, weights are those of a softmax over all experts: over the one chosen it would be 1.
+    With one expert per token, weights are those of a softmax over all experts, because over the chosen one it is 1.
     """
     fitting = [n for n in range(1, experts // groups + 1) if top_k % n == 0 and top_k // n <= groups]
     per_group = 2 if 2 in fitting else min(fitting, default=1)
@@ -102,7 +103,7 @@ class Replayed:
     """Result of one policy on a recording; all fields but `load_by_microbatch` describe the last microbatch."""
 
     name: str
-    """Of the policy."""
+    """Name of the policy."""
     load: np.ndarray
     """Choices of each expert from each rank by microbatch, before any capacity: int64 [N, R, E]."""
     rows: np.ndarray
@@ -116,7 +117,7 @@ class Replayed:
     own_choice: float
     """Share of the choices, before capacity, that are among the token's top_k logits."""
     capacity: int | None
-    """Tokens of a rank that an expert takes; None without a limit."""
+    """Tokens of a rank that an expert takes; None means no limit."""
 
     @property
     def load_by_microbatch(self) -> np.ndarray:
@@ -140,11 +141,11 @@ class Replayed:
         return _over_mean(self.rows_by_rank)
 
     def sent_bytes(self, hidden: int, element_size: int = 2) -> int:
-        """Bytes that leave ranks in one forward, to the experts and back, each row by itself (`moe.traffic`)."""
+        """Return the bytes that leave ranks in one forward, to the experts and back, each row by itself."""
         return int(all_to_all_bytes(self.rows, len(self.rows), hidden, element_size).forward.sum())
 
     def sent_once_bytes(self, hidden: int, element_size: int = 2) -> int:
-        """The same bytes if a token travelled only once to each rank with experts for it, and came back once."""
+        """Return the same bytes if a token travelled only once to each rank with experts for it, and back once."""
         matrix = send_matrix_without_copies(self.maps, len(self.maps))
         return int(2 * (matrix.sum() - np.trace(matrix)) * hidden * element_size)
 
@@ -155,10 +156,10 @@ def replay(logits_NRTE: Tensor, policy: Policy, *, name: str = "policy") -> Repl
     Args:
         logits_NRTE: [N, R, T, E], or [R, T, E] for one microbatch. Expert e lives on rank e // (E / R).
         policy: fields of `MoEConfig` among REPLAYED; all others have their defaults.
-        name: of the policy, for pictures.
+        name: name of the policy, for pictures.
 
     Raises:
-        ValueError: another shape, experts that the ranks do not divide, or a policy that a configuration would refuse.
+        ValueError: another shape, experts that the ranks do not divide, or a policy that a configuration would reject.
     """
     logits = logits_NRTE if logits_NRTE.dim() == 4 else logits_NRTE[None]
     if logits.dim() != 4 or not logits.numel() or logits.shape[3] % logits.shape[1]:
@@ -178,7 +179,7 @@ def replay(logits_NRTE: Tensor, policy: Policy, *, name: str = "policy") -> Repl
 
 
 def replay_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy]) -> list[Replayed]:
-    """`replay` for each policy, in their order."""
+    """Return `replay` for each policy, in their order."""
     if not policies:
         raise ValueError("there is no policy to replay; give a mapping from names to fields of MoEConfig")
     return [replay(logits_NRTE, policy, name=name) for name, policy in policies.items()]
@@ -186,7 +187,7 @@ def replay_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy]) -> list
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread: for small tables a second thread costs more than it brings."""
+    """Use one thread while the block runs: for small tables a second thread costs more than it saves."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -196,7 +197,7 @@ def _one_thread() -> Iterator[None]:
 
 
 _Routed = tuple[Tensor, Tensor, Tensor]
-"""Weights and choice after the capacity, and the choice before it, all [T, E]."""
+"""Weights and choice after the capacity, and choice before it, all [T, E]."""
 
 
 def _route(router: TopKRouter, logits_TE: Tensor) -> _Routed:
@@ -250,7 +251,7 @@ def _summed(name: str, moe: MoEConfig, load: np.ndarray, logits_RTE: Tensor, rou
 
 
 def _weights(moe: MoEConfig, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor:
-    """Weight of each choice without a capacity."""
+    """Return the weight of each choice without a capacity."""
     if moe.load_balancing == "sinkhorn":
         return sinkhorn_routing(logits_TE, moe.top_k, map_TE=chosen_TE)[0]
     return topk_routing(

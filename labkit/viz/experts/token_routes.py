@@ -1,7 +1,7 @@
 """The dispatch of a mixture of experts in pictures: rows from rank to rank, and the place of each row after each step.
 
 A *row* is a token on its way to one of its experts: a token with k experts makes k rows. Counts of rows and routing
-maps come as plain arrays; expert e lives on rank e // (E / ep), as in the dispatchers.
+maps are plain arrays. Expert e is on rank e // (E / ep), as in the dispatchers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import INK, SEQUENCE, box, color, new_figure, styled, text_color
 
 MOST_LETTERED = 16
-"""Ranks up to which the cells of a send matrix carry their numbers."""
+"""Most ranks for which the cells of a send matrix show their numbers."""
 MOST_ROWS = 128
-"""Rows that `dispatch_steps` draws at most; more cannot be read."""
+"""Most rows that `dispatch_steps` draws, because more cannot be read."""
 _PAPER = "#FFFFFF"
 _TOKEN = "#D9D9D9"
 
@@ -35,7 +35,7 @@ def send_matrix_figure(rows: ArrayLike) -> Figure:
     rows: [ep, ep] counts, `rows[r][s]` from rank r to rank s; rows of the diagonal stay on their rank.
 
     Raises:
-        ValueError: a table that is not square, is empty, or counts less than nothing.
+        ValueError: a table that is not square, is empty, or has a negative count.
     """
     table = np.asarray(rows)
     if table.ndim != 2 or table.shape[0] != table.shape[1] or not table.size:
@@ -103,7 +103,7 @@ def _matrix_sentence(table: NDArray[Any]) -> str:
     return f"{total:,} rows over ep {len(table)}: {stay:,} stay on their rank, {total - stay:,} travel; {fullest}."
 
 
-# ---- where rows lie ----
+# ---- where rows are ----
 
 _STEPS = (
     "1  route:\nby token",
@@ -112,10 +112,10 @@ _STEPS = (
     "4  sort chunks:\nby local expert",
 )
 _X = (0.0, 1.0, 2.4, 3.4)
-"""Places of the columns; the all-to-all has the longest way."""
+"""Places of the columns; the all-to-all has the widest space."""
 _WIDTH = 0.34
 _GAP = 1.4
-"""Between ranks; a row has height 1."""
+"""Space between ranks, in heights of a row."""
 
 
 @dataclass(frozen=True, order=True)
@@ -125,7 +125,7 @@ class _Row:
     sender: int
     token: int
     expert: int
-    """-1: the token itself, before it is copied."""
+    """Expert of the row; -1 for the token itself, before it is copied."""
 
 
 @dataclass
@@ -134,23 +134,23 @@ class _Dispatch:
 
     maps: list[NDArray[np.bool_]]
     local: int
-    """Experts a rank."""
+    """Experts per rank."""
     columns: list[list[_Row]] = field(default_factory=list)
     heights: list[dict[_Row, float]] = field(default_factory=list)
 
     def owner(self, row: _Row, column: int) -> int:
-        """The rank that holds a row in a column."""
+        """Return the rank that has a row in a column."""
         return row.sender if column < 2 else row.expert // self.local
 
     def travels(self, row: _Row) -> bool:
-        """True where the row's expert is on another rank."""
+        """Return True if the row's expert is on another rank."""
         return row.sender != row.expert // self.local
 
 
 def dispatch_steps(maps: Sequence[ArrayLike]) -> Figure:
-    """Every row before and after each step of the way to the experts: one box a row, coloured by expert.
+    """Draw every row before and after each step of the way to the experts: one box per row, coloured by expert.
 
-    maps: for each rank its routing map [T, E], bool; tokens are numbered through over all ranks. The way back is the
+    maps: the routing map [T, E] of each rank, bool; tokens are numbered through over all ranks. The way back is the
         same picture read from right to left.
 
     Raises:
@@ -174,7 +174,7 @@ def dispatch_steps(maps: Sequence[ArrayLike]) -> Figure:
 
 
 def _followed(maps: list[NDArray[np.bool_]]) -> _Dispatch:
-    """Rows, their order in the four columns, and their places."""
+    """Return the rows, their order in the four columns, and their places."""
     if not maps or any(each.ndim != 2 for each in maps) or len({each.shape[1] for each in maps}) != 1:
         raise ValueError(f"each rank gives a map [tokens, experts], got shapes {[each.shape for each in maps]}")
     experts = maps[0].shape[1]
@@ -200,7 +200,7 @@ def _followed(maps: list[NDArray[np.bool_]]) -> _Dispatch:
 
 
 def _place(dispatch: _Dispatch) -> None:
-    """Rows stand one below the other, with a gap between ranks; tokens evenly beside the rows of their rank."""
+    """Place rows one below another, with a gap between ranks, and tokens evenly next to the rows of their rank."""
     dispatch.heights = [{} for _ in dispatch.columns]
     for column, order in enumerate(dispatch.columns):
         start = 0.0
@@ -217,7 +217,7 @@ def _shade(expert: int) -> str:
 
 
 def _draw_ways(axes: Any, dispatch: _Dispatch, column: int) -> None:
-    """A curve from each row's box to its box in the next column; grey where it stays on its rank in the all-to-all."""
+    """Draw a curve from each row's box to its box in the next column; grey if the all-to-all leaves it on its rank."""
     bend = np.linspace(0, 1, 24)
     for row in dispatch.columns[column + 1]:
         before = _Row(row.sender, row.token, -1) if column == 0 else row
@@ -236,7 +236,7 @@ def _draw_boxes(axes: Any, dispatch: _Dispatch, column: int) -> None:
 
 
 def _label_ranks(axes: Any, dispatch: _Dispatch) -> None:
-    """Ranks at the left where tokens start, experts at the right where they are computed."""
+    """Write ranks at the left, where tokens start, and experts at the right, where they are computed."""
     for rank in range(len(dispatch.maps)):
         mine = [y for row, y in dispatch.heights[0].items() if row.sender == rank]
         if mine:

@@ -1,4 +1,4 @@
-"""Memory of graphs in a pipeline: lives of static input buffers along an order, and a pool's blocks, frame by frame.
+"""Memory of graphs in a pipeline: which microbatch has which static input, and a pool's blocks, frame by frame.
 
 Colours stand for microbatches, since every picture shows the memory that two microbatches share. A hatch marks
 backwards.
@@ -22,9 +22,9 @@ from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import name_cells, name_rows, new_figure, nth_style, styled, text_color
 
 MAX_FRAMES = 24
-"""Frames that one picture shows."""
+"""Most frames that one picture shows."""
 MAX_LABELS = 60
-"""Steps or captures along an axis that are all labelled."""
+"""Most steps or captures along an axis that are all labelled."""
 _WIDTH = 9.0
 _BACKWARD = "////"
 _WRONG = {"fill": False, "edgecolor": "#000000", "linewidth": 2.0}
@@ -37,7 +37,7 @@ def _color(microbatch: int) -> str:
 
 
 def _thinned(labels: Sequence[str]) -> list[str]:
-    """Labels of a whole axis: every second, every third, ... where more than MAX_LABELS would touch."""
+    """Label every second, every third, ... place of an axis if more than MAX_LABELS labels would touch."""
     every = -(-len(labels) // MAX_LABELS)
     return [label if place % every == 0 else "" for place, label in enumerate(labels)]
 
@@ -51,7 +51,7 @@ def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") ->
     A bar reaches to the backward that reads the buffer, even if the plan gives the buffer back before. If two
     bars of one row meet, the plan is wrong, and the meeting has a colour of its own.
 
-    what: first words of the sentence.
+    what: the first words of the sentence.
     """
     lives = _lives(plan, order)
     chunks = len(plan.layers_per_chunk) > 1
@@ -136,9 +136,9 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
     Two colours beside each other at one height are memory that a later capture took over. The panel below shows the
     bytes held at each moment. Gaps under the highest block make the held bytes fewer than its place.
 
-    what: first words of the sentence.
+    what: the first words of the sentence.
 
-    Raises ValueError for a pool without a history (the machine does not tell).
+    Raises ValueError for a pool without a history, which some machines do not give.
     """
     names = _short_names(playback)
     with styled():
@@ -174,14 +174,14 @@ def _draw_amount(axes: Any, playback: Playback) -> None:
 
 
 def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, what: str = "") -> Figure:
-    """Draw the pool at the end of each capture, one strip a capture, from the top down: held blocks and their places.
+    """Draw the pool at the end of each capture, one strip per capture, from the top down: held blocks and their places.
 
-    Blocks with a thick edge lie where an earlier graph's block lay.
+    Blocks with a thick edge are where a block of an earlier graph was.
 
     first, count: frames to show, at most MAX_FRAMES.
-    what: first words of the sentence.
+    what: the first words of the sentence.
 
-    Raises ValueError for a pool without a history, and where there is no such frame.
+    Raises ValueError for a pool without a history, and if there is no such frame.
     """
     names = _short_names(playback)
     shown = range(first, min(len(names), first + min(count, MAX_FRAMES)))
@@ -202,7 +202,7 @@ def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, 
 def pool_frame(playback: Playback, number: int) -> Figure:
     """Draw one frame: the held blocks and their places; below, the held bytes of all captures with a mark at this one.
 
-    Raises ValueError where there is no such frame.
+    Raises ValueError if there is no such frame.
     """
     names = _short_names(playback)
     if not 0 <= number < len(names):
@@ -229,7 +229,7 @@ def pool_frame(playback: Playback, number: int) -> Figure:
 
 
 def explore_pool(playback: Playback, *, what: str = "") -> Any:
-    """`pool_frames`; in a live notebook a player that steps through the frames one by one, to and fro."""
+    """Return `pool_frames`, or in a live notebook a player that steps through the frames, forward and back."""
     return _player(playback) if is_live() else pool_frames(playback, what=what)
 
 
@@ -246,7 +246,7 @@ def _player(playback: Playback) -> Any:
 
 
 def _end(playback: Playback) -> int:
-    """End of the last block of any frame; blocks that live within one capture may lie higher."""
+    """Return the end of the last block of any frame; blocks that live within one capture may be higher."""
     return max(life.end for frame in playback.frames for life in frame.live)
 
 
@@ -330,7 +330,7 @@ def _frames_sentence(playback: Playback, shown: range, names: Sequence[str], wha
 
 
 def _share_taken_over(playback: Playback, number: int) -> float:
-    """Share of the bytes of a capture that lie where an earlier graph's block lay."""
+    """Return the share of a capture's bytes that are where a block of an earlier graph was."""
     frame, (_, first, _) = playback.frames[number], playback.captures[number]
     left = sum(life.nbytes for life in frame.live if life.born >= first)
     return sum(life.nbytes for life in frame.taken_over) / left if left else 0.0

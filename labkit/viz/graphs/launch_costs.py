@@ -1,4 +1,4 @@
-"""CUDA graphs in pictures: operations and the memory they write, launches on a timeline, numbers by call."""
+"""CUDA graphs in pictures: operations and the memory that they write, launches on a timeline, numbers by call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from labkit.viz.style import (
 _INK, _PALE, _LEAVES = "#333333", 0.25, ".."
 _OPERATION, _LAUNCH = SEQUENCE[:2]
 _THINNEST = 150
-"""A bar is drawn at least as wide as this part of the axis, so that a bias does not vanish beside a weight."""
+"""A bar is at least as wide as this fraction of the axis, so that a bias is still visible next to a weight."""
 _MARKS = ("o", "s", "^", "D")
 
 
@@ -41,7 +41,7 @@ class _Row(NamedTuple):
 
 
 class _Axis:
-    """Places of a pool beside each other, without the gaps between them; kB."""
+    """Places of a pool next to each other, without the gaps between them, in kB."""
 
     def __init__(self, places: Sequence[Memory]) -> None:
         self.ranges: list[list[int]] = []  # [first byte, byte after the last]
@@ -53,11 +53,11 @@ class _Axis:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return sum(end - start for start, end in self.ranges)
 
     def at(self, place: Memory) -> float:
-        """Left end of a place, in kB."""
+        """Return the left end of a place, in kB."""
         before = 0
         for start, end in self.ranges:
             if start <= place.address < end:
@@ -67,11 +67,10 @@ class _Axis:
 
 
 def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) -> Figure:
-    """Draw operations from top to bottom with their reads and writes: left tensors from outside, right the pool.
+    """Draw operations from top to bottom with their reads and writes: outside tensors on the left, the pool right.
 
     A full bar is the write of a result. The pale bar under it is the result's life, up to the last operation that reads
-    the result (dotted where the result leaves the graph). A ring is a read. Full bars one above the other use the same
-    memory again.
+    it (dotted if the result leaves the graph). A ring is a read. Full bars above each other use the same memory again.
 
     logs: part of a step, such as `forward`, -> its operations. given: name -> a tensor that existed before.
 
@@ -131,7 +130,7 @@ def _draw_given(axes: Any, number: int, row: _Row, names: Mapping[int, str]) -> 
 
 
 def _draw_pool(axes: Any, number: int, rows: Sequence[_Row], names: Mapping[int, str], axis: _Axis) -> None:
-    """The results of one operation, with their lives, and its reads."""
+    """Draw the results of one operation, with their lives, and its reads."""
     shade = _shade_of(rows, number)
     for place in rows[number].operation.writes:
         if place.address in names:
@@ -186,7 +185,7 @@ def _memory_sentence(
 
 
 def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Figure:
-    """Host and device over time, a pair of lanes for each way of running the same operations.
+    """Draw host and device over time, a pair of lanes for each way of running the same operations.
 
     numbers: put times into the sentence; measured ones change from run to run. Raises ValueError without operations.
     """
@@ -236,9 +235,9 @@ def _draw_lane(axes: Any, row: int, shade: str, lane: Sequence[Run], end: float)
 def cost_by_size(
     sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], what: str = "rows", *, of: str = "a step"
 ) -> Figure:
-    """Draw the time `of` something over its size on two logarithmic axes: a flat line is a cost of its own.
+    """Draw the time `of` something over its size on two logarithmic axes, where a flat line is a fixed cost.
 
-    The sentence carries no time. Raises ValueError where numbers of sizes and times differ.
+    The sentence gives no times. Raises ValueError if there are not as many times as sizes.
     """
     if len(sizes) < 2 or not seconds or any(len(each) != len(sizes) for each in seconds.values()):
         raise ValueError(f"give two sizes or more and as many times for each line; got {len(sizes)} sizes")
@@ -261,7 +260,7 @@ def cost_by_size(
 
 
 def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int = 0) -> Figure:
-    """Draw a number after each call, a line for each way to keep the number; `captured` calls precede the first replay.
+    """Draw a number after each call, a line for each way to keep it; `captured` calls come before the first replay.
 
     The sentence gives the last value of each. Raises ValueError without values.
     """

@@ -15,17 +15,17 @@ from labkit.viz.style import INK, SEQUENCE, color, handle, name_rows, new_figure
 _RAISED = SEQUENCE[7]
 _HELD = "held by the fullest rank"
 _ROW = 0.26
-"""Inches of a call."""
+"""Inches per call."""
 _EDGE = -1.0
-"""Place of the lifeline of all other callers."""
+"""Place of the lifeline that stands for all other callers."""
 
 
 _PAPER = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-"""Box behind a name that is longer than the space between two lifelines."""
+"""Box around a name that is longer than the space between two lifelines."""
 
 
 class Call(Protocol):
-    """As in `labkit.graphs.study.call_trace`."""
+    """A recorded call, as `labkit.graphs.study.call_trace` makes it."""
 
     @property
     def source(self) -> str: ...
@@ -38,7 +38,7 @@ class Call(Protocol):
 
 
 def sequence_diagram(traces: Mapping[str, Sequence[Call]], participants: Sequence[str]) -> Figure:
-    """Recorded calls as arrows between lifelines, top to bottom; one panel a trace.
+    """Draw recorded calls as arrows between lifelines, from top to bottom, with one panel per trace.
 
     traces: title -> calls. participants: from left to right; all other calls come from the left edge.
 
@@ -70,8 +70,10 @@ def _panel(axes: Any, title: str, calls: Sequence[Call], participants: Sequence[
 
 
 def _arrow(axes: Any, y: float, source: float, target: float, call: Call) -> None:
-    """From one lifeline to the other, the name ahead of the first lifeline on the way; a call of one's own goes round a
-    corner."""
+    """Draw a call from one lifeline to the other, with its name in front of the first lifeline on the way.
+
+    A call to the caller itself goes around a corner.
+    """
     face = _RAISED if call.raised else SEQUENCE[0]
     text: dict[str, Any] = {"fontsize": 7.5, "color": face if call.raised else INK}
     line: dict[str, Any] = {"color": face, "lw": 1.2, "ls": "--" if call.raised else "-"}
@@ -101,26 +103,26 @@ class PaddingCost:
 
     name: str
     flops: float
-    """Of the experts, empty rows included."""
+    """Operations of the experts, including those on empty rows."""
     sent_bytes: float
-    """That change ranks, there and back."""
+    """Bytes that go to another rank, there and back."""
     held: Mapping[str, float]
-    """Part -> bytes that the fullest rank holds for it from forward to backward; the same parts in each."""
+    """Part -> bytes that the fullest rank keeps for it from forward to backward; the same parts in each."""
     dropped: float
-    """Choices that no expert took, of all."""
+    """Share of all choices that no expert took."""
     loss: float | None = None
-    """Of the model, with this routing."""
+    """Loss of the model with this routing."""
 
     @property
     def held_bytes(self) -> float:
-        """All parts together."""
+        """Held bytes of all parts together."""
         return sum(self.held.values())
 
 
 def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
-    """Draw ways to give experts their rows as bars beside each other: work, traffic, memory and lost choices.
+    """Draw ways to give experts their rows as bars next to each other: work, traffic, memory and lost choices.
 
-    costs: the picture compares all others with the first. Raises ValueError for none, and for two of one name.
+    costs: the ways; the picture compares all others with the first. Raises ValueError for none, or two of one name.
     """
     if len({each.name for each in costs}) < len(costs):
         raise ValueError(f"two ways of one name among {[each.name for each in costs]}: name or draw each once")
@@ -146,7 +148,7 @@ def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
 
 
 def _stacks(axes: Any, costs: Sequence[PaddingCost]) -> list[Patch]:
-    """Draw the parts of the held bytes one behind the other, and their legend."""
+    """Draw the parts of the held bytes one after another, and return their legend."""
     unit = costs[0].held_bytes or 1.0
     shades = (SEQUENCE[5], SEQUENCE[1], color("idle"))
     for place, each in enumerate(costs):

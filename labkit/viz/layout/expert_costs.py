@@ -19,12 +19,12 @@ _PARTS = {
 def expert_costs(
     expected: Mapping[str, Mapping[str, float]], counted: Mapping[str, Mapping[str, float]] | None = None
 ) -> Figure:
-    """Three bars for each layout: bytes of a rank's experts, and what the rank gives to collectives in a step.
+    """Draw three bars for each layout: bytes of a rank's experts, and what it gives to collectives in a step.
 
-    expected: words for a layout -> bytes of `weights`, `rows` and `gradients`, by a formula: the bars.
+    expected: words for a layout -> bytes of `weights`, `rows` and `gradients`, by a formula, drawn as bars.
     counted: the same from a run, drawn as diamonds on the bars.
 
-    Raises ValueError without a layout, and where `counted` has other layouts than `expected`.
+    Raises ValueError without a layout, and if `counted` has other layouts than `expected`.
     """
     if not expected or (counted is not None and set(counted) != set(expected)):
         raise ValueError(f"expected has the layouts {list(expected)}, counted {list(counted or ())}; give the same")

@@ -1,4 +1,4 @@
-"""MoE parallel folding, drawn: one grid of ranks that attention and experts read in two ways.
+"""MoE parallel folding in pictures: one grid of ranks that attention and experts read in two ways.
 
 A *reading* gives each rank its digits. Attention numbers the ranks of a pipeline stage by tp, cp, dp. Experts number
 the same ranks by etp, ep, edp (arXiv 2504.14960). Without folding, ep divides dp and etp is tp, so a stage needs at
@@ -23,31 +23,31 @@ from labkit.viz.style import box, color, mixed, new_figure, nth_style, styled
 
 _SIZES = ("tp", "cp", "pp", "etp", "ep")
 MAX_DRAWN = 512
-"""Ranks that `fold_grid` draws at most."""
+"""Most ranks that `fold_grid` draws."""
 MAX_DIGITS = 32
-"""Ranks that `folded_digits` draws at most: each is a column of digits."""
+"""Most ranks that `folded_digits` draws, because each is a column of digits."""
 _EXPERT_NAMES = {"tp": "etp", "dp": "edp"}
-"""Axes of the expert generator under the names that its groups have."""
+"""Axes of the expert generator -> the names that their groups have."""
 
 _LETTERS = {"tp": "t", "cp": "c", "dp": "d", "pp": "p", "etp": "t", "ep": "e", "edp": "d"}
-"""Letter before a digit in a cell."""
+"""Letter before each digit in a cell."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Digits of the ranks of a layout, as attention or as the experts number them."""
+    """Digits of the ranks of a layout, as attention or the experts number them."""
 
     name: str
     """`attention` or `experts`."""
     digits: dict[str, np.ndarray]
-    """Axis -> digit of each rank (int64 [world_size]), the axes in the layout's order, fastest first."""
+    """Axis -> digit of each rank (int64 [world_size]), with the axes in the layout's order, fastest first."""
     sizes: dict[str, int]
     """Axis -> its size."""
     job_axes: tuple[str, ...]
     """Axes along which ranks do different parts of one thing: tp and cp, or etp and ep."""
 
     def number(self, axes: Sequence[str]) -> np.ndarray:
-        """Each rank's digits along `axes` as one number (int64 [world_size]); the first axis varies fastest."""
+        """Return each rank's digits along `axes` as one number (int64 [world_size]); the first axis varies fastest."""
         value, stride = np.zeros_like(next(iter(self.digits.values()))), 1
         for axis in axes:
             value = value + self.digits[axis] * stride
@@ -55,7 +55,7 @@ class Reading:
         return value
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The groups along which `axes` vary, as lists of ranks counted from 0."""
+        """Return the groups along which `axes` vary, as lists of ranks counted from 0."""
         owner = self.number([axis for axis in self.digits if axis not in axes])
         return [np.flatnonzero(owner == group).tolist() for group in np.unique(owner)]
 
@@ -68,14 +68,14 @@ class Reading:
 def readings(
     sizes: Mapping[str, Any], world_size: int, *, folded: bool = True, same_pipelines: bool = True
 ) -> tuple[Reading, Reading]:
-    """Attention's and the experts' reading of the ranks 0 to world_size - 1.
+    """Return attention's and the experts' reading of the ranks 0 to world_size - 1.
 
     sizes: any of tp, cp, pp, ep, etp, order, as for `rank_generators`.
     folded: False gives the experts the groups that they had before folding: ep is cut out of dp, etp is tp, and copies
         of an expert are the ranks of cp and what is left of dp.
-    same_pipelines: refuse a layout that puts a rank into two different pipelines; False shows the layout instead.
+    same_pipelines: reject a layout that puts a rank into two different pipelines; False shows the layout instead.
 
-    Raises ValueError as `rank_generators` does, and where ep does not divide dp, or etp is not tp, without folding.
+    Raises ValueError as `rank_generators` does, and without folding also if ep does not divide dp, or etp is not tp.
     """
     given = dict(sizes)
     order = given.pop("order", DEFAULT_ORDER)
@@ -100,7 +100,7 @@ def _digits(
 
 
 def _unfolded(attention: Reading, given: Mapping[str, Any]) -> Reading:
-    """Experts in one generator with attention: their groups are parts of the dp groups."""
+    """Return the experts' reading in one generator with attention: their groups are parts of the dp groups."""
     ep, tp, dp = as_size("ep", given.get("ep", 1)), attention.sizes["tp"], attention.sizes["dp"]
     if dp % ep:
         raise ValueError(f"without folding ep is cut out of dp: ep {ep} does not divide dp {dp}; use a larger world")
@@ -120,8 +120,8 @@ def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int =
     """Draw the grid of nodes and GPUs twice: coloured by each rank's job in attention, and by its job for experts.
 
     One colour is one job. On the left a job is a shard of the weights and a part of the sequence. On the right a job is
-    a shard of certain experts. Dark lines part samples, copies of the experts, and stages.
-    Arguments and errors are those of `readings`; the function also refuses more than MAX_DRAWN ranks.
+    a shard of certain experts. Dark lines separate samples, copies of the experts, and stages. Arguments and errors are
+    those of `readings`, but more than MAX_DRAWN ranks are an error too.
     """
     if world_size > MAX_DRAWN:
         raise ValueError(f"{world_size} ranks make cells too small to see; draw at most {MAX_DRAWN}")
@@ -179,10 +179,10 @@ def _crossing(grid: Grid, groups: list[list[int]]) -> str:
 
 
 def folded_digits(sizes: Mapping[str, Any], *, world_size: int) -> Figure:
-    """Both readings as digits: a column for each rank, a row for each axis, the fastest axis first.
+    """Draw both readings as digits: a column for each rank, a row for each axis, the fastest axis first.
 
-    Ranks that differ in the digit of one row alone are a group of that axis. A frame marks each rank whose two rows
-    `pp` differ: such a rank would hold attention of one stage and experts of another. Raises ValueError for a world
+    Ranks that differ only in the digit of one row are a group of that axis. A frame marks each rank whose two rows `pp`
+    differ, because such a rank would hold attention of one stage and experts of another. Raises ValueError for a world
     that does not factor, and for more than MAX_DIGITS ranks.
     """
     if world_size > MAX_DIGITS:
@@ -216,7 +216,7 @@ def _row(axes: Any, top: float, axis: str, digits: np.ndarray, size: int) -> Non
 
 
 def _mark(axes: Any, both: tuple[Reading, Reading], clash: list[int]) -> None:
-    """A frame round both pp digits of each rank whose pipelines differ."""
+    """Draw a frame around both pp digits of each rank whose pipelines differ."""
     top = 0.0
     for reading in both:
         row = top + list(reading.digits).index("pp")
@@ -260,7 +260,7 @@ def explore_folding(
     order: str = DEFAULT_ORDER,
     folded: bool = True,
 ) -> Any:
-    """`fold_grid` of the given layout; in a live notebook with controls for every size, the order, and folding.
+    """Return `fold_grid` of the given layout; in a live notebook add controls for every size, the order and folding.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. An impossible
     layout hides the picture and shows the reason.

@@ -15,7 +15,7 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import color, label, new_figure, styled
 
 SHOWN = 4
-"""Orders drawn from either end of the list."""
+"""Orders that are drawn from each end of the list."""
 
 
 def compare_orders(
@@ -28,7 +28,7 @@ def compare_orders(
 ) -> Figure:
     """Draw `order_traffic` on one logarithmic axis: the 4 orders that send least and, below a line, the 4 of the most.
 
-    A row is an order. A mark for each kind of group stands at its bytes, and a diamond at the sum, which the row says.
+    A row is an order. A mark for each kind of group is at its bytes, and a diamond at the sum, which the row names.
     """
     rows = order_traffic(model, sizes, orders, world_size=world_size, gpus_per_node=gpus_per_node)
     least, most = list(rows)[:SHOWN], list(rows)[SHOWN:][-SHOWN:]
@@ -46,11 +46,11 @@ def compare_orders(
 
 
 _SHAPES = ("s", "o", "^", "v", "P", "X")
-"""Marks of `KINDS`, so that colour is not the only sign."""
+"""Marks of `KINDS`, so that kinds do not differ by colour alone."""
 
 
 def _marks(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[str]) -> None:
-    """Marks of one row an order, with its sum in words at its right end."""
+    """Draw the marks of one row per order, with its sum in words at its right end."""
     totals = [sum(row.values()) for row in rows.values()]
     positive = [amount / 1e9 for row in rows.values() for amount in row.values() if amount] or [1.0]
     low, high = min(positive), max(max(totals) / 1e9, min(positive))
@@ -79,12 +79,12 @@ def _marks(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[s
 
 
 def _amount(size: float) -> str:
-    """Bytes in words: GB with one decimal below 1,000 GB, else TB with two."""
+    """Return bytes in words: GB with one decimal below 1,000 GB, else TB with two."""
     return f"{size / 1e12:,.2f} TB" if size >= 999.95e9 else f"{size / 1e9:,.1f} GB"
 
 
 def _verdict(rows: Mapping[str, Mapping[str, float]], refused: int) -> str:
-    """Say in words what the cheapest and the dearest order send, and how many orders there are."""
+    """Say in words what the cheapest and the most expensive order send, and how many orders there are."""
     totals = {order: sum(row.values()) for order, row in rows.items()}
     (best, least), (worst, most) = next(iter(totals.items())), list(totals.items())[-1]
     ties = sum(math.isclose(total, least, rel_tol=1e-9) for total in totals.values()) - 1

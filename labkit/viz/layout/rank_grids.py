@@ -17,19 +17,19 @@ from labkit.viz.live import LiveFigure, is_live, whole_number, words
 from labkit.viz.style import color, hatch, legend_patches, new_figure, nth_style, styled, text_color
 
 MAX_ROWS = 8
-"""Up to this many nodes a node is a row; beyond it a column, so that many nodes make a wide picture."""
+"""Up to this many nodes a node is a row; with more it is a column, so that many nodes make a wide picture."""
 MAX_LABELLED = 64
-"""Up to this many ranks each cell carries its numbers."""
+"""Up to this many ranks each cell shows its numbers."""
 MAX_LARGE_COLUMNS = 16
-"""Up to this many columns cells are large enough for a text."""
+"""Up to this many columns cells are large enough for text."""
 MAX_WIDTH = 8.6
-"""Inches across which panels are laid side by side; a notebook shows a wider picture smaller than it was drawn."""
+"""Inches across which panels are side by side; a notebook shows a wider picture smaller than it was drawn."""
 
 Sizes = ParallelConfig | Mapping[str, Any]
 
 
 class Grid:
-    """Places of the ranks' cells: node and GPU to x and y."""
+    """Places of the ranks' cells: it maps node and GPU to x and y."""
 
     def __init__(self, world_size: int, gpus_per_node: int, first: int = 0) -> None:
         if gpus_per_node < 1:
@@ -40,12 +40,12 @@ class Grid:
         self.columns, self.rows = (self.gpus, self.nodes) if self.tall else (self.nodes, self.gpus)
 
     def cell(self, rank: int) -> tuple[int, int]:
-        """(x, y) of the upper left corner of the cell of `rank`."""
+        """Return (x, y) of the upper left corner of the cell of `rank`."""
         node, gpu = divmod(rank - self.first, self.gpus)
         return (gpu, node) if self.tall else (node, gpu)
 
     def prepare(self, axes: Any, title: str) -> None:
-        """Limits, ticks and title of a panel for this grid."""
+        """Set limits, ticks and title of a panel for this grid."""
         axes.set(xlim=(-0.05, self.columns + 0.05), ylim=(self.rows + 0.05, -0.05), aspect="equal")
         axes.set_title(title, loc="left")
         steps = 1 if self.columns <= MAX_LARGE_COLUMNS else max(1, self.columns // 8)
@@ -57,7 +57,7 @@ class Grid:
         axes.spines[:].set_visible(False)
 
     def draw(self, axes: Any, rank: int, fill: str, pattern: str, text: str, size: float = 8) -> None:
-        """The cell of `rank` in this colour and hatch; its text where there is room for one."""
+        """Draw the cell of `rank` in this colour and hatch, with its text if there is room for it."""
         x, y = self.cell(rank)
         edge = "#FFFFFF" if self.world_size > MAX_LABELLED else "#BBBBBB"
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=fill, edgecolor=edge, linewidth=0.4, hatch=pattern))
@@ -66,7 +66,7 @@ class Grid:
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=text_color(fill), fontsize=size, bbox=box)
 
     def outline(self, axes: Any, groups: Sequence[Sequence[int]], width: float = 1.1) -> None:
-        """A dark line wherever two neighbouring cells belong to different groups."""
+        """Draw a dark line wherever two neighbouring cells belong to different groups."""
         owner = {rank: number for number, group in enumerate(groups) for rank in group}
         at = {self.cell(rank): number for rank, number in owner.items()}
         for (x, y), number in at.items():
@@ -82,14 +82,14 @@ class Grid:
                     )
 
     def span(self, group: Sequence[int]) -> int:
-        """Number of nodes that hold members of `group`."""
+        """Return the number of nodes that have members of `group`."""
         return len({(rank - self.first) // self.gpus for rank in group})
 
 
 def rank_grid(
     sizes: Sizes, kinds: str | Sequence[str] = ("tp", "dp", "pp"), *, world_size: int, gpus_per_node: int = 8
 ) -> Figure:
-    """One panel per kind of group: every group has its colour and number over the grid of nodes and GPUs.
+    """Draw one panel per kind of group: every group has its colour and number over the grid of nodes and GPUs.
 
     `sizes` and `kinds` are the arguments of `all_groups`. Raises ValueError for an unknown kind and for an impossible
     layout.
@@ -129,7 +129,7 @@ def rank_neighbours(
 ) -> Figure:
     """Draw the groups of one rank: each kind in the colour of its axis, over the grid of nodes and GPUs.
 
-    A rank that is in several of the groups takes the colour of the first. Costs the groups' sizes plus the picture.
+    A rank that is in several of the groups takes the colour of the first. Only the groups of this rank are computed.
     """
     mine = groups_of_rank(rank, sizes, world_size)
     kinds = [kind for kind in _known(list(kinds)) if len(mine[kind]) > 1]
@@ -166,7 +166,7 @@ def _known(kinds: list[str]) -> list[str]:
 
 
 def nodes_in_words(count: int) -> str:
-    """`1 node`, `2 nodes`."""
+    """Return `1 node` or `2 nodes`."""
     return f"{count} node{'s' if count > 1 else ''}"
 
 
@@ -205,7 +205,7 @@ def explore_layout(
     order: str = DEFAULT_ORDER,
     kinds: tuple[str, ...] = ("tp", "dp", "pp"),
 ) -> Any:
-    """The rank grid of the given layout; in a live notebook with controls for every size, the order and the kinds.
+    """Return the rank grid of the given layout; in a live notebook add controls for sizes, order and kinds.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. An impossible
     layout hides the picture and shows the reason.

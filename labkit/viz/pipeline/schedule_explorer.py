@@ -1,4 +1,4 @@
-"""The schedule explorer: timeline and memory of any known schedule, under controls in a live notebook."""
+"""The schedule explorer: timeline and memory of any known schedule, with controls in a live notebook."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from labkit.viz.pipeline.timeline import gantt
 
 @dataclass
 class _Axes:
-    """Ends of the axes. The axes stay while the controls move, so that a reader can compare two pictures by eye. A
+    """Ends of the axes. The axes stay while the controls move, so that a reader can compare two pictures by eye. But a
     picture that does not fit doubles an axis."""
 
     time: float
     memory: float
-    """In microbatches, each with the activations of a rank's whole share of the model."""
+    """End of the memory axis in microbatches, each with the activations of a rank's whole share of the model."""
 
     def hold(self, timeline: Timeline) -> None:
         """Make room for `timeline`."""
@@ -33,12 +33,12 @@ class _Axes:
             self.memory *= 2
 
     def fit(self, timeline: Timeline) -> None:
-        """End where `timeline` ends."""
+        """End the axes where `timeline` ends."""
         self.time, self.memory = timeline.makespan, max(timeline.peak_memory)
 
 
 def _pieces(schedule: Schedule) -> float:
-    """Stages a rank."""
+    """Return the number of stages per rank."""
     return schedule.num_stages / schedule.pp
 
 
@@ -54,15 +54,15 @@ def explore_schedule(
     weight_grad: float = 1.0,
     message: float = 0.0,
 ) -> Any:
-    """Timeline and memory of a schedule; in a live notebook with controls for everything that shapes them.
+    """Draw timeline and memory of a schedule; in a live notebook add controls for everything that shapes them.
 
-    builder: a name of `SCHEDULES` (`config/choices.py`). vpp and group_size (0: pp) matter to `interleaved` alone.
+    builder: a name in `SCHEDULES` (`config/choices.py`). Only `interleaved` uses vpp and group_size (0: pp).
     forward, input_grad, weight_grad: time of one microbatch through a rank's whole share of the model. The stages of a
         rank divide this time equally, so that all schedules do the same work.
     message: time of a message between two ranks.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. The axes stay while the
-    controls move. If the builder refuses a setting, its sentence is beneath the picture of the last setting that fit.
+    controls move. If the builder rejects a setting, its sentence is below the picture of the last setting that fit.
     """
     setting = {
         "builder": builder, "pp": pp, "vpp": vpp, "microbatches": microbatches, "group_size": group_size,
@@ -76,7 +76,7 @@ def explore_schedule(
 
 
 def _simulated(setting: dict[str, Any]) -> Timeline:
-    """Build and simulate; ValueError with one sentence where the builder refuses."""
+    """Build and simulate the schedule. Raises ValueError with one sentence if the builder rejects it."""
     config = ScheduleConfig(name=setting["builder"], microbatch_group_size=setting["group_size"] or None)
     vpp = setting["vpp"] if _interleaves(setting["builder"]) else 1
     schedule = build_schedule(config, pp=setting["pp"], vpp=vpp, microbatches=setting["microbatches"])
@@ -120,7 +120,7 @@ def _schedule_controls(figure: Figure, setting: dict[str, Any], axes: _Axes) -> 
 
 
 def _schedule_inputs(start: dict[str, Any]) -> dict[str, Any]:
-    """A control for each entry of the setting, by its name."""
+    """Return a control for each entry of the setting, by its name."""
     import ipywidgets as widgets
 
     style = {"description_width": "130px"}
@@ -151,5 +151,5 @@ def _disable_unused(inputs: dict[str, Any]) -> None:
 
 
 def _interleaves(builder: str) -> bool:
-    """True for a schedule that runs vpp chunks on each rank; False also for a name that `build_schedule` refuses."""
+    """Return True if a schedule runs vpp chunks on each rank; False also for a name that `build_schedule` rejects."""
     return builder in SCHEDULES and SCHEDULES[builder].chunks is None

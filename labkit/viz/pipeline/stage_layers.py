@@ -17,9 +17,9 @@ _WIDTH = 9.0
 def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figure:
     """Draw the layers that each rank of `schedule` holds; `stages` are its stages' contents (`models.stage_contents`).
 
-    E is the embedding, L is the output with the loss; a colour is a model chunk. An empty stage is a label at the place
-    where hidden states pass through the stage. The sentence names the layers of rank 0 and the empty stages. Raises
-    ValueError where the numbers of stages differ.
+    E is the embedding, L is the output with the loss, and a colour is a model chunk. An empty stage is drawn as a label
+    where hidden states pass through it. The sentence names the layers of rank 0 and the empty stages. Raises
+    ValueError if the numbers of stages differ.
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages are described, {schedule.name} has {schedule.num_stages}")
@@ -70,7 +70,7 @@ def _stages(numbers: Sequence[int]) -> str:
 
 
 def _text(stage: StageContents) -> str:
-    """`the embedding with layers 0-3`, or `an empty stage`."""
+    """Return words such as `the embedding with layers 0-3`, or `an empty stage`."""
     parts = ["the embedding"] if stage.embedding else []
     if len(stage.layers) == 1:
         parts.append(f"layer {stage.layers[0]}")

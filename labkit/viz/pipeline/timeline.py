@@ -1,7 +1,7 @@
 """Timelines of a pipeline: predicted, measured, or both on one axis; a row per pipeline rank, time to the right.
 
 Computations fill the row of a rank, labelled by direction and microbatch (`F0`). Waits and transfers are a strip under
-the computations. The empty parts are the bubble. A panel below can show the activations in flight on the same axis.
+the computations. What stays empty is the bubble. A panel below can show the activations in flight on the same axis.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def gantt(
 ) -> Figure:
     """Draw a simulated Timeline, or recorded Events.
 
-    name: first words of the sentence; None takes the schedule's name, or `measured`.
-    memory: draw the activations in flight under the timeline; the costs of a Timeline give their weights.
+    name: the first words of the sentence; None takes the schedule's name, or `measured`.
+    memory: draw the activations in flight below the timeline, weighted by the costs of a Timeline.
     numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
     strips: draw waits, collectives and the like under the computations.
-    row: name of a row. Use `stage` if several ranks share a row: the number of the row is then no global rank.
-    unit: of a Timeline's time, as the axis names it, such as `forwards`; the axis of Events says ms.
+    row: name of a row. Use `stage` if several ranks share a row, because its number is then no global rank.
+    unit: unit of a Timeline's time, as the axis names it, such as `forwards`; the axis of Events says ms.
     time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations.
-        Pictures with the same limits can be compared by eye; events beyond are cut off. None fits the picture.
+        Pictures with the same limits can be compared by eye; later events are cut off. None fits the picture.
 
-    The sentence is, for a Timeline, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises ValueError
-    where there is nothing to draw.
+    The sentence of a Timeline is like "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises
+    ValueError if there is nothing to draw.
     """
     rows = rows_of(timeline)
     predicted = isinstance(timeline, Timeline)
@@ -73,12 +73,12 @@ def gantt_overlay(
     numbers: bool = False,
     row: str = "rank",
 ) -> Figure:
-    """Prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
+    """Draw prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
 
-    The costs of the prediction must be seconds. Their weights of activations hold for the measured timeline, too. The
-    sentence says if every rank ran its row in the predicted order. With `numbers` it also gives the ratio of the two
-    makespans and both bubbles. `row` is the name of a row, as in `gantt`. Raises ValueError where the Events
-    are empty or belong to other ranks.
+    The costs of the prediction must be seconds. Their weights of activations also hold for the measured timeline. The
+    sentence says whether every rank ran its row in the predicted order. With `numbers` it also gives the ratio of the
+    two makespans and both bubbles. `row` is the name of a row, as in `gantt`. Raises ValueError if there are no Events,
+    or if they belong to other ranks.
     """
     measured = list(measured)
     expected, found = rows_of(predicted), rows_of(measured)
@@ -105,10 +105,10 @@ def gantt_overlay(
 
 
 def compare_timelines(timelines: Sequence[Timeline], *, unit: str = "units of the costs") -> Figure:
-    """Draw simulated Timelines one above the other, on the same axis; `unit` is that of their times.
+    """Draw simulated Timelines one above the other, on the same axis; `unit` is the unit of their times.
 
     The sentence gives the bubble and each rank's peak of activations in flight, schedule by schedule. Raises ValueError
-    for no Timeline.
+    without a Timeline.
     """
     if not timelines:
         raise ValueError("no timeline to draw: give one or more, as simulate returns them")
@@ -129,7 +129,7 @@ def compare_timelines(timelines: Sequence[Timeline], *, unit: str = "units of th
 
 
 def _figure(rows_height: float, around: float, memory: bool) -> tuple[Any, list[Axes]]:
-    """An empty figure with a panel for the rows and, with `memory`, one below on the same axis."""
+    """Return an empty figure with a panel for the rows and, with `memory`, one below it on the same axis."""
     fig = new_figure(WIDTH, rows_height + around + (1.6 if memory else 0.0))
     if not memory:
         return fig, [fig.subplots()]
@@ -184,7 +184,7 @@ def _differing(expected: Rows, found: Rows) -> int | None:
 
 
 def _comparison(timeline: Timeline, measured: list[Event], found: Rows, row: str) -> str:
-    """Makespans, bubbles, and where the largest difference lies; the latter only where the rows agree."""
+    """Return makespans and bubbles and, if the rows agree, where the largest difference is."""
     bubble = measured_bubble(found.events)
     text = f", makespan {found.end / timeline.makespan:.2f} of the prediction"
     text += f", measured bubble {bubble:.1%}, predicted {timeline.bubble_fraction:.1%}"

@@ -1,4 +1,4 @@
-"""Bars of a timeline with readable labels, memory curves on the same axis, legends that hide nothing."""
+"""Bars of a timeline with readable labels, memory curves on the same axis, and legends that hide nothing."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from labkit.viz.pipeline.timeline_rows import COMPUTE, STRIP, Rows
 from labkit.viz.style import SEQUENCE, color, handle, hatch, legend_patches, mixed, text_color
 
 WIDTH = 9.0
-"""Of the figure, in inches."""
+"""Width of the figure, in inches."""
 _AXIS, _POINT = WIDTH - 1.0, 1 / 72
 _LETTER = {"forward": "F", "backward": "B", "input_grad": "I", "weight_grad": "W"}
 _EMS = {"F": 0.58, "B": 0.69, "I": 0.30, "W": 0.99}
 _DIGIT, _MARGIN = 0.64, 0.35
-"""Widths of letters, of a digit and of a label's two margins, in font sizes."""
+"""Widths of a digit and of a label's two margins together, in font sizes."""
 _SMALLEST, _LARGEST = 7.0, 8.5
-"""Font sizes of labels in points. A bar too narrow for the smallest shows the microbatch alone, or no label."""
+"""Font sizes of labels in points. A bar too narrow for the smallest shows only the microbatch, or no label."""
 _FEW = 8
-"""Up to so many ranks each curve has a colour and a name of its own."""
+"""Up to this many ranks, each curve has a colour and a name of its own."""
 
 
 def row_height(ranks: int) -> float:
-    """Inches for one rank."""
+    """Return the inches for one rank."""
     return 0.42 if ranks <= _FEW else min(0.3, max(0.08, 6.0 / ranks))
 
 
@@ -43,23 +43,23 @@ class Style:
     scale: float
     """Units of the axis per unit of the Events' times."""
     width: float
-    """End of the axis; the end decides which labels fit."""
+    """End of the axis, which decides which labels fit."""
     inches: float
     """Height of a row."""
     strips: bool = False
     top: float = 0.07
     height: float = 0.86
-    """Part of a row that the bars take, and where it begins."""
+    """Part of the row's height that the bars take, from `top` on."""
     pale: bool = False
-    """Pale colours, for predictions beside measurements."""
+    """True for pale colours, which predictions have next to measurements."""
 
     def points(self, duration: float) -> float:
-        """Width of a bar."""
+        """Return the width of a bar in points."""
         return duration * self.scale * _AXIS / self.width / _POINT
 
 
 def draw_rows(axes: Axes, rows: Rows, style: Style) -> None:
-    """The bars of every rank, labelled by direction and microbatch where there is room."""
+    """Draw the bars of every rank, labelled by direction and microbatch where there is room."""
     has_strip = style.strips and any(event.kind in STRIP for event in rows.events)
     body = style.height * (0.74 if has_strip else 1.0)
     row_of = {rank: row for row, rank in enumerate(rows.ranks)}
@@ -88,7 +88,7 @@ def draw_rows(axes: Axes, rows: Rows, style: Style) -> None:
 
 
 def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: float, chunks: int, style: Style) -> None:
-    """Label bars of equal width in equal form: the widest label decides the form."""
+    """Label bars of equal width in the same form, which the widest label decides."""
     digits = max((len(str(event.microbatch)) for event in compute if event.microbatch is not None), default=0)
     letter = max((_EMS[_LETTER[event.kind]] for event in compute), default=0.0)
     number = digits * _DIGIT + _MARGIN
@@ -108,7 +108,7 @@ def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: fl
 
 
 def _shade(kind: str, chunk: int | None, chunks: int, pale: bool) -> str:
-    """The colour of a kind, mixed with white for predictions and for later chunks of a rank."""
+    """Return the colour of a kind, mixed with white for predictions and for later chunks of a rank."""
     white = _white_of(chunk or 0, chunks)
     return mixed(color(kind), 0.55 + white / 2 if pale else white)
 
@@ -118,7 +118,7 @@ def _white_of(chunk: int, chunks: int) -> float:
 
 
 def finish(axes: Axes, labels: list[str], end: float, inches: float) -> None:
-    """Limits, names of the rows (as many as have room) and lines between them."""
+    """Set limits, the names of the rows (as many as have room), and lines between the rows."""
     axes.set_xlim(0, end)
     axes.set_ylim(len(labels), 0)
     step = math.ceil(0.15 / inches)
@@ -131,7 +131,7 @@ def finish(axes: Axes, labels: list[str], end: float, inches: float) -> None:
 
 
 def draw_memory(axes: Axes, rows: Rows, scale: float, labels: list[str], limit: float | None = None) -> None:
-    """Draw a step line per rank. A few ranks have a name each; many ranks have shades, and some have names."""
+    """Draw a step line per rank. A few ranks have a name each; many ranks have shades, and only some have names."""
     count, curves = len(labels), rows.memory()
     if count <= _FEW:
         colours: Iterable[Any] = SEQUENCE

@@ -17,7 +17,7 @@ COMPUTE = ("forward", "backward", "input_grad", "weight_grad")
 STRIP = ("wait", "collective", "optimizer", "data")
 """Kinds in the strip under the computations of a rank."""
 MOST_DRAWN = 100_000
-"""Most actions of a picture: more actions take minutes, and pixels cannot show them."""
+"""Most actions in a picture: more would take minutes to draw, and pixels could not show them."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rows:
     timeline: Timeline | None = None
     """The Timeline of predicted Events; its costs weigh the activations."""
     weights: list[list[float]] | None = None
-    """Weight of an activation of measured Events, by row and chunk; None weighs each activation 1."""
+    """Weight of a measured activation, by row and chunk; None gives each activation the weight 1."""
 
     @cached_property
     def end(self) -> float:
@@ -42,12 +42,12 @@ class Rows:
         return 1 + max((event.chunk or 0 for event in self.events if event.kind in COMPUTE), default=0)
 
     def names(self, row: int) -> list[str]:
-        """Names of the computations of a row, in order."""
+        """Return the names of the computations of a row, in order."""
         mine = [event for event in self.events if event.rank == self.ranks[row] and event.kind in COMPUTE]
         return [event.name for event in sorted(mine, key=lambda event: event.start)]
 
     def memory(self) -> list[tuple[list[float], list[float]]]:
-        """For each row (times, amounts): the weight of its activations from each time on."""
+        """Return (times, amounts) for each row: the weight of its activations from each time on."""
         if self.timeline is None:
             weights = self.weights or [[]] * len(self.ranks)
             return [_in_flight(self.events, rank, own) for rank, own in zip(self.ranks, weights, strict=True)]
@@ -60,9 +60,9 @@ class Rows:
 
 
 def rows_of(timeline: Timeline | Iterable[Event]) -> Rows:
-    """Move times so that the first computation starts at 0, and drop the Events that ended before.
+    """Move times so that the first computation starts at 0, and drop the Events that ended before it.
 
-    Raises ValueError where there is nothing to draw, or far more than a picture can show.
+    Raises ValueError if there is nothing to draw, or far more than a picture can show.
     """
     predicted = isinstance(timeline, Timeline)
     if predicted and len(timeline.schedule) > MOST_DRAWN:
@@ -77,7 +77,7 @@ def rows_of(timeline: Timeline | Iterable[Event]) -> Rows:
 
 
 def measured_bubble(events: Iterable[Event]) -> float:
-    """Share of the time from the first computation to the last in which ranks do not compute, mean over ranks."""
+    """Return the share of the time from first to last computation in which ranks do not compute, their mean."""
     compute = [event for event in _without_details(list(events)) if event.kind in COMPUTE]
     if not compute:
         return 0.0
@@ -87,7 +87,7 @@ def measured_bubble(events: Iterable[Event]) -> float:
 
 
 def _without_details(events: list[Event]) -> list[Event]:
-    """Drop the gradients of single layers where a schedule's actions contain the same gradients."""
+    """Drop the gradients of single layers if a schedule's actions contain the same gradients."""
     if not any(_is_action(event) for event in events):
         return events
     return [event for event in events if event.kind not in COMPUTE or _is_action(event)]
@@ -98,14 +98,16 @@ def _is_action(event: Event) -> bool:
 
 
 def chunk_weights(timeline: Timeline) -> list[list[float]]:
-    """Weight of one microbatch's activations by rank and chunk, from the costs of a prediction."""
+    """Return the weight of one microbatch's activations by rank and chunk, from the costs of a prediction."""
     kept = timeline.costs.kept(timeline.schedule.num_stages)[0]
     return [[float(kept[stage]) for stage in timeline.schedule.stages_of(rank)] for rank in range(timeline.schedule.pp)]
 
 
 def _in_flight(events: list[Event], rank: int, weights: list[float]) -> tuple[list[float], list[float]]:
-    """Count the activations alive on a rank: a forward's start adds one, the end of its backward frees one. `weights`
-    gives another weight to each chunk."""
+    """Count the activations alive on a rank: a forward's start adds one, the end of its backward frees one.
+
+    `weights` counts the activations of each chunk with another weight.
+    """
 
     def weigh(event: Event) -> float:
         return weights[event.chunk or 0] if weights else 1.0
@@ -124,7 +126,7 @@ def _in_flight(events: list[Event], rank: int, weights: list[float]) -> tuple[li
 
 
 def _weighed(timeline: Timeline, rank: int) -> tuple[list[float], list[float]]:
-    """Return `Timeline.memory` with one amount at each time: two amounts at one time would draw a spike."""
+    """Return `Timeline.memory` with one amount per time, because two amounts at one time would draw a spike."""
     times, amounts = timeline.memory(rank)
     last = np.append(times[1:] != times[:-1], True)
     return times[last].tolist(), amounts[last].tolist()

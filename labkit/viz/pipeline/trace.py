@@ -30,11 +30,11 @@ _TRACKS = {
 """Track -> kinds on it, from top to bottom."""
 _TRACK_OF = {kind: track for track, kinds in _TRACKS.items() for kind in kinds}
 _LANES = 100
-"""Thread ids of a track: an overlapping event moves to the next lane, because a lane can hold only nested events."""
+"""Thread ids of a track: an overlapping event moves to the next one, because one can hold only nested events."""
 
 
 def write_trace(events: Timeline | Iterable[Event], path: str | Path, *, arrows: bool = True) -> Path:
-    """Write a Timeline's or recorded Events as one JSON file; makes the folder; returns the path.
+    """Write a Timeline's or recorded Events as one JSON file. Make its folder, and return the path.
 
     The earliest event starts at 0. In a training run each slice names its step, and the slices `step 1`, `step 2`, ...
     on the track `timers` span the steps.
@@ -97,7 +97,7 @@ def _slice(event: Event, lane: int) -> dict[str, Any]:
 
 
 def _arrows(lanes: list[tuple[Event, int]]) -> list[dict[str, Any]]:
-    """Pairs of flow events, within each step of training: actions repeat their names from step to step."""
+    """Return pairs of flow events within each step of training, because actions repeat their names in every step."""
     rows: list[dict[str, Any]] = []
     waiting: dict[tuple[int, str, int], tuple[Event, int]] = {}
     by_time = sorted(((e, lane) for e, lane in lanes if _TRACK_OF[e.kind] == "compute"), key=lambda pair: pair[0].start)
