@@ -1,4 +1,4 @@
-"""Score a learner's function, layout or schedule: `check("02.groups", my_function)`; check a chapter's parameters."""
+"""Score a learner's function, layout or schedule, as in `check("02.groups", my_function)`, and check parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Exercises of chapter 00: the idle share of a pipeline's step, sizes that can train a model, where two runs part.
+"""Exercises of chapter 00: the idle share of a pipeline's step, sizes that can train a model, where two runs separate.
 
-Wrong answers are held against the answers of known misunderstandings, which the score names.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _STEPS: tuple[tuple[int, int, tuple[float, ...]], ...] = (
 )
 """(stages, microbatches, seconds of a forward of each stage; a backward takes twice as long)."""
 _DELAY = 5.0
-"""Seconds at which the steps of the exercise begin."""
+"""Seconds at which the steps of the exercise begin, so that time 0 is no special case."""
 
 Spans = list[list[tuple[float, float]]]
-"""By stage: (start, end) of its actions."""
+"""(start, end) of the actions of each stage."""
 
 
 def _spans(stages: int, count: int, forward: tuple[float, ...]) -> Spans:
@@ -41,7 +41,7 @@ def _spans(stages: int, count: int, forward: tuple[float, ...]) -> Spans:
 
 @exercise("00.idle", "Write idle_share(rows) -> the share of the step in which stages are idle, from 0 to 1.")
 def idle(answer: Any) -> Iterator[Outcome]:
-    """Five steps of 1F1B: equal stages, unequal ones, one stage; no step begins at 0."""
+    """Judge five steps of 1F1B, none of which begins at 0: equal stages, unequal ones, a single stage."""
     diagnosis = Diagnosis(close(rtol=1e-6, atol=1e-9))
     for stages, count, forward in _STEPS:
         rows = _spans(stages, count, forward)
@@ -99,7 +99,7 @@ def tour(answer: Any) -> Iterator[Outcome]:
 def _wrong_layout(
     value: Any, right: set[tuple[int, int, int]], *, ranks: int, layers: int, heads: int, batch: int
 ) -> tuple[str, str]:
-    """(kind of mistake, sentence about the first wrong layout); both empty for a right answer."""
+    """Return (kind of mistake, sentence about the first wrong layout); both empty for a right answer."""
     given = list(value) if isinstance(value, (set, frozenset, list, tuple)) else None
     if given is None or not all(isinstance(each, tuple) and len(each) == 3 for each in given):
         return "form", f"{shown(value)}, which is no set of triples (tp, pp, dp)"
@@ -119,7 +119,7 @@ def _wrong_layout(
 
 
 def _accepted(*, ranks: int, layers: int, heads: int, batch: int) -> set[tuple[int, int, int]]:
-    """Every (tp, pp, dp) that fills the world and breaks no rule of `RunConfig`."""
+    """Return every (tp, pp, dp) that fills the world and breaks no rule of `RunConfig`."""
     found = set()
     for tp in range(1, ranks + 1):
         for pp in range(1, ranks // tp + 1):
@@ -133,7 +133,7 @@ def _accepted(*, ranks: int, layers: int, heads: int, batch: int) -> set[tuple[i
     return found
 
 
-# ---- the step at which two runs part ----
+# ---- the step at which two runs separate ----
 
 _RUNS = (
     ([6.9, 6.5, 6.2001, 6.0], [6.9, 6.5, 6.2, 6.0]),
@@ -148,7 +148,7 @@ _RUNS = (
 
 @exercise("00.same", "Write first_apart(losses, reference, tolerance) -> the first step that differs by more, or None.")
 def same(answer: Any) -> Iterator[Outcome]:
-    """Six pairs of runs: equal ones, one step apart in the middle, at the end, at the begin, below and above."""
+    """Judge six pairs of runs: equal ones, one step apart in the middle, at the end, at the start, below and above."""
     diagnosis = Diagnosis(lambda value, other: value == other and type(value) is type(other))
     for losses, reference in _RUNS:
         gaps = [abs(a - b) for a, b in zip(losses, reference)]

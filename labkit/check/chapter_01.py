@@ -1,6 +1,6 @@
-"""Exercises of chapter 01: what each collective leaves where, a ring, an order that does not hang, seconds.
+"""Exercises of chapter 01: what each collective leaves on each rank, a ring, an order that does not hang, seconds.
 
-Each wrong answer is held against the answers of known misunderstandings, which the score names.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, close, exercise, holds
 
 Chunks = list[list[int]]
-"""By rank: its chunks, each a number."""
+"""The chunks of each rank, each a number."""
 
 
 # ---- what each collective leaves ----
@@ -31,7 +31,7 @@ _CALLS = (
 
 
 def _before(operation: str, ranks: int) -> Chunks:
-    """Every chunk is another number: 1, 2, ... on rank 0, then on rank 1. An all-gather has one chunk a rank."""
+    """Give every chunk another number: 1, 2, ... on rank 0, then on rank 1. An all-gather has one chunk per rank."""
     whole = [[ranks * rank + chunk + 1 for chunk in range(ranks)] for rank in range(ranks)]
     return [[chunks[rank]] for rank, chunks in enumerate(whole)] if operation == "all_gather" else whole
 
@@ -53,7 +53,7 @@ def _after(operation: str, before: Chunks) -> Chunks:
 
 @exercise("01.after", "Write after(operation, before) -> what each rank holds afterwards, one list of chunks per rank.")
 def after(answer: Any) -> Iterator[Outcome]:
-    """Five operations over three ranks, and two of them over four."""
+    """Judge five operations over three ranks, and two of them over four."""
     diagnosis = Diagnosis()
     for operation, ranks in _CALLS:
         before = _before(operation, ranks)
@@ -157,7 +157,7 @@ _RULES: dict[str, Rule] = {
     "01.ring", "Write rule(rank, step, ranks) -> (chunk to send, chunk to receive) in a ring to the previous rank."
 )
 def ring(answer: Any) -> Iterator[Outcome]:
-    """Rings of two to eight ranks, simulated step by step; a failure names the first step that goes wrong."""
+    """Judge rings of two to eight ranks, simulated step by step; a failure names the first step that goes wrong."""
     for ranks in (4, 2, 3, 5, 8):
         outcome = holds(
             f"a ring of {ranks} ranks",
@@ -168,7 +168,7 @@ def ring(answer: Any) -> Iterator[Outcome]:
 
 
 class _ProblemError(Exception):
-    """The first step of a ring that goes wrong, in a sentence."""
+    """The first step of a ring that goes wrong, as a sentence."""
 
 
 def _run_ring(rule: Rule, ranks: int) -> bool | str:
@@ -204,7 +204,7 @@ def _pass_round(rule: Rule, ranks: int) -> None:
 
 
 def _received(where: str, own: list[int], arriving: list[int], adds: bool, rank: int, ranks: int) -> list[int]:
-    """The shares in a chunk of `rank` after it has received: added in the first half, replaced in the second."""
+    """Return the shares in a chunk of `rank` after it has received: added in the first half, replaced in the second."""
     if not adds:
         if len(arriving) < ranks:
             raise _ProblemError(f"{where}, which has {len(arriving)} of {ranks} shares, to rank {rank}")
@@ -224,7 +224,7 @@ def _check_own_sums(held: list[list[list[int]]], step: int) -> None:
 
 
 def _pair(given: Any, rank: int, step: int, ranks: int) -> tuple[int, int]:
-    """The two chunk numbers of a rank. Raises _ProblemError for anything else."""
+    """Return the two chunk numbers of a rank. Raises _ProblemError for anything else."""
     if not isinstance(given, (tuple, list)) or len(given) != 2 or not all(isinstance(c, int) for c in given):
         raise _ProblemError(f"{given!r} for rank {rank} at step {step}, which is not (chunk to send, chunk to receive)")
     for chunk in given:
@@ -242,7 +242,7 @@ def _pair(given: Any, rank: int, step: int, ranks: int) -> tuple[int, int]:
     "01.order", "Write order(rank, ranks) -> ['send', 'recv'] or ['recv', 'send'] for a ring of blocking messages."
 )
 def order(answer: Any) -> Iterator[Outcome]:
-    """Rings of two to eight ranks; a failure shows the circle of waiting ranks, or how long a chain takes."""
+    """Judge rings of two to eight ranks; a failure shows the circle of waiting ranks, or how long a chain takes."""
     for ranks in (4, 2, 3, 5, 8):
         most = 2 + ranks % 2
         outcome = holds(
@@ -273,7 +273,7 @@ def _run_order(orders: Sequence[Any], most: int) -> bool | str:
 
 
 def _meets(orders: Sequence[Sequence[str]], done: Sequence[int], rank: int) -> bool:
-    """True if `rank` now sends and the next rank now receives."""
+    """Return True if `rank` now sends and the next rank now receives."""
     after_it = (rank + 1) % len(orders)
     return (
         done[rank] < 2
@@ -294,12 +294,12 @@ def _circle(orders: Sequence[Sequence[str]], done: Sequence[int]) -> str:
 # ---- seconds ----
 
 _TRANSFERS = ((4, 100, 10e-6, 1e9), (2, 1_000_000, 10e-6, 1e9), (8, 4_000_000, 20e-6, 2e9), (64, 64_000, 5e-6, 25e9))
-"""(ranks, bytes, seconds before each message, bytes a second)."""
+"""(ranks, bytes, seconds before each message, bytes per second)."""
 
 
 @exercise("01.seconds", "Write seconds(ranks, size, latency, bandwidth) -> (of a ring, of doubling), in seconds.")
 def seconds(answer: Any) -> Iterator[Outcome]:
-    """Both times of four all-reduces, small and large; each time is a case."""
+    """Judge both times of four all-reduces, small and large; each time is a case of its own."""
     diagnosis = Diagnosis(close(rtol=1e-4, atol=1e-3))
     for ranks, size, latency, bandwidth in _TRANSFERS:
         given = f"{ranks} ranks, {size:,} bytes, {1e6 * latency:g} us before a message, {bandwidth / 1e9:g} GB/s, us of"
@@ -311,7 +311,7 @@ def seconds(answer: Any) -> Iterator[Outcome]:
                 lambda p=place, c=(ranks, size, latency, bandwidth): _us(_two(answer(*c))[p]),
                 {words: _us(wrong) for words, wrong in misreadings.items()},
             )
-            yield replace(outcome, reason=name)  # one mistake, one sentence
+            yield replace(outcome, reason=name)  # the score shows one mistake in only one sentence
 
 
 def _two(value: Any) -> Any:
@@ -325,7 +325,7 @@ def _us(value: Any) -> float:
 
 
 Times = tuple[float, dict[str, float]]
-"""Right seconds, and those of misunderstandings."""
+"""The right seconds, and those of misunderstandings."""
 
 
 def _ring_times(g: int, size: float, latency: float, bandwidth: float) -> Times:

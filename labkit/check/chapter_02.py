@@ -1,6 +1,6 @@
 """Exercises of chapter 02: the digits of a rank, rank groups, an order string for nodes.
 
-Wrong answers are held against the answers of known misunderstandings, which the score names.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _digits(rank: int, order_string: str, sizes: Mapping[str, int]) -> dict[str,
 
 @exercise("02.digits", "Write digits(rank, order, sizes) -> {axis: digit} for each axis of the order.")
 def digits(answer: Any) -> Iterator[Outcome]:
-    """Five ranks: slow and fast axes, an axis of size 1, another order, rank 0."""
+    """Judge five ranks: slow and fast axes, an axis of size 1, another order, rank 0."""
     diagnosis = Diagnosis()
     for rank, order_string, sizes in _DIGITS:
         strides = RankGenerator(**sizes, order=order_string).strides
@@ -71,11 +71,11 @@ def digits(answer: Any) -> Iterator[Outcome]:
 
 @exercise("02.groups", "Write groups_of(order, sizes, token) -> the list of groups, each a list of ranks.")
 def groups(answer: Any) -> Iterator[Outcome]:
-    """Group lists of eight layouts, combined tokens and odd sizes among them.
+    """Judge the group lists of eight layouts, among them combined tokens and odd sizes.
 
     `order` and `token` are axes joined by hyphens; `sizes` maps each axis of the order to its size. The digits of the
-    order string, fastest first, sort the members of a group, and sort groups by their first rank. The order of axes in
-    the token does not matter. A long list is told by its first group that differs.
+    order string, fastest first, sort the members of a group, and groups are sorted by their first rank. The order of
+    axes in the token does not matter. Of a long list the score shows the first group that differs.
     """
     diagnosis = Diagnosis()
     for order_string, sizes, token in _GROUPINGS:
@@ -92,7 +92,7 @@ def groups(answer: Any) -> Iterator[Outcome]:
 
 
 def _at_first_difference(outcome: Outcome, expected: list[list[int]], value: Any) -> Outcome:
-    """The outcome with the first group that differs, where the lists are too long to show whole."""
+    """Return the outcome with only the first group that differs, if the lists are too long to show whole."""
     whole = max(len(str(expected)), len(str(value))) <= MAX_SHOWN
     if whole or not isinstance(value, list) or len(value) != len(expected):
         return outcome
@@ -135,7 +135,7 @@ def _misread_groups(order_string: str, sizes: dict[str, int], token: str) -> Mis
 
 @exercise("02.order", "Write order_for(inner, outer) -> an order with `inner` inside nodes and `outer` across them.")
 def order(answer: Any) -> Iterator[Outcome]:
-    """Four nodes of eight GPUs, tp 4, dp 2, pp 4: two axes must fit into a node, the third must leave it.
+    """Judge an order for four nodes of eight GPUs, tp 4, dp 2, pp 4: two axes must fit into a node, one must leave it.
 
     Any order string that contains tp, dp and pp will do; the layers are dense.
     """
@@ -150,7 +150,7 @@ def order(answer: Any) -> Iterator[Outcome]:
 
 def _places(order_string: Any, sizes: dict[str, int], inner: str, outer: str) -> bool | str:
     """Return True, or a sentence about the groups of the order string."""
-    # A dense layout alone: the experts' generator would refuse some orders that are answers here.
+    # This is a dense layout alone, because the experts' generator would reject some orders that are answers here.
     generator = RankGenerator(**sizes, order=order_string)
     crossing = {axis: _crossing(generator.get_ranks(axis)) for axis in (inner, outer)}
     if crossing[inner] == 0.0 and crossing[outer] == 1.0:

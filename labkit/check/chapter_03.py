@@ -1,6 +1,6 @@
 """Exercises of chapter 03: cut weights, an MLP with f and g over ranks, and the hunt for a missing sum.
 
-Each wrong answer is held against the answers of known misunderstandings, which the score names.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Parts = list[Array]
 
 
 def _same(got: Any, expected: Any) -> bool:
-    """Compare two lists of arrays, or two numbers, exactly: all numbers are small integers."""
+    """Compare two lists of arrays, or two numbers, exactly, because all numbers are small integers."""
     if not isinstance(got, (list, tuple)) or not isinstance(expected, (list, tuple)):
         return got is None if expected is None else bool(np.array_equal(got, expected))
     return all(np.array_equal(np.asarray(g), e) for g, e in zip(got, expected, strict=True))
@@ -33,12 +33,12 @@ Pair = tuple[Array, Array]
 
 
 def _stored(h: int) -> Pair:
-    """fc1 [4, h] and fc2 [h, 4] as torch stores A [h, 4] and B [4, h]; a number shows its place."""
+    """Return fc1 [4, h] and fc2 [h, 4] as torch stores A [h, 4] and B [4, h]; each number shows its place."""
     return np.arange(4 * h).reshape(4, h), 20 + np.arange(4 * h).reshape(h, 4)
 
 
 def _part(ranks: int, rank: int, *, dims: tuple[int | None, int | None] = (0, 1), stride: bool = False) -> Pair:
-    """Part of fc1 and of fc2; a dim that is None is not cut. `stride`: every t-th row or column."""
+    """Return a rank's part of fc1 and of fc2; a dim that is None is not cut. `stride`: every t-th row or column."""
 
     def cut(weight: Array, dim: int | None) -> Array:
         places = np.arange(1 if dim is None else weight.shape[dim])
@@ -51,7 +51,7 @@ def _part(ranks: int, rank: int, *, dims: tuple[int | None, int | None] = (0, 1)
 
 @exercise("03.parts", "Write parts(fc1, fc2, rank, t) -> this rank's parts of two weights as torch stores them.")
 def parts(answer: Any) -> Iterator[Outcome]:
-    """Two ranks, a middle one of four, and one rank alone."""
+    """Judge two ranks, a middle one of four, and one rank alone."""
     return asked(
         _CUTS,
         given="rank {1} of {0}".format,
@@ -88,7 +88,7 @@ _MASK = "the gradient of relu is missing: it is 0 where relu gave 0"
 
 @dataclass(frozen=True)
 class _MLP:
-    """y = relu(x A^T) B^T + bias: x, dy [2, 2], A [F, 2], B [2, F], bias [2]. Small integers: sums are exact."""
+    """y = relu(x A^T) B^T + bias, with x, dy [2, 2], A [F, 2], B [2, F], bias [2], in small integers for exact sums."""
 
     x: Array
     dy: Array
@@ -102,13 +102,13 @@ class _MLP:
         numbers = np.random.default_rng(tp)
         shapes = ((2, 2), (2, 2), (2 * tp, 2), (2, 2 * tp), (2,))
         x, dy, a, b, bias = (numbers.integers(-3, 4, shape) for shape in shapes)
-        return _MLP(x, dy, a, b, bias + 5, tp)  # a bias far from zero: adding it twice shows
+        return _MLP(x, dy, a, b, bias + 5, tp)  # a bias far from zero, so that adding it twice shows
 
     def cut(self) -> tuple[Parts, Parts]:
         return np.split(self.a, self.tp), np.split(self.b, self.tp, axis=1)
 
     def on_rank(self, rank: int) -> dict[str, Array]:
-        """The results of rank `rank` alone: partial sums of y and dx, and the gradients of its weights."""
+        """Return the results of rank `rank` alone: partial sums of y and dx, and the gradients of its weights."""
         a, b = (part[rank] for part in self.cut())
         inner = np.maximum(self.x @ a.T, 0)
         d_inner = (self.dy @ b) * (inner > 0)
@@ -127,7 +127,7 @@ class _MLP:
         return [total] * self.tp if name == "dx" else found
 
     def misread(self, name: str) -> Misreadings:
-        """Answers of known misunderstandings for one result."""
+        """Return the answers of known misunderstandings for one result."""
         alone: list[Any] = self.by_rank(name)
         tp = self.tp
         total: list[Any] = [sum(alone)] * tp
@@ -160,7 +160,7 @@ class _MLP:
 
 
 def _counted_all_reduce(tp: int) -> tuple[Callable[[list[Any]], list[Any]], list[int]]:
-    """An all-reduce over a list with one array per rank, and the list to which each call adds its length."""
+    """Return an all-reduce over a list with one array per rank, and the list to which each call adds its length."""
     calls: list[int] = []
 
     def all_reduce(parts: list[Any]) -> list[Any]:
@@ -175,7 +175,7 @@ def _counted_all_reduce(tp: int) -> tuple[Callable[[list[Any]], list[Any]], list
 
 
 def _given_back(answer: Any, case: _MLP) -> tuple[dict[str, Any], int, Exception | None]:
-    """One call of the answer: its five lists by name, the number of all-reduces, and its exception."""
+    """Call the answer once; return its five lists by name, the number of all-reduces, and its exception."""
     all_reduce, calls = _counted_all_reduce(case.tp)
     a, b = case.cut()
     try:
@@ -193,7 +193,7 @@ def _given_back(answer: Any, case: _MLP) -> tuple[dict[str, Any], int, Exception
 def f_and_g(answer: Any) -> Iterator[Outcome]:
     """Judge the results of every rank at tp 1, 2 and 4, and the number of all-reduces.
 
-    At tp 1 an all-reduce is the identity, and the exercise does not count all-reduces.
+    At tp 1 an all-reduce is the identity, so all-reduces are not counted there.
     """
     diagnosis = Diagnosis(_same)
     for tp in (2, 4, 1):
@@ -238,11 +238,11 @@ _DIFFERENCES = (
     ("layers.0.mlp output", "layers.0.mlp", "g"),
     ("layers.10.attention.norm.bias gradient", "layers.10.attention", "f"),
 )
-"""The first difference that the microscope names, and the all-reduce that was left out: sub-layer and operator."""
+"""The first difference that the microscope names, and the all-reduce that is missing: its sub-layer and operator."""
 
 
 def _before(part: str) -> str:
-    """The sub-layer ahead of this one."""
+    """Return the sub-layer before this one."""
     _, layer, name = part.split(".")
     return f"layers.{layer}.attention" if name == "mlp" else f"layers.{int(layer) - 1}.mlp"
 
@@ -254,7 +254,7 @@ def _after(part: str) -> str:
 
 @exercise("03.suspect", 'Write suspect(name) -> (sub-layer, "f" or "g"): the all-reduce that was left out.')
 def suspect(answer: Any) -> Iterator[Outcome]:
-    """Outputs and gradients of norms, in several layers."""
+    """Judge findings about outputs and about gradients of norms, in several layers."""
     diagnosis = Diagnosis()
     for name, part, operator in _DIFFERENCES:
         other = "g" if operator == "f" else "f"

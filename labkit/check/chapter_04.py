@@ -1,6 +1,6 @@
-"""Exercises of chapter 04, on a cut vocabulary: the lookup, the loss, the gradient of the tied embedding.
+"""Exercises of chapter 04 on a cut vocabulary: the lookup, the loss, the gradient of the tied embedding.
 
-Each wrong answer is held against the answers of known misunderstandings, which the score names.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _LOOKUPS = (
 
 
 def _part(rows: int, rank: int) -> NDArray[np.int64]:
-    """Row i of the whole table is [10 i + 1, 10 i + 2]: no row is zero, and a row shows its id."""
+    """Return rows of the whole table, whose row i is [10 i + 1, 10 i + 2], so no row is zero and each shows its id."""
     ids = np.arange(rank * rows, (rank + 1) * rows)
     return np.stack([10 * ids + 1, 10 * ids + 2], axis=1)
 
 
 def _looked_up(ids: Sequence[int], rows: int, rank: int, local: Callable[[int], int | None]) -> list[list[int]]:
-    """Rows of this rank's part by `local(id)`, their places in it; zeros for a place that is None."""
+    """Return the rows of this rank's part at the places `local(id)`; zeros for a place that is None."""
     part = _part(rows, rank).tolist()
     return [[0, 0] if (place := local(each)) is None else part[place] for each in ids]
 
 
 @exercise("04.lookup", "Write lookup(ids, part, rank) -> the rows that this rank adds to the all-reduce, [ids, width].")
 def lookup(answer: Any) -> Iterator[Outcome]:
-    """Two or three ranks, ids of this rank and of others, ids at both ends of a part."""
+    """Judge two or three ranks, ids of this rank and of others, and ids at both ends of a part."""
     return asked(
         _LOOKUPS,
         given="ids {}, parts of {} rows, and rank {}".format,
@@ -91,13 +91,13 @@ def _misread_lookups(ids: Sequence[int], rows: int, rank: int) -> Misreadings:
 
 @dataclass
 class _Loss:
-    """Logits of some tokens, cut over ranks; counts the numbers that a rank gives to all-reduces."""
+    """Logits of some tokens, cut over ranks. It counts the numbers that a rank gives to all-reduces."""
 
     words: str
     parts: list[Array]
-    """By rank: [tokens, columns with padding]. Logits of padding are 0, as those of a row of zeros."""
+    """Logits of each rank, [tokens, columns with padding]. Those of padding are 0, as from a row of zeros."""
     columns: list[int]
-    """By rank: columns without padding, 1 or more."""
+    """Columns of each rank without padding, 1 or more."""
     labels: NDArray[np.int64]
     sent: list[int] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class _Loss:
         return [part[:, :count] for part, count in zip(self.parts, self.columns)]
 
     def all_reduce(self, parts: Any, op: str) -> list[Array]:
-        """The element-wise maximum or sum of one array for each rank, as one array for each rank."""
+        """Return the element-wise maximum or sum of one array for each rank, as one array for each rank."""
         assert op in ("max", "sum"), f"all_reduce knows 'max' and 'sum', not {op!r}"
         assert len(parts) == len(self.parts), f"all_reduce takes {len(self.parts)} arrays, one a rank; got {len(parts)}"
         stacked = np.stack([np.asarray(part, dtype=float) for part in parts])
@@ -115,7 +115,7 @@ class _Loss:
         return [total.copy() for _ in self.parts]
 
     def tried(self, answer: Any) -> list[list[float]]:
-        """The answer's losses by rank, rounded for a sentence."""
+        """Return the answer's losses by rank, rounded for a sentence."""
         with np.errstate(all="ignore"):
             found = answer([part.copy() for part in self.parts], self.labels.copy(), [*self.columns], self.all_reduce)
         assert len(found) == len(self.parts), f"{len(found)} arrays for {len(self.parts)} ranks"
@@ -127,7 +127,7 @@ def _rounded(by_rank: Any) -> list[list[float]]:
 
 
 def _loss(words: str, columns: Sequence[int], width: int, *, scale: float = 1.0, shift: float = 0.0) -> _Loss:
-    """Labels reach the first and the last real column of the vocabulary, and lie on several ranks."""
+    """Return a problem with labels on several ranks, among them the first and the last real column."""
     numbers = np.random.default_rng(40 + len(columns))
     parts = [np.zeros((4, width)) for _ in columns]
     for part, count in zip(parts, columns):
@@ -150,7 +150,7 @@ _LOSSES: tuple[Callable[[], _Loss], ...] = (
     "04.loss", "Write loss(logits, labels, columns, all_reduce) -> the loss of each token, one array of them per rank."
 )
 def loss(answer: Any) -> Iterator[Outcome]:
-    """One rank, several, padding, logits that overflow and that vanish; then the numbers that travel."""
+    """Judge one rank, several, padding, logits that overflow or vanish; then the numbers that travel."""
     diagnosis = Diagnosis(_close)
     for make in _LOSSES:
         problem = make()
@@ -164,11 +164,11 @@ def loss(answer: Any) -> Iterator[Outcome]:
         f"at most {most}: three for each of {len(problem.labels)} tokens",
         lambda: (problem.tried(answer), sum(problem.sent) <= most or f"{sum(problem.sent)}")[1],
     )
-    yield replace(outcome, reason=ONLY_FIRST)  # after a failed case this number has no meaning yet
+    yield replace(outcome, reason=ONLY_FIRST)  # after a failed case this number means nothing
 
 
 def _close(value: Any, other: Any) -> bool:
-    """Equal up to rounding; all numbers that are not finite count as equal."""
+    """Return True for values that are equal up to rounding; all numbers that are not finite count as equal."""
     mine, theirs = (np.asarray(each, dtype=float) for each in (value, other))
     if mine.shape != theirs.shape:
         return False
@@ -184,7 +184,7 @@ def _losses(problem: _Loss) -> list[Array]:
 
 
 def _of_label(problem: _Loss) -> Array:
-    whole = np.concatenate(problem.parts, axis=1)  # only the last parts have padding, and labels have no column of it
+    whole = np.concatenate(problem.parts, axis=1)  # only the last parts have padding, and no label is in its columns
     return whole[np.arange(len(whole)), problem.labels]
 
 
@@ -254,7 +254,7 @@ Gradients = list[list[int] | None]
 
 
 def _tied_ranks(tp: int, pp: int, dp: int) -> list[dict[str, Any]]:
-    """Gradients of the tied table before the sum over the embedding group; replicas are summed already."""
+    """Return gradients of the tied table before the sum over the embedding group; replicas are summed already."""
     made = []
     for p in range(pp):
         for d in range(dp):
@@ -269,7 +269,7 @@ Counts = Callable[[dict[str, Any], dict[str, Any]], bool]
 
 
 def _summed(ranks: Sequence[dict[str, Any]], adds: Counts) -> Gradients:
-    """Each rank with a gradient gets the sum over the ranks for which `adds(itself, other)` is true."""
+    """Give each rank with a gradient the sum over the ranks for which `adds(itself, other)` is true."""
     found: Gradients = []
     for rank in ranks:
         parts = [other["grad"] for other in ranks if other["grad"] is not None and adds(rank, other)]
@@ -278,15 +278,15 @@ def _summed(ranks: Sequence[dict[str, Any]], adds: Counts) -> Gradients:
 
 
 def _same_column(rank: dict[str, Any], other: dict[str, Any]) -> bool:
-    """The ranks of one pipeline: equal in tp and dp. Those with a gradient are its embedding group."""
+    """Return True for ranks of one pipeline (equal tp and dp); those with a gradient are its embedding group."""
     return (rank["tp"], rank["dp"]) == (other["tp"], other["dp"])
 
 
 @exercise("04.tied", "Write tied(ranks) -> the final gradient of the tied table by rank, None where a rank has none.")
 def tied(answer: Any) -> Iterator[Outcome]:
-    """One stage, two, four with two in the middle, and pipelines beside each other over tp and dp.
+    """Judge one stage, two, four with two in the middle, and pipelines next to each other over tp and dp.
 
-    Of many ranks the score shows the first whose gradient differs.
+    If there are many ranks, the score shows the first one whose gradient differs.
     """
     diagnosis = Diagnosis()
     for tp, pp, dp in _LAYOUTS:
@@ -302,7 +302,7 @@ def tied(answer: Any) -> Iterator[Outcome]:
 
 
 def _at_first_rank(outcome: Outcome, ranks: list[dict[str, Any]], right: Gradients, value: list[Any]) -> Outcome:
-    """The outcome with the first rank that differs, in place of all ranks."""
+    """Return the outcome with only the first rank that differs."""
     if len(value) != len(right):
         return outcome
     at, rank = next((i, each) for i, each in enumerate(ranks) if right[i] != value[i])
@@ -314,7 +314,7 @@ def _at_first_rank(outcome: Outcome, ranks: list[dict[str, Any]], right: Gradien
 def _misread_tied(ranks: Sequence[dict[str, Any]]) -> Misreadings:
     right, last = _summed(ranks, _same_column), max(rank["pp"] for rank in ranks)
     alone = [rank["grad"] for rank in ranks]
-    ends = [sum(column) for column in zip(alone[0], alone[-1])] if last else alone[0]  # of the list, as it stands
+    ends = [sum(column) for column in zip(alone[0], alone[-1])] if last else alone[0]  # of the list, in its own order
 
     def on(kept: Callable[[int], bool]) -> Gradients:
         return [total if kept(rank["pp"]) else own for rank, total, own in zip(ranks, right, alone)]

@@ -42,7 +42,7 @@ def _kept(
     number: int = 2,
     mask: int = 1,
 ) -> int:
-    """Bytes that autograd keeps; the arguments behind `chain` are misunderstandings where they are not the default."""
+    """Return the bytes that autograd keeps; arguments after `chain` that are not the default are misunderstandings."""
     widths = [width, *(result for _, result in chain)]
     kept = [
         place + (keeps[name] == _RESULT) for place, (name, _) in enumerate(chain) if keeps[name] in (_INPUT, _RESULT)
@@ -55,7 +55,7 @@ def _kept(
     "05.kept", "Write kept_bytes(width, chain) -> the bytes that autograd keeps for a token that runs through it."
 )
 def kept(answer: Any) -> Iterator[Outcome]:
-    """Chains in which operations keep their input, their result, a mask or nothing, and share tensors."""
+    """Judge chains in which operations keep their input, their result, a mask or nothing, and share tensors."""
     return asked(
         _CHAINS,
         given=lambda width, chain: f"width {width}: {', '.join(f'{name} to {result}' for name, result in chain)}",
@@ -91,7 +91,7 @@ def _misread_chains(width: int, chain: Chain) -> Misreadings:
 
 @dataclass
 class _Rng:
-    """Random masks by a number that each draw increases."""
+    """A generator of random masks, which depend on a number that each draw increases."""
 
     state: int = 7
 
@@ -103,7 +103,7 @@ class _Rng:
 
 @dataclass
 class _Trace:
-    """The facts that the judge sees: draws by block, and the blocks that hold activations."""
+    """What the judge sees: the draws of each block, and the blocks that keep activations."""
 
     drawn: dict[int, list[int]] = field(default_factory=dict)
     holding: set[int] = field(default_factory=set)
@@ -138,7 +138,7 @@ class _Block:
 
 @dataclass
 class _Replayed:
-    """One call of the answer."""
+    """What one call of the answer did."""
 
     count: int
     trace: _Trace
@@ -173,7 +173,7 @@ def _right_gradient(count: int) -> list[int]:
     "05.replay", "Write input_gradient(blocks, x, dy, rng) -> the gradient of x, with one block's activations at once."
 )
 def replay(answer: Any) -> Iterator[Outcome]:
-    """One, two and five blocks: the gradient, the masks, the memory, the work, and the generator's end."""
+    """Judge one, two and five blocks: the gradient, the masks, the memory, the work, and the generator's end."""
     for count in (1, 2, 5):
         run = _replayed(answer, count)
         claims: tuple[tuple[str, str, Callable[[_Replayed], bool | str]], ...] = (
@@ -188,12 +188,12 @@ def replay(answer: Any) -> Iterator[Outcome]:
 
 
 def _kind(words: str) -> str:
-    """A finding without its numbers."""
+    """Return a finding without its numbers, which are different in every case."""
     return re.sub(r"\[.*?\]|\d+", "", words)
 
 
 def _gradient(run: _Replayed) -> bool | str:
-    """The first block in the order of backward whose second mask is not its first."""
+    """Find the first block in the order of backward whose second mask is not its first one."""
     for place in reversed(range(run.count)):
         draws = run.trace.drawn.get(place, [])
         if len(draws) < 2:
@@ -214,7 +214,7 @@ def _gradient(run: _Replayed) -> bool | str:
 
 
 def _why(run: _Replayed, place: int) -> str:
-    """Words for the state from which a block drew in its second forward."""
+    """Name the state from which a block drew in its second forward."""
     again = {p: draws[-1] for p, draws in run.trace.drawn.items() if len(draws) > 1}
     order = [again[p] for p in sorted(again, reverse=True)]
     if set(order) == {run.start} and run.count > 1:
@@ -267,7 +267,7 @@ def _peak(layers: int, size: int, input_bytes: int, layer_bytes: int) -> int:
 
 @exercise("05.groups", "Write best_group(layers, input_bytes, layer_bytes) -> the group size with the smallest peak.")
 def groups(answer: Any) -> Iterator[Outcome]:
-    """Layers that keep as much as their input, and many times as much; two n with one peak; one layer."""
+    """Judge layers that keep as much as their input, or many times as much; two n with one peak; one layer."""
     return asked(
         _GROUPS,
         given="{} layers, {} bytes an input and {} a layer".format,

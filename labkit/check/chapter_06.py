@@ -25,7 +25,7 @@ Shapes = dict[str, list[int]]
 
 
 def _shapes(s: int, b: int, h: int, t: int, *, cut: Sequence[str] = _BETWEEN, inside_too: bool = False) -> Shapes:
-    """Shapes where the tensors `cut` have 1/t of the positions."""
+    """Return the shapes if the tensors in `cut` have 1/t of the positions."""
     inside = [s // t if inside_too else s, b, 4 * h // t]
     return {name: ([s // t if name in cut else s, b, h] if name in _BETWEEN else list(inside)) for name in _NAMES}
 
@@ -34,7 +34,7 @@ def _shapes(s: int, b: int, h: int, t: int, *, cut: Sequence[str] = _BETWEEN, in
     "06.shapes", "Write shapes(s, b, h, t, sequence_parallel) -> the shape of each tensor that a rank keeps, by name."
 )
 def shapes(answer: Any) -> Iterator[Outcome]:
-    """One, two and four ranks, without sequence parallelism and with it."""
+    """Judge one, two and four ranks, without sequence parallelism and with it."""
     for split in (False, True):
         for s, b, h, t in _SIZES:
             words = "tensor and sequence parallel" if split else "tensor parallel"
@@ -44,7 +44,7 @@ def shapes(answer: Any) -> Iterator[Outcome]:
 
 
 def _judged(answer: Any, s: int, b: int, h: int, t: int, split: bool) -> bool | str:
-    """True, or the first shape that differs and the misunderstanding behind it."""
+    """Return True, or the first shape that differs and the misunderstanding behind it."""
     found, right = plain(answer(s, b, h, t, split)), _shapes(s, b, h, t, cut=_BETWEEN if split else ())
     if found == right:
         return True
@@ -83,7 +83,7 @@ _RESULTS = ("y", "dx", "dgain")
 
 
 class _Communicator:
-    """The collectives of one rank, over arrays cut along positions."""
+    """The collectives of one rank, for arrays that are cut along positions."""
 
     def __init__(self, rank: int, ranks: RankThreads) -> None:
         self.rank, self.size, self._ranks = rank, ranks.size, ranks
@@ -95,15 +95,15 @@ class _Communicator:
         return parts
 
     def all_gather(self, array: Any) -> Array:
-        """The arrays of all ranks, one behind the other."""
+        """Return the arrays of all ranks, one after another."""
         return np.concatenate(self._of_all("all_gather", array))
 
     def all_reduce(self, array: Any) -> Array:
-        """The sum of the arrays of all ranks."""
+        """Return the sum of the arrays of all ranks."""
         return np.sum(self._of_all("all_reduce", array), axis=0)
 
     def reduce_scatter(self, array: Any) -> Array:
-        """This rank's part of the sum."""
+        """Return this rank's part of the sum."""
         total = np.sum(self._of_all("reduce_scatter", array), axis=0)
         if len(total) % self.size:
             raise ValueError(f"reduce_scatter cuts {len(total)} positions over {self.size} ranks")
@@ -111,14 +111,14 @@ class _Communicator:
 
 
 def _problem(tp: int) -> Case:
-    """x and dy: [2, 3] a rank; gain [3]; A [2, 3] and B [3, 2] a rank. Small integers, so that sums are exact."""
+    """Return x and dy [2, 3], gain [3], A [2, 3] and B [3, 2], per rank except for gain. Small integers sum exactly."""
     numbers = np.random.default_rng(40 + tp)
     x, dy, a, b = ([numbers.integers(-3, 4, shape) for _ in range(tp)] for shape in ((2, 3), (2, 3), (2, 3), (3, 2)))
     return x, dy, numbers.integers(1, 4, (3,)), a, b
 
 
 def _hidden(case: Case) -> tuple[Array, Array, Parts, Parts]:
-    """x and dy of all positions, and what each rank's part of the width makes of them: inner, gradient of x gain."""
+    """Return x and dy of all positions, and what each rank makes of them: inner, and the gradient of x gain."""
     x, dy = np.concatenate(case[0]), np.concatenate(case[1])
     inner = [np.maximum((x * case[2]) @ a.T, 0) for a in case[3]]
     d_scaled = [((dy @ b) * (part > 0)) @ a for part, a, b in zip(inner, case[3], case[4])]
@@ -134,7 +134,7 @@ def _right(case: Case) -> dict[str, Parts]:
 
 
 def _misread_results(case: Case) -> dict[str, dict[str, Parts]]:
-    """Result -> words for a misunderstanding -> the arrays that it gives."""
+    """Return result -> words for a misunderstanding -> the arrays that it gives."""
     xs, _, gain, _, columns = case
     tp, right = len(xs), _right(case)
     _, _, inner, d_scaled = _hidden(case)
@@ -185,7 +185,7 @@ def sequence_parallel(answer: Any) -> Iterator[Outcome]:
 
 
 def _tried(answer: Any, case: Case, ranks: RankThreads) -> tuple[list[Any], str]:
-    """The three arrays that each rank returns, or words for the error."""
+    """Return the three arrays of each rank, or words for the error."""
     x, dy, gain, a, b = case
 
     def program(rank: int) -> tuple[Array, ...]:
@@ -204,7 +204,7 @@ def _tried(answer: Any, case: Case, ranks: RankThreads) -> tuple[list[Any], str]
 
 
 def _difference(name: str, found: Parts, right: Parts, misread: dict[str, Parts]) -> str:
-    """Words for the first rank and position that differ and for the misunderstanding; empty where nothing differs."""
+    """Name the first rank and position that differ, and the misunderstanding; empty if nothing differs."""
     if _equal(found, right):
         return ""
     rank = next(r for r, (mine, theirs) in enumerate(zip(found, right)) if not _equal([mine], [theirs]))
@@ -229,7 +229,7 @@ _TP, _PP = 4, 3
     "06.seeds", "Write seed(place, tp_rank, pp_rank, sequence_parallel) -> the seed from which dropout there draws."
 )
 def seeds(answer: Any) -> Iterator[Outcome]:
-    """Four tensor-parallel ranks times three stages: who must share a seed, and who must not."""
+    """Judge four tensor-parallel ranks times three stages: which must share a seed, and which must not."""
     for split in (False, True):
         words = "tensor and sequence parallel" if split else "tensor parallel"
         for place in ("between", "inside"):

@@ -1,8 +1,8 @@
-"""Exercises of chapter 07: pairs of each rank, ring attention of one rank, and its backward.
+"""Exercises of chapter 07: the pairs of each rank, ring attention as the program of one rank, and its backward.
 
-Ring and backward are programs of one rank. Simulated ranks run them at once and see their own data only. The forward's
-values are the rows of an identity matrix. So each output row has the weights that the answer gave to the keys.
-Wrong weights and wrong gradients are held against those of known misunderstandings.
+Simulated ranks run the programs of the ring and of its backward at once, and each sees only its own data. The forward's
+values are the rows of an identity matrix, so each output row has the weights that the answer gave to the keys. Wrong
+weights and wrong gradients are compared with those of known misunderstandings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LENGTHS = ((8, 2), (16, 4), (12, 3), (64, 4), (10, 1))
 
 @exercise("07.work", "Write work(seq_length, cp) -> the pairs that each rank computes under the plain cut.")
 def work(answer: Any) -> Iterator[Outcome]:
-    """One to four ranks."""
+    """Judge one to four ranks."""
     return asked(
         _LENGTHS,
         given="{} positions over cp {}".format,
@@ -75,7 +75,7 @@ _alike = close(atol=1e-6)
 
 
 class _Case(NamedTuple):
-    """A sequence over cp ranks, its arrays in the order of positions; `at` has the positions of each rank."""
+    """A sequence over cp ranks, with its arrays in the order of positions; `at` has the positions of each rank."""
 
     name: str
     q: Array
@@ -92,7 +92,7 @@ class _Case(NamedTuple):
         return np.tri(len(self.q), dtype=bool)
 
     def by_position(self, values: Sequence[Any]) -> Array:
-        """values[rank][row] -> an array in the order of positions."""
+        """Return values[rank][row] as an array in the order of positions."""
         whole = np.empty((len(self.q), *np.shape(values[0])[1:]))
         for rows, part in zip(self.at, values, strict=True):
             whole[rows] = part
@@ -100,13 +100,13 @@ class _Case(NamedTuple):
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """[S, S]: the ring step in which the query's rank holds the key."""
+        """Return [S, S]: the ring step in which the query's rank has the key."""
         holder = self.by_position([np.full(len(rows), rank) for rank, rows in enumerate(self.at)]).astype(int)
         return (holder[:, None] - holder[None]) % len(self.at)
 
     @property
     def places(self) -> Array:
-        """[S]: row of each position on its rank."""
+        """Return [S]: the row of each position on its rank."""
         return self.by_position([np.arange(len(rows)) for rows in self.at])
 
 
@@ -117,11 +117,11 @@ _CASES: tuple[tuple[int, Layout, float], ...] = (
     (4, "zigzag", 1.0),
     (4, "zigzag", 800.0),
 )
-"""(cp, way to cut the sequence, factor of the queries: scores of several hundred overflow exp)."""
+"""(cp, way to cut the sequence, factor of the queries, because scores of several hundred overflow exp)."""
 
 
 def _case(cp: int, layout: Layout, factor: float, width: int = 0) -> _Case:
-    """4 cp positions in chunks of 2; [S, width], or [S, S] with values that show the weights."""
+    """Return 4 cp positions in chunks of 2; [S, width], or [S, S] with values that show the weights."""
     numbers = np.random.default_rng(cp)
     length = 4 * cp
     q, k, v = numbers.normal(size=(3, length, width or length))
@@ -133,7 +133,7 @@ def _case(cp: int, layout: Layout, factor: float, width: int = 0) -> _Case:
 
 
 class _Run(NamedTuple):
-    """Results of all ranks, in the order of positions: no array after an error; messages of a rank, largest one."""
+    """Results of all ranks in the order of positions (no array after an error); a rank's messages, the largest one."""
 
     arrays: list[Array]
     error: str
@@ -142,7 +142,7 @@ class _Run(NamedTuple):
 
 
 def _size(held: Any) -> int:
-    """Numbers in whatever was passed on."""
+    """Count the numbers in whatever was passed on."""
     if isinstance(held, dict):
         return sum(map(_size, held.values()))
     return sum(map(_size, held)) if isinstance(held, (list, tuple)) else int(np.size(held))
@@ -211,7 +211,7 @@ def ring(answer: Any) -> Iterator[Outcome]:
 
 
 def _said(given: str, claim: str, said: str) -> Outcome:
-    """The outcome of a sentence about a fault; empty for a right result."""
+    """Return the outcome for a sentence about a fault; the sentence is empty for a right result."""
     return holds(given, claim, lambda: (reason_of(said), said))
 
 
@@ -229,9 +229,9 @@ def _wrong_messages(found: _Run, cp: int, most: int, least: int) -> str:
 
 
 def _wrong_weights(case: _Case, found: Array, *, diagnosis: Diagnosis) -> str:
-    """Words for the first weight that differs, and for the misunderstanding; empty for right weights.
+    """Name the first weight that differs, and the misunderstanding; empty for right weights.
 
-    At scores of hundreds several misunderstandings give the same weights: one that was named before is meant again.
+    At scores of hundreds several misunderstandings give the same weights, so one that was named before has precedence.
     """
     right = _softmax(case.scores, case.causal)
     if _alike(found, right):
@@ -239,7 +239,7 @@ def _wrong_weights(case: _Case, found: Array, *, diagnosis: Diagnosis) -> str:
     row = next(row for row in range(len(right)) if not _alike(found[row], right[row]))
     key = next(key for key in range(len(right)) if not _alike(found[row, key], right[row, key]))
     finite: Array = np.asarray(np.isfinite(found).all(axis=1))
-    if not _alike(found[finite], right[finite]):  # rows that are nan besides do not hide a misunderstanding
+    if not _alike(found[finite], right[finite]):  # other rows that are nan must not hide a misunderstanding
         reasons = [words for words, other in _misread_weights(case) if _alike(found[finite], other[finite])]
         reason = diagnosis.meant(reasons)
     else:
@@ -262,20 +262,20 @@ def _nan_reason(case: _Case, finite: Array) -> str:
 
 
 def _exps(scores: Array, seen: Any) -> Array:
-    """exp(score - largest of the row), 0 where nothing is seen."""
+    """Return exp(score - largest of the row), and 0 where nothing is seen."""
     masked = np.where(seen, scores, -np.inf)
     with np.errstate(all="ignore"):
         return np.nan_to_num(np.exp(masked - masked.max(axis=1, keepdims=True)))
 
 
 def _softmax(scores: Array, seen: Any) -> Array:
-    """Weights of each row; 0 in a row that sees nothing."""
+    """Return the weights of each row, and 0 in a row that sees nothing."""
     exps = _exps(scores, seen)
     return exps / np.maximum(exps.sum(axis=1, keepdims=True), 1e-300)
 
 
 def _misread_weights(case: _Case) -> Iterator[tuple[str, Array]]:
-    """(words for a misunderstanding, its weights)."""
+    """Yield (words for a misunderstanding, its weights)."""
     scores, seen, steps, cp = case.scores, case.causal, case.steps, len(case.at)
     blocks = [_softmax(scores, seen & (steps == step)) for step in range(cp)]
     uniform = [np.where(b.any(axis=1, keepdims=True), b, (steps == i) * cp / len(b)) for i, b in enumerate(blocks)]
@@ -300,7 +300,7 @@ def _misread_weights(case: _Case) -> Iterator[tuple[str, Array]]:
 
 
 def _without_rescaling(scores: Array, seen: Array, steps: Array, *, running: bool) -> Array:
-    """Exponentials, each less the largest score of its block, or of the blocks up to its own."""
+    """Return exponentials, each less the largest score of its block, or of the blocks up to its own."""
     found = np.zeros_like(scores)
     for step in range(steps.max() + 1):
         upto = steps <= step if running else steps == step
@@ -345,9 +345,9 @@ def _wrong_transport(found: _Run, cp: int, most: int) -> str:
 
 
 def _saved(case: _Case, grad: Array, only: Any = True) -> tuple[tuple[Array, ...], Array]:
-    """(q, positions, out, lse, grad), and by rank of the queries the shares [cp, 3, S, D] of dq, dk and dv.
+    """Return (q, positions, out, lse, grad), and each query rank's shares [cp, 3, S, D] of dq, dk and dv.
 
-    `only` masks pairs whose shares are left out.
+    `only` is a mask over pairs: the shares are left out where it is false.
     """
     scores, root = case.scores, np.sqrt(case.q.shape[1])
     p = _softmax(scores, case.causal)
@@ -365,7 +365,7 @@ def _saved(case: _Case, grad: Array, only: Any = True) -> tuple[tuple[Array, ...
 def _wrong_gradient(
     case: _Case, name: str, found: Sequence[Array], right: Array, misread: Iterator[tuple[str, Array]]
 ) -> str:
-    """Words for the first position that differs, and for the misunderstanding; empty for right gradients."""
+    """Name the first position that differs, and the misunderstanding; empty for right gradients."""
     mine = np.array(found)
     if _alike(mine, right):
         return ""
@@ -386,7 +386,7 @@ def _misread_dq(case: _Case, grad: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _misread_dkv(case: _Case, from_ranks: Array) -> Iterator[tuple[str, Array]]:
-    """from_ranks [cp, 3, S, D]."""
+    """Yield (words for a misunderstanding, its dk and dv). from_ranks [cp, 3, S, D]."""
     cp = len(case.at)
     shares = from_ranks[:, 1:]
     total = shares.sum(axis=0)

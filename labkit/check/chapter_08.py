@@ -1,7 +1,7 @@
 """Exercises of chapter 08: the mean of gradients over tokens, the order in which buckets leave, the best cut.
 
-A wrong mean is held against the answers of known misunderstandings. For buckets the score names the first thing that
-goes wrong, and its consequence for the ranks.
+A wrong mean is compared with the answers of known misunderstandings. For buckets the score names the first thing that
+goes wrong, and what follows from it for the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MEANS = (
 
 @exercise("08.tokens", "Write mean_gradient(gradients, tokens) -> the gradient of the mean over all tokens.")
 def tokens(answer: Any) -> Iterator[Outcome]:
-    """Equal and unequal numbers of tokens, and ranks without any."""
+    """Judge equal and unequal numbers of tokens, and ranks without any."""
     return asked(
         _MEANS,
         given="gradients {} and tokens {}".format,
@@ -88,7 +88,7 @@ def _leaving(buckets: Sequence[Sequence[str]], arrivals: Sequence[str]) -> Leavi
 
 @exercise("08.leaving", "Write leaving(buckets, backwards) -> (gradient, bucket) for each bucket, as it leaves.")
 def leaving(answer: Any) -> Iterator[Outcome]:
-    """Gradients in and out of the buffer's order, one microbatch and several."""
+    """Judge gradients in and out of the buffer's order, in one microbatch and in several."""
     for words, buckets, backwards in _LEAVING:
 
         def tried(buckets: Any = buckets, backwards: Any = backwards) -> Finding:
@@ -101,7 +101,7 @@ def leaving(answer: Any) -> Iterator[Outcome]:
 
 
 def _first_wrong(value: Any, buckets: Sequence[Sequence[str]], backwards: Sequence[Sequence[str]]) -> tuple[str, str]:
-    """(kind of the first mistake, sentence with its consequence); two empty texts for a right answer."""
+    """Return (kind of the first mistake, sentence with its consequence); both empty for a right answer."""
     last, total = backwards[-1], len(buckets)
     right = _leaving(buckets, last)
     form = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
@@ -145,7 +145,7 @@ class _Backward(NamedTuple):
     bandwidth: float
 
     def exposed(self, counts: Sequence[int]) -> float:
-        """Milliseconds that are exposed with these numbers of gradients in the buckets."""
+        """Return the milliseconds that are exposed with these numbers of gradients in the buckets."""
         leaves = arrives = 0.0
         first = 0
         for count in counts:
@@ -156,12 +156,12 @@ class _Backward(NamedTuple):
         return arrives - self.ready[-1]
 
     def best(self) -> float:
-        """The least of all cuts."""
+        """Least exposed milliseconds of all cuts."""
         return min(self.exposed(_counts(marks)) for marks in product((False, True), repeat=len(self.sizes) - 1))
 
 
 def _counts(marks: Sequence[bool]) -> list[int]:
-    """Numbers of gradients between the cuts; `marks[i]` is True for a cut behind gradient i."""
+    """Return the numbers of gradients between the cuts; `marks[i]` is True for a cut after gradient i."""
     found = [1]
     for cut in marks:
         if cut:
@@ -183,7 +183,7 @@ _BACKWARDS = (
 
 @exercise("08.cuts", "Write cuts(ready, sizes, latency, bandwidth) -> the number of gradients of each bucket.")
 def cuts(answer: Any) -> Iterator[Outcome]:
-    """Five backwards; each cut must expose no more than the best of all cuts."""
+    """Judge five backwards; each cut must expose no more than the best of all cuts."""
     for case in _BACKWARDS:
 
         def tried(case: _Backward = case) -> Finding:
@@ -196,7 +196,7 @@ def cuts(answer: Any) -> Iterator[Outcome]:
 
 
 def _why_exposed(value: Any, case: _Backward) -> tuple[str, str]:
-    """(kind, what is exposed and why); two empty texts for a best cut."""
+    """Return (kind, what is exposed and why); both empty for a best cut."""
     gradients = len(case.sizes)
     if not isinstance(value, list) or not all(isinstance(n, int) and n > 0 for n in value) or sum(value) != gradients:
         return "form", f"{shown(value)}: give numbers above 0 that add up to {gradients}"

@@ -1,6 +1,6 @@
 """Exercises of chapter 09: bytes that a rank keeps, the slices of parameters that it owns, the norm over slices.
 
-Wrong answers are held against the answers of known misunderstandings. For slices the score shows the first rank that
+Wrong answers are compared with those of known misunderstandings. For slices the score shows the first rank that
 differs.
 """
 
@@ -24,7 +24,7 @@ _TYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
 
 @exercise("09.bytes", "Write kept_bytes(weight, d, stage) -> the bytes of a parameter on a rank.")
 def kept(answer: Any) -> Iterator[Outcome]:
-    """Three widths of weights and four stages."""
+    """Judge three widths of weights and four stages."""
     return asked(
         _KEPT,
         given="weights of {} bytes, d {}, stage {}".format,
@@ -41,7 +41,7 @@ def _bytes_kept(weight: int, d: int, stage: int) -> float:
 
 
 def _kept(weight: float, gradient: float, master: float, moments: float, shares: Sequence[int]) -> float:
-    """Sum of four contents; `shares` says by how many ranks each is divided."""
+    """Return the sum of four contents; `shares` says by how many ranks each is divided."""
     return sum(size / share for size, share in zip((weight, gradient, master, moments), shares, strict=True))
 
 
@@ -89,13 +89,13 @@ _BUFFERS = (
 _MANY = (tuple(37 * i % 501 + 1 for i in range(40)), 2_000, 6)
 Owners = list[list[tuple[int, int, int]]]
 Placed = tuple[int, int, int]
-"""(parameter, its first element in the buffer, one past its last)."""
+"""(parameter, its first element in the buffer, one after its last)."""
 Stretch = tuple[int, int, list[Placed]]
 """(start of a bucket, its end with padding, its parameters)."""
 
 
 def owners(sizes: Sequence[int], bucket_size: int, dp: int) -> Owners:
-    """The right answer: by rank, (parameter, first element, one past the last) in the order of the buffer."""
+    """Return the right answer by rank: (parameter, first element, one after the last) in the order of the buffer."""
     specs = [ParameterSpec(str(number), size) for number, size in enumerate(sizes)]
     plan = plan_buckets(specs, dp=dp, bucket_size=bucket_size, distributed_optimizer=True)
     return [
@@ -110,7 +110,7 @@ def owners(sizes: Sequence[int], bucket_size: int, dp: int) -> Owners:
 def _laid_out(
     sizes: Sequence[int], bucket_size: float, dp: int, *, backward: bool = True, align: int = 64, multiple: int = 128
 ) -> list[Stretch]:
-    """The buckets by the rules of the exercise, or by rules that differ in one point."""
+    """Return the buckets by the rules of the exercise, or by rules that differ in one point."""
     buckets: list[Stretch] = []
     start = end = 0
     placed: list[Placed] = []
@@ -129,7 +129,7 @@ def _laid_out(
 
 
 def _cut(buckets: Sequence[Stretch], dp: int, *, within: bool = True) -> Owners:
-    """Each rank's part of every bucket; `within` counts elements within the parameter, else in the buffer."""
+    """Return each rank's part of every bucket; `within` counts elements within the parameter, else in the buffer."""
     found: Owners = [[] for _ in range(dp)]
     for start, end, placed in buckets:
         share = (end - start) // dp
@@ -193,7 +193,7 @@ def shards(answer: Any) -> Iterator[Outcome]:
 
 
 def _judged(given: str, got: Callable[[], Any], case: tuple[Sequence[int], int, int], diagnosis: Diagnosis) -> Outcome:
-    """The outcome of one buffer: the first rank that differs, and the misunderstanding that gives the same slices."""
+    """Judge one buffer: name the first rank that differs, and the misunderstanding that gives the same slices."""
     right, rank = plain(owners(*case)), 0
 
     def tried() -> Finding:
@@ -241,12 +241,12 @@ def _each_once(answer: Any, expected: Owners) -> bool | str:
 # ---- the norm over slices ----
 
 _LAYOUTS = ((2, 2), (1, 4), (2, 1), (1, 1), (4, 2))
-"""(tp, dp); the first tells all misunderstandings apart."""
+"""(tp, dp); the first one gives each misunderstanding another number."""
 Rank = dict[str, Any]
 
 
 def _ranks(tp: int, dp: int) -> list[Rank]:
-    """Ranks with slices of a cut weight, of a norm's weight that tp ranks hold alike, and of a tied copy."""
+    """Return ranks with slices of a cut weight, of a norm's weight that all tp ranks have, and of a tied copy."""
     made: list[Rank] = []
     for d in range(dp):
         for t in range(tp):
@@ -267,7 +267,7 @@ def _once(rank: Rank, piece: dict[str, Any]) -> bool:
 
 @exercise("09.norm", "Write norm(ranks) -> the norm of the whole gradient, from each rank's slices.")
 def norm(answer: Any) -> Iterator[Outcome]:
-    """Five layouts of tp and dp."""
+    """Judge five layouts of tp and dp."""
     return asked(
         _LAYOUTS,
         given="tp {}, dp {}".format,

@@ -1,6 +1,6 @@
-"""Exercises of chapter 10: enough microbatches, a row of 1F1B, a row with its messages.
+"""Exercises of chapter 10: how many microbatches are enough, a row of 1F1B, a row with its messages.
 
-A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same, or
+Wrong answers are compared with those of known misunderstandings. The score names the one that gives the same answer, or
 else the first place that differs, with its consequence.
 """
 
@@ -31,14 +31,14 @@ from labkit.schedules.simulator import simulate
 # ---- how many microbatches are enough ----
 
 _SHARES = ((5, 0.25), (4, 0.5), (8, 0.125), (8, 0.3), (2, 0.4), (4, 0.9), (1, 0.25))
-"""(stages, largest share of the step that may be bubble). Three are met exactly; one stage has no bubble at all.
+"""(stages, largest share of the step that may be bubble). Three shares are met exactly; one stage has no bubble at all.
 
 The first pair comes first because each misunderstanding of an exact share gives another number there."""
 
 
 @exercise("10.enough", "Write enough(p, share) -> the fewest microbatches with which at most `share` is bubble.")
 def enough(answer: Any) -> Iterator[Outcome]:
-    """Seven pipelines, of one to eight stages."""
+    """Judge seven pipelines, of one to eight stages."""
     return asked(
         _SHARES,
         given="{} stages and a share of {}".format,
@@ -68,12 +68,12 @@ def _misread_shares(p: int, share: float) -> Misreadings:
 # ---- a row of 1F1B ----
 
 _ROWS = ((4, 3, 3), (4, 0, 5), (4, 2, 5), (2, 0, 1), (4, 0, 2), (1, 0, 3))
-"""(pp, rank, microbatches), fewer microbatches than warm-up forwards among them."""
+"""(pp, rank, microbatches); some have fewer microbatches than warm-up forwards."""
 
 
 @exercise("10.one_f_one_b", "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.")
 def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
-    """Six rows, then two whole pipelines that must run, in the time and the memory of 1F1B."""
+    """Judge six rows, then two whole pipelines that must run in the time and the memory of 1F1B."""
     belief = _belief(answer)
     for case in _ROWS:
         pp, rank, count = case
@@ -97,7 +97,7 @@ def _right(pp: int, rank: int, count: int) -> list[str]:
 
 
 def _program(rank: int, warmup: int, count: int) -> list[str]:
-    """`wF (m-w)(FB) wB` as texts."""
+    """Return `wF (m-w)(FB) wB` as texts."""
     pairs = [f"{rank}{kind}{m}" for i in range(count - warmup) for kind, m in (("F", warmup + i), ("B", i))]
     first = [f"{rank}F{m}" for m in range(warmup)]
     return first + pairs + [f"{rank}B{m}" for m in range(max(0, count - warmup), count)]
@@ -122,7 +122,7 @@ def _misread_rows(pp: int, rank: int, count: int) -> dict[str, list[str]]:
 
 
 def _belief(answer: Any) -> str:
-    """Words for the misunderstanding that gives the same rows in all cases; empty where none does."""
+    """Name the misunderstanding that gives the same rows in all cases; empty if none does."""
     agree = set(_misread_rows(*_ROWS[0]))
     for case in _ROWS:
         try:
@@ -134,7 +134,7 @@ def _belief(answer: Any) -> str:
 
 
 def _judged_row(given: Any, case: tuple[int, int, int], belief: str) -> Finding:
-    """The kind of the fault, and the row with its fault."""
+    """Return the kind of the fault, and the row with its fault."""
     right = _right(*case)
     if isinstance(given, Iterable) and not isinstance(given, str):
         given = [str(cell) for cell in given]
@@ -151,13 +151,13 @@ def _judged_row(given: Any, case: tuple[int, int, int], belief: str) -> Finding:
 
 
 def _is_beyond(text: str, count: int) -> bool:
-    """True for an action of a microbatch that does not exist."""
+    """Return True for an action of a microbatch that does not exist."""
     found = re.fullmatch(r"\d+[FB](-?\d+)", text)
     return found is not None and not 0 <= int(found[1]) < count
 
 
 def _first_difference(row: Sequence[str], right: Sequence[str]) -> str:
-    """The first position at which a row differs, and what follows from that."""
+    """Name the first position at which a row differs, and what follows from that."""
     place = next((i for i, (a, b) in enumerate(zip(row, right)) if a != b), min(len(row), len(right)))
     if place == len(row):
         return f"the row ends where {right[place]} should follow"
@@ -229,7 +229,7 @@ Post = list[Op]
     "Write program(pp, rank, microbatches) -> the row of that rank with its sends and receives, as texts.",
 )
 def messages(answer: Any) -> Iterator[Outcome]:
-    """Six pipelines; in each the programs of all ranks are run together, and every send waits for its receive."""
+    """Judge six pipelines: the programs of all ranks are run together, and every send waits for its receive."""
     for pp, count in _PIPELINES:
         yield holds(
             f"{pp} stages and {count} microbatches",
@@ -239,7 +239,7 @@ def messages(answer: Any) -> Iterator[Outcome]:
 
 
 def _run_programs(answer: Any, pp: int, count: int) -> Finding:
-    """The kind of the first fault, and its sentence; both are empty where there is none."""
+    """Return the kind of the first fault, and its sentence; both are empty if there is none."""
     programs: list[list[Post]] = []
     for rank in range(pp):
         found = _parsed_program(answer(pp, rank, count), rank)
@@ -274,13 +274,13 @@ def _post(post: Post) -> str:
 
 
 def _peer(op: Op, rank: int) -> int:
-    """Rank at the other end of a message: activations go to the next rank, gradients to the rank before."""
+    """Return the rank at the other end of a message: the next one for activations, the one before for gradients."""
     way, kind, _ = op
     return rank + (1 if (way == "send") == (kind == "F") else -1)
 
 
 def _fault_of_one(program: Sequence[Post], pp: int, rank: int, count: int) -> tuple[str, str]:
-    """(kind, words) of the first fault of a program by itself; empty where there is none."""
+    """Return (kind, words) of the first fault of a program by itself; both are empty if there is none."""
     right = [(action.kind, action.microbatch) for action in one_f_one_b(pp, count).actions(rank)]
     row = [(kind, m) for ((way, kind, m), *_) in program if not way]
     if row != right:
@@ -311,7 +311,7 @@ def _fault_of_one(program: Sequence[Post], pp: int, rank: int, count: int) -> tu
 
 
 def _meet(programs: Sequence[Sequence[Post]]) -> tuple[str, str]:
-    """Let sends meet receives, in the order of posting. Returns (kind, words) of a stall, empty at the end."""
+    """Let sends meet receives in the order of posting. Return (kind, words) of a stall; both empty if there is none."""
     left = [[list(post) for post in program] for program in programs]
     moved = True
     while moved:
@@ -335,7 +335,7 @@ def _meet(programs: Sequence[Sequence[Post]]) -> tuple[str, str]:
 
 
 def _stall(programs: Sequence[Sequence[Post]], left: Sequence[Sequence[Post]]) -> tuple[str, str]:
-    """The circle in which ranks wait, beginning with the first rank that stalls."""
+    """Name the circle in which ranks wait for each other, beginning with the first rank that stalls."""
     rank = next((r for r, program in enumerate(left) if program), None)
     if rank is None:
         return "", ""

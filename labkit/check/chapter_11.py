@@ -1,7 +1,7 @@
-"""Exercises of chapter 11: the place of a layer, the signed order of a rank, an entry that comes too early.
+"""Exercises of chapter 11: where a layer is, the signed order of a rank, an entry that comes too early.
 
-A wrong order is held against the orders of known misunderstandings. The score names the first position that differs,
-and tells an order that cannot run from a slower one. Times are in forwards of a rank's whole share of the model.
+Wrong orders are compared with those of known misunderstandings. The score names the first position that differs, and
+distinguishes an order that cannot run from a slower one. Times are in forwards of a rank's whole share of the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from labkit.schedules.tables import convert_schedule_table_to_order
 
 
 def _fitting(answer: Callable[..., Any], misread: dict[tuple[Any, ...], Misreadings]) -> dict[Any, Misreadings]:
-    """Of the misunderstandings by case, the first that gives the answer's value in every case; all where none does."""
+    """Return by case the misunderstanding that gives the answer's value in every case; all if there is none."""
     try:
         values = [answer(*case) for case in misread]
     except (Exception, SystemExit):
@@ -48,7 +48,7 @@ _PLACES = ((6, 16, 4, 2), (5, 8, 2, 2), (13, 16, 4, 2), (10, 24, 2, 3), (23, 24,
 
 @exercise("11.place", "Write place(layer, layers, pp, vpp) -> (rank, chunk), where interleaving puts the layer.")
 def places(answer: Any) -> Iterator[Outcome]:
-    """Six layers, the last one of a model without interleaving."""
+    """Judge six layers, the last one in a model without interleaving."""
     diagnosis = Diagnosis()
     misread = _fitting(answer, {case: _misread_places(*case) for case in _PLACES})
     for layer, layers, pp, vpp in _PLACES:
@@ -91,7 +91,7 @@ def _misread_places(layer: int, layers: int, pp: int, vpp: int) -> Misreadings:
 
 
 class _Case(NamedTuple):
-    """A pipeline: ranks, chunks of each, sizes of the groups of microbatches."""
+    """A pipeline: its ranks, the chunks of each, and the sizes of the groups of microbatches."""
 
     pp: int
     vpp: int
@@ -101,17 +101,17 @@ class _Case(NamedTuple):
         return f"pp {self.pp}, vpp {self.vpp} and groups {list(self.groups)}"
 
     def chunks(self, groups: Sequence[int] | None = None) -> list[int]:
-        """Chunk of each forward."""
+        """Return the chunk of each forward."""
         return [chunk for size in groups or self.groups for chunk in range(self.vpp) for _ in range(size)]
 
     def order(self, rank: int, *, each: int = 2, size: int | None = None, groups: Sequence[int] | None = None,
               before: int | None = None, more: int = 0) -> list[int]:  # fmt: skip
-        """The right order of a rank, or the order of a misunderstanding.
+        """Return the right order of a rank, or the order of a misunderstanding.
 
-        each: forwards of the warm-up for each rank behind this one.
+        each: forwards of the warm-up for each rank after this one.
         size, before: the warm-up has a group of `size` microbatches for each of `before` chunks.
         groups: groups of the forwards.
-        more: further forwards of the warm-up.
+        more: additional forwards of the warm-up.
         """
         chunks = self.chunks(groups)
         size, before = max(self.groups) if size is None else size, self.vpp - 1 if before is None else before
@@ -119,13 +119,13 @@ class _Case(NamedTuple):
         return convert_schedule_table_to_order(warmup, self.vpp, [(0, chunk) for chunk in chunks])
 
     def schedule(self, order: Callable[[int], Iterable[int]]) -> Schedule:
-        """All ranks with their orders."""
+        """Return the schedule of all ranks with their orders."""
         rows = [_actions(order(rank), rank, self.pp) for rank in range(self.pp)]
         return Schedule("the answer", self.pp * self.vpp, sum(self.groups), rows)
 
 
 def _actions(order: Iterable[int], rank: int, pp: int) -> list[str]:
-    """Actions of a signed order: each chunk sees the microbatches in ascending order."""
+    """Return the actions of a signed order: each chunk sees the microbatches in ascending order."""
     seen: Counter[int] = Counter()
     row = []
     for signed in order:
@@ -142,13 +142,13 @@ _ROWS = (
     (_Case(2, 3, (2, 2)), 1),
     (_Case(3, 2, (3, 5, 4)), 2),
 )
-"""(pipeline, rank): a short last group, a long middle one, and a warm-up of all forwards are among them."""
+"""(pipeline, rank), among them a short last group, a long middle one, and a warm-up of all forwards."""
 _PIPELINES = (_Case(4, 2, (4, 4)), _Case(3, 4, (3, 3)), _Case(3, 2, (3, 5, 4)))
 
 
 @exercise("11.order", "Write order(pp, vpp, groups, rank) -> the signed numbers of that rank's row.")
 def orders(answer: Any) -> Iterator[Outcome]:
-    """Six rows, then three whole pipelines that must run, as fast as interleaved 1F1B and in its memory."""
+    """Judge six rows, then three whole pipelines that must run as fast as interleaved 1F1B and in its memory."""
 
     def of(case: _Case, rank: int) -> Any:
         return answer(case.pp, case.vpp, list(case.groups), rank)
@@ -161,7 +161,7 @@ def orders(answer: Any) -> Iterator[Outcome]:
 
 
 def _judged_row(answer: Callable[[int], Any], case: _Case, rank: int, misread: Misreadings) -> Outcome:
-    """The outcome of one row."""
+    """Judge one row."""
     given, right = f"{case}, rank {rank}", case.order(rank)
     claim = f"{len(right)} signed numbers"
     try:
@@ -193,7 +193,7 @@ def _numbers(order: Any, rank: int) -> list[int] | str:
 
 
 def _difference(value: list[int], right: list[int], here: int) -> str:
-    """Words for an order that no known misunderstanding gives."""
+    """Describe an order that no known misunderstanding gives."""
     if here >= min(len(value), len(right)):
         return f"the row has {len(value)} entries; all forwards and backwards are {len(right)}"
     if value[here] * right[here] > 0:
@@ -241,7 +241,7 @@ def _misread_orders(case: _Case, rank: int) -> dict[str, list[int]]:
 
 
 def _judged_pipeline(answer: Callable[[int], Any], case: _Case) -> Outcome:
-    """The outcome of all ranks together."""
+    """Judge all ranks together."""
     expected = _times(case.schedule(case.order), case.vpp)
 
     def test() -> Finding:
@@ -266,7 +266,7 @@ def _judged_pipeline(answer: Callable[[int], Any], case: _Case) -> Outcome:
 
 
 def _uncounted(rows: Sequence[Sequence[int]], case: _Case) -> str | None:
-    """Words for a chunk that lacks forwards or backwards; None where all counts are right."""
+    """Name a chunk that lacks forwards or backwards; None if all counts are right."""
     count = sum(case.groups)
     for rank, row in enumerate(rows):
         counts = Counter(row)
@@ -279,7 +279,10 @@ def _uncounted(rows: Sequence[Sequence[int]], case: _Case) -> str | None:
 
 
 def _times(schedule: Schedule, vpp: int) -> tuple[float, float, float]:
-    """(time with free messages, with messages of half a chunk's forward, largest memory of a rank), of whole shares."""
+    """Return two times, with free messages and with messages of half a chunk's forward, and a rank's largest memory.
+
+    All three are in whole shares.
+    """
     work = {"forward": 1 / vpp, "input_grad": 1 / vpp, "weight_grad": 1 / vpp, "activation": 1 / vpp}
     free, slow = (simulate(schedule, Costs(**work, latency=latency)) for latency in (0.0, 0.5 / vpp))
     return round(free.makespan, 6), round(slow.makespan, 6), round(max(free.peak_memory), 6)
@@ -293,7 +296,7 @@ def _words(free: float, slow: float, memory: float) -> str:
 
 
 def _verdict(found: Sequence[float], expected: Sequence[float]) -> str:
-    """Words for a pipeline that runs in another time or memory."""
+    """Describe a pipeline that runs in another time or memory."""
     (free, slow, memory), (least, usual, kept) = found, expected
     if free == least and slow > usual and memory > kept:
         return "it keeps more, and takes longer with slow messages"
@@ -324,7 +327,7 @@ _EARLY: tuple[tuple[str, tuple[int, ...], int], ...] = (
 
 @exercise("11.early", "Write too_early(order, vpp) -> position of the first entry that comes too early, or None.")
 def early(answer: Any) -> Iterator[Outcome]:
-    """Nine orders with right counts; five of them cannot run."""
+    """Judge nine orders with right counts; five of them cannot run."""
     diagnosis = Diagnosis()
     misread = _fitting(
         lambda order, vpp: answer(list(order), vpp), {(o, v): _misread_early(o, v) for _, o, v in _EARLY}
@@ -340,7 +343,7 @@ def early(answer: Any) -> Iterator[Outcome]:
 
 
 def _waits_for(signed: int, vpp: int) -> int:
-    """The entry of the same rank that must come before, once for each time; 0 for a forward of the first chunk."""
+    """Return the entry of the same rank that must come before each time; 0 for a forward of the first chunk."""
     if signed > 0:
         return signed - 1
     return vpp if signed == -vpp else signed - 1

@@ -1,7 +1,7 @@
-"""Exercises of chapter 12: what a row keeps, a table of the reader's own, messages that meet the wrong receive.
+"""Exercises of chapter 12: what a row keeps, a schedule of the reader's own, messages that meet the wrong receive.
 
-Wrong answers are held against the answers of known misunderstandings. A table that cannot run is told from one that
-runs and misses a target. For the latter the score names the longest wait inside a row.
+Wrong answers are compared with those of known misunderstandings. The score distinguishes a table that cannot run from
+one that runs and misses a target, and for the latter names the longest wait inside a row.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ _ROWS: dict[str, list[str]] = {
 
 
 CHANGES = {"F": 1, "B": -1, "W": -1}
-"""Activations that an action of each kind adds."""
+"""How an action of each kind changes the number of activations that are kept."""
 
 
 @exercise("12.kept", "Write kept(row) -> the most (stage, microbatch) pairs whose activations the rank keeps at once.")
 def kept(answer: Any) -> Iterator[Outcome]:
-    """Five short rows and three long ones."""
+    """Judge five short rows and three long ones."""
     diagnosis = Diagnosis(_same)
     for given, row in _ROWS.items():
         right = most(row, CHANGES)
@@ -77,7 +77,7 @@ def kept(answer: Any) -> Iterator[Outcome]:
 
 
 def most(row: Sequence[str], changes: dict[str, int]) -> int:
-    """Largest running sum of the changes that the kinds of actions make."""
+    """Return the largest running sum of the changes that the kinds of actions make."""
     return max(np.cumsum([changes.get(Action.parse(text).kind, 0) for text in row]).tolist())
 
 
@@ -108,17 +108,17 @@ _FORM = "a list of rows (lists of texts such as 0F0)"
 
 @exercise("12.schedule", "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.")
 def schedule(answer: Any) -> Iterator[Outcome]:
-    """Five targets at p = 4, m = 8, each harder than the target before; then the last two at other sizes, m >= p.
+    """Judge five targets at p = 4, m = 8, each harder than the one before; then the last two at other sizes, m >= p.
 
     A rank's whole share of the model costs F = I = W = 1 per microbatch (B = 2). Stages of one rank divide the share
-    equally, so an answer with several stages a rank meets the same targets. Each target is a closed form:
+    equally, so an answer with several stages per rank meets the same targets. Each target is a closed form:
 
-    One stage a rank: the last rank starts after p - 1 forwards and has 3m units of work. The least is 3m + p - 1.
+    One stage per rank: the last rank starts after p - 1 forwards and has 3m units of work. The least is 3m + p - 1.
 
-    Two stages a rank: p ranks share 2p stages, so some rank holds no stage before stage p - 1. This rank starts after
+    Two stages per rank: p ranks share 2p stages, so some rank has no stage before stage p - 1. This rank starts after
     p - 1 forwards of half a unit. The least is 3m + (p - 1)/2.
 
-    A target at another size is told only if the answer meets the same target at p = 4, m = 8.
+    A target at another size is scored only if the answer meets the same target at p = 4, m = 8.
     """
     pp, count = 4, 8
     found = _attempt(answer, pp, count)
@@ -150,7 +150,7 @@ def schedule(answer: Any) -> Iterator[Outcome]:
 
 @dataclass(frozen=True)
 class _Judged:
-    """A table that runs: its timeline in shares of a rank, and the misunderstanding that the rows show."""
+    """A table that runs: its timeline in shares of a rank, and the misunderstanding that its rows show."""
 
     timeline: Timeline
     reading: str
@@ -161,7 +161,7 @@ class _Judged:
 
 
 def _least(pp: int, count: int, stages: int) -> float:
-    """Least number of steps of any schedule with so many stages a rank."""
+    """Return the least number of steps of any schedule with this many stages per rank."""
     return 3 * count + (pp - 1) / stages
 
 
@@ -173,7 +173,7 @@ def _meets(found: _Judged | str, steps: float, most: int) -> bool:
 
 
 def _target(found: _Judged | str, pp: int, count: int, steps: float, why: str, said: set[str]) -> Outcome:
-    """One target; the wait and the misunderstanding behind a time are said once."""
+    """Judge one target; the wait and the misunderstanding behind a time are named only once."""
 
     def test() -> Finding:
         if isinstance(found, str):
@@ -188,7 +188,7 @@ def _target(found: _Judged | str, pp: int, count: int, steps: float, why: str, s
 
 
 def _longest_wait(timeline: Timeline) -> str:
-    """The longest wait between two actions of a row: its rank, its length, and the action that ends it."""
+    """Name the longest wait between two actions of a row: its rank, its length, and the action that ends it."""
     longest, words = 1e-9, ""
     for rank in range(timeline.schedule.pp):
         row = slice(timeline.schedule.offsets[rank], timeline.schedule.offsets[rank + 1])
@@ -201,7 +201,7 @@ def _longest_wait(timeline: Timeline) -> str:
 
 
 def _attempt(answer: Any, pp: int, count: int) -> _Judged | str:
-    """Verify and time the answer; return what was found, or the refusal as words of a sentence."""
+    """Verify and time the answer; return what was found, or the error as words of a sentence."""
     try:
         rows = _parsed_rows(answer(pp, count) if callable(answer) else answer)
         if isinstance(rows, str):
@@ -227,7 +227,7 @@ def _attempt(answer: Any, pp: int, count: int) -> _Judged | str:
 
 
 def _missing(rows: list[list[Action]], stages: int, count: int) -> str:
-    """Words for actions that stand in no row; empty if all do."""
+    """Name actions that are in no row; empty if there are none."""
     kinds = "FIW" if any(action.kind in "IW" for row in rows for action in row) else "FB"
     whole = {(action.stage, action.microbatch) for row in rows for action in row if action.kind == "B"}
     found = {action for row in rows for action in row}
@@ -243,7 +243,7 @@ def _missing(rows: list[list[Action]], stages: int, count: int) -> str:
 
 
 def _reading_of_refused(rows: list[list[Action]]) -> str:
-    """The misunderstanding behind rows that wait for each other; empty if they show none."""
+    """Name the misunderstanding behind rows that wait for each other; empty if they show none."""
     ahead = [next((i for i, action in enumerate(row) if action.kind != "F"), len(row)) for row in rows]
     longer = next((rank for rank in range(1, len(rows)) if ahead[rank] > ahead[rank - 1]), None)
     if longer is None or any(len({action.stage for action in row}) > 1 for row in rows):
@@ -255,7 +255,7 @@ def _reading_of_refused(rows: list[list[Action]]) -> str:
 
 
 def _reading(rows: list[list[Action]], own: Schedule) -> str:
-    """The misunderstanding that rows show which run; empty if they show none."""
+    """Name the misunderstanding that rows which run show; empty if they show none."""
     forwards_first = all(row[i].kind == "F" or row[i + 1].kind != "F" for row in rows for i in range(len(row) - 1))
     if forwards_first and own.num_microbatches > own.pp:
         return "all forwards stand ahead of the first backward, so every rank keeps the whole batch"
@@ -324,7 +324,7 @@ Pairs = list[tuple[str, str]]
     "Write crossed(rows) -> the (sender, receiver) actions of every message that meets the receive of another one.",
 )
 def crossed(answer: Any) -> Iterator[Outcome]:
-    """Eight tables, two of them with a message that stays on its rank."""
+    """Judge eight tables, two of them with a message that stays on its rank."""
     diagnosis = Diagnosis(_same_pairs)
     for given, rows in _CROSSINGS.items():
         copied = [list(row) for row in rows]
@@ -333,14 +333,14 @@ def crossed(answer: Any) -> Iterator[Outcome]:
 
 
 def _same_pairs(value: Any, other: Any) -> bool:
-    """True for the same pairs in any order."""
+    """Return True for the same pairs in any order."""
     if not isinstance(value, (list, tuple, set)):
         return False
     return sorted(plain(list(map(list, value)))) == sorted(plain(list(map(list, other))))
 
 
 def _receiver(action: Action, rank_of: dict[str, int], last: int) -> str | None:
-    """The action that reads the result of `action` on another stage; None if none does."""
+    """Return the action that reads the result of `action` on another stage; None if there is none."""
     if action.kind == "F" and action.stage < last:
         return f"{action.stage + 1}F{action.microbatch}"
     if action.kind in "BI" and action.stage > 0:
@@ -356,9 +356,9 @@ def crossed_pairs(
     own: bool = False,
     ascending: bool = False,
 ) -> Pairs:
-    """Pairs of actions whose message and receive meet, though they do not belong together.
+    """Return pairs of actions whose message and receive meet although they do not belong together.
 
-    channel: the key of the messages whose order pairs them. own: a message to the same rank counts, too.
+    channel: the key of the messages whose order pairs them. own: count a message to the same rank, too.
     ascending: receives are posted in the order of their microbatches.
     """
     rank_of = {text: rank for rank, row in enumerate(rows) for text in row}

@@ -1,6 +1,6 @@
 """Exercises of chapter 13: gradients that fp16 loses, reads of a checkpoint's boxes, the norm of all gradients.
 
-A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that gives the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GRADIENTS = (
 def _lost(
     gradients: Sequence[float], scale: float, *, smallest: float = SMALLEST / 2, largest: float = 65520.0
 ) -> list[int]:
-    """Positions whose gradient times the scale rounds to 0 or to infinity; a gradient of 0 is not lost.
+    """Return the positions whose gradient times the scale rounds to 0 or to infinity; a gradient of 0 is not lost.
 
     Half of the smallest number still rounds to 0, and 65520 is the first number that rounds to infinity.
     """
@@ -51,7 +51,7 @@ def _lost(
     "13.lost", "Write lost(gradients, scale) -> the positions of the gradients that fp16 turns into 0 or infinity."
 )
 def lost(answer: Any) -> Iterator[Outcome]:
-    """Six lists of gradients, each at one loss scale."""
+    """Judge six lists of gradients, each at one loss scale."""
     return asked(
         _GRADIENTS,
         given="gradients {} and scale {:g}".format,
@@ -100,7 +100,7 @@ def _right_read(stored: Box, mine: Box, common: Box) -> tuple[Any, Any, Any]:
 
 
 def _reads(stored: Sequence[Placed], mine: Box, rule: Rule = _right_read, *, touching: bool = False) -> list[Read]:
-    """The reads in the order of the stored boxes. touching: also empty reads of boxes beside the reader's box."""
+    """Return the reads in the order of the stored boxes. touching: add empty reads of boxes next to the reader's."""
     found = []
     for key, offset, shape in stored:
         first = tuple(map(max, offset, mine.offset))
@@ -112,7 +112,7 @@ def _reads(stored: Sequence[Placed], mine: Box, rule: Rule = _right_read, *, tou
 
 
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> list[Placed]:
-    """The tensor as tensor parallelism stores it: cut along one dimension."""
+    """Store the tensor as tensor parallelism does: cut along one dimension."""
     size, found = shape[dim] // ranks, []
     for rank in range(ranks):
         offset, part = [0] * len(shape), list(shape)
@@ -122,7 +122,7 @@ def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> list[Placed]:
 
 
 def _sharded(shape: tuple[int, ...], ranks: int) -> list[Placed]:
-    """The tensor as a distributed optimizer stores it: each rank a run of elements, as boxes."""
+    """Store the tensor as a distributed optimizer does: a run of elements for each rank, as boxes."""
     numel, found = math.prod(shape), []
     for rank in range(ranks):
         run = boxes_of_run(shape, rank * numel // ranks, (rank + 1) * numel // ranks)
@@ -155,7 +155,7 @@ _RELAYOUTS = (
     "Write reads(stored, offset, shape) -> (key, start inside the stored box, start inside my box, shape) by read.",
 )
 def reads(answer: Any) -> Iterator[Outcome]:
-    """Six cases read by read, then all readers of two other layouts: each element must come once, from its place."""
+    """Judge six cases read by read, then all readers of two layouts: each element must come once, from its place."""
     diagnosis = Diagnosis(_same_in_any_order)
     for words, stored, mine in _RESTORES:
         yield diagnosis.outcome(
@@ -170,7 +170,7 @@ def reads(answer: Any) -> Iterator[Outcome]:
             "each element once, from its place",
             lambda shape=shape, old=old, new=new: _filled(answer, shape, old, new),
         )
-        yield replace(outcome, reason=ONLY_FIRST)  # after a failed case these fail for the same reason
+        yield replace(outcome, reason=ONLY_FIRST)  # after a failed case these would fail for the same reason
 
 
 def _misread_boxes(stored: Sequence[Placed], mine: Box) -> Misreadings:
@@ -202,7 +202,7 @@ def _misread_boxes(stored: Sequence[Placed], mine: Box) -> Misreadings:
 
 
 def _as_list(given: Any) -> Any:
-    """A generator is an answer like a list."""
+    """Turn a generator into a list, because it is an answer like any other."""
     return list(given) if isinstance(given, Iterator) else given
 
 
@@ -239,14 +239,14 @@ _GRADIENTS_OF_MODEL = {
 }
 """Name -> (pipeline stage of two, cut over tp, gradient of the whole parameter)."""
 TIED = "output.weight"
-"""The last stage's copy of the word embedding; its gradient equals the embedding's after finalisation."""
+"""The last stage's copy of the word embedding; after finalisation its gradient equals the embedding's."""
 
 _LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 2, 2))
 """(tp, pp, dp)."""
 
 
 def _ranks(tp: int, pp: int, dp: int) -> list[dict[str, Any]]:
-    """The finalised gradients of every rank, as the exercise gives them."""
+    """Return the finalised gradients of every rank, as the exercise gives them."""
     made = []
     for p in range(pp):
         for d in range(dp):
@@ -266,7 +266,7 @@ def _ranks(tp: int, pp: int, dp: int) -> list[dict[str, Any]]:
 def _squares(
     ranks: Sequence[Mapping[str, Any]], counts: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
 ) -> float:
-    """Sum of the squares of all gradients for which `counts(rank, parameter)` is true."""
+    """Sum the squares of all gradients for which `counts(rank, parameter)` is true."""
     return sum(
         value * value
         for rank in ranks
@@ -286,7 +286,7 @@ def _counts(rank: Mapping[str, Any], parameter: Mapping[str, Any]) -> bool:
 
 @exercise("13.norm", "Write global_norm(ranks) -> the norm of the whole model's gradient, each element counted once.")
 def norm(answer: Any) -> Iterator[Outcome]:
-    """Six layouts of one model: its norm is the same in all of them."""
+    """Judge six layouts of one model, whose norm is the same in all of them."""
     return asked(
         _LAYOUTS,
         given="tp {}, pp {}, dp {}".format,

@@ -1,6 +1,7 @@
 """Exercises of chapter 14: splits of an all-to-all, one rank's program of an MoE layer, places under a capacity.
 
-Wrong answers are held against those of known misunderstandings. The score names the first token or expert that differs.
+Wrong answers are compared with those of known misunderstandings. The score names the first token or expert that
+differs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _COUNTS: tuple[tuple[Counts, int], ...] = (
 
 @exercise("14.splits", "Write splits(counts, rank) -> (rows sent to each rank, rows received from each rank).")
 def splits(answer: Any) -> Iterator[Outcome]:
-    """One to three ranks, one to four experts a rank, a rank without rows."""
+    """Judge one to three ranks, one to four experts per rank, and a rank without rows."""
     return asked(
         _COUNTS,
         given="counts {} and rank {}".format,
@@ -44,7 +45,7 @@ def splits(answer: Any) -> Iterator[Outcome]:
 
 
 def _splits(counts: Counts, rank: int, *, in_turn: bool = False) -> tuple[list[int], list[int]]:
-    """Both lists; `in_turn` deals the experts out one by one."""
+    """Return both lists; `in_turn` deals the experts out one by one."""
     ranks, local = len(counts), len(counts[0]) // len(counts)
     table = [[0] * ranks for _ in counts]
     for sender, row in enumerate(counts):
@@ -78,7 +79,7 @@ HIDDEN = 5
 
 
 class _Problem:
-    """Tokens, routing and experts of all ranks; counts the numbers that the answer sends and the calls of experts."""
+    """Tokens, routing and experts of all ranks. It counts numbers that the answer sends, and calls of experts."""
 
     def __init__(self, words: str, parts: list[Part], matrices: Array) -> None:
         """parts: by rank x [T, H], weights [T, E], choice [T, E]. matrices [E, H, H]: expert e is tanh(row matrix)."""
@@ -88,7 +89,7 @@ class _Problem:
         self.calls: list[int] = []
 
     def run(self, answer: Any) -> list[Any]:
-        """Values that the answer returns, by rank. Raises its errors, and Stalled where ranks wait for each other."""
+        """Return what the answer returns on each rank. Raises its errors, and Stalled if ranks wait for each other."""
         ranks = RankThreads(len(self.parts))
         return ranks.run(lambda rank: self._program(answer, rank, ranks))
 
@@ -111,7 +112,7 @@ class _Problem:
         return answer(*(each.copy() for each in self.parts[rank]), rank, size, exchange, expert)
 
     def most_numbers(self) -> int:
-        """Count each row that must travel, there and back, with one number more each way, and a table of counts."""
+        """Count each row that must travel, there and back, with one more number each way, and a table of counts."""
         size, experts = len(self.parts), len(self.matrices)
         away = sum(
             int(chosen.sum()) - int(chosen[:, rank * self.local : (rank + 1) * self.local].sum())
@@ -120,7 +121,7 @@ class _Problem:
         return 2 * away * (HIDDEN + 1) + size * (size - 1) * experts
 
     def outputs(self, **misread: bool) -> list[Array]:
-        """Outputs of all tokens, right or with a misunderstanding (`_sums`)."""
+        """Return the outputs of all tokens, right or with a misunderstanding (`_sums`)."""
         sender, token, number = self._arrivals()
         xs = np.array([self.parts[s][0][t] for s, t in zip(sender, token)]).reshape(-1, HIDDEN)
         assumed, place = number.copy(), np.arange(len(number))
@@ -138,7 +139,7 @@ class _Problem:
         ]
 
     def _arrivals(self) -> tuple[Array, Array, Array]:
-        """Sender, token and expert of every row, in the order in which rows leave their senders."""
+        """Return sender, token and expert of every row, in the order in which rows leave their senders."""
         found = [(s, t, e) for s, (_, _, chosen) in enumerate(self.parts) for e, t in np.argwhere(chosen.T)]
         sender, token, number = np.array(found).reshape(-1, 3).T
         return sender, token, number
@@ -147,7 +148,7 @@ class _Problem:
 def _sums(
     part: Part, token: Array, number: Array, results: Array, rank: int, problem: _Problem, misread: dict[str, bool]
 ) -> Array:
-    """Outputs of one rank from the results of its rows, in the order in which they left."""
+    """Return the outputs of one rank from the results of its rows, in the order in which they left."""
     x, weights, chosen = part
     factor = weights[token, number]
     if misread.get("weights_by_token"):
@@ -179,7 +180,7 @@ _MISREAD_OUTPUTS = {
 
 
 def _problem(words: str, tokens: Sequence[int], experts: int, top_k: int, *, to: int | None = None) -> _Problem:
-    """Random tokens and choices; `to` makes every token choose that expert first."""
+    """Make random tokens and choices; `to` makes every token choose that expert first."""
     numbers = np.random.default_rng(7 * experts + top_k)
     parts: list[Part] = []
     for count in tokens:
@@ -194,7 +195,7 @@ def _problem(words: str, tokens: Sequence[int], experts: int, top_k: int, *, to:
 
 
 def _best(scores: Array, k: int) -> Array:
-    """True for the k largest scores of each token."""
+    """Return True for the k largest scores of each token."""
     chosen = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :k], True, axis=1)
     return chosen
@@ -235,7 +236,7 @@ def dispatch(answer: Any) -> Iterator[Outcome]:
 
 
 def _output_problem(answer: Any, problem: _Problem) -> tuple[str, str]:
-    """(reason, sentence) of the first wrong output; two empty texts for right ones."""
+    """Return (reason, sentence) of the first wrong output; both empty for right outputs."""
     try:
         found = [np.asarray(plain(output), dtype=float) for output in problem.run(answer)]
     except Stalled as stalled:
@@ -268,7 +269,7 @@ _LIMITS = ((4, 2, 1, 1.0), (10, 8, 2, 1.25), (6, 4, 2, 1.0), (6, 3, 2, 2.0), (9,
 
 @exercise("14.places", "Write places(weights, chosen, k, factor) -> the tokens of each expert, -1 for an empty place.")
 def places(answer: Any) -> Iterator[Outcome]:
-    """Six routings with a capacity, tight and wide."""
+    """Judge six routings with a capacity, tight and wide."""
     named: set[str] = set()
     for tokens, experts, k, factor in _LIMITS:
         scores = np.random.default_rng(tokens + experts).normal(size=(tokens, experts)) - np.arange(experts) / 2
@@ -292,7 +293,7 @@ Reasons = tuple[str, ...]
 
 
 def _first_wrong_place(answer: Any, weights: Array, chosen: Array, k: int, factor: float) -> tuple[Reasons, str]:
-    """(reasons, sentence about the first expert that differs); both empty for a right table."""
+    """Return (reasons, sentence about the first expert that differs); both empty for a right table."""
     try:
         table = plain(answer(weights.copy(), chosen.copy(), k, factor))
     except (Exception, SystemExit) as error:
@@ -310,7 +311,7 @@ def _first_wrong_place(answer: Any, weights: Array, chosen: Array, k: int, facto
 
 
 def _places(weights: Array, chosen: Array, capacity: int, *, key: str = "weight", padded: bool = True) -> Any:
-    """The table: each expert takes its wishes in the order of `key`, and lists them by token (`listed`: as taken)."""
+    """Make the table: each expert takes tokens in the order of `key` and lists them by token (`listed`: as taken)."""
     table = []
     for weight, wanted in zip(weights.T, chosen.T):
         wishes = np.flatnonzero(wanted)
@@ -325,7 +326,7 @@ def _places(weights: Array, chosen: Array, capacity: int, *, key: str = "weight"
 
 
 def _misread_places(weights: Array, chosen: Array, k: int, factor: float) -> Iterator[tuple[Reasons, Any]]:
-    """(words for a misunderstanding, or for two at once; the table that it gives)."""
+    """Yield (words for a misunderstanding, or for two at once; the table that it gives)."""
     tokens, experts = chosen.shape
     right = _capacity(tokens, experts, k, factor)
     sizes = {

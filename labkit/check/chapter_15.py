@@ -1,6 +1,6 @@
-"""Exercises of chapter 15: ranks that a folded layout needs, place of an expert and its gradient, safe order strings.
+"""Exercises of chapter 15: how many ranks a folded layout needs, an expert's place and gradient, safe order strings.
 
-Right answers come from the library's rank generators. Wrong answers are held against the answers of known
+Right answers come from the library's rank generators, and wrong ones are compared with those of known
 misunderstandings. A score says by which factor a wrong divisor spoils the gradient. It names the first rank that a
 wrong group loses or mixes in, and the first rank that an unsafe order puts into two stages.
 """
@@ -33,7 +33,7 @@ def _laid_out(ranks: int, sizes: Sizes, order: str = DEFAULT_ORDER) -> bool:
 
 
 def _kept(tried: Callable[[], Any]) -> Any:
-    """The value, or the exception that was raised instead."""
+    """Return the value, or the exception that was raised instead."""
     try:
         return tried()
     except (Exception, SystemExit) as error:
@@ -55,12 +55,12 @@ _WORLDS: tuple[Sizes, ...] = (
     {"tp": 2, "cp": 2, "pp": 4, "etp": 1, "ep": 64},
     {"tp": 2, "cp": 3, "pp": 1, "etp": 2, "ep": 2},
 )
-"""Two where neither product divides the other, tp cp = etp ep without and with a pipeline, and ep beyond tp cp."""
+"""Two where neither product divides the other, tp cp = etp ep without and with a pipeline, and ep larger than tp cp."""
 
 
 @exercise("15.world", "Write smallest_world(tp, cp, pp, etp, ep) -> the fewest ranks that hold the folded layout.")
 def world(answer: Any) -> Iterator[Outcome]:
-    """Five layouts; the right answer is the first number of ranks that the library lays out."""
+    """Judge five layouts; the right answer is the smallest number of ranks that the library lays out."""
     diagnosis = Diagnosis()
     given = [_kept(lambda s=sizes: answer(**s)) for sizes in _WORLDS]
     rows = [_misread_worlds(**sizes) for sizes in _WORLDS]
@@ -111,7 +111,7 @@ _PARTS = ("its experts", "the ranks that add up their gradients", "what the sum 
     "Write expert_place(rank, world_size, num_experts, *, tp, cp, pp, etp, ep) -> (experts, ranks, divisor).",
 )
 def place(answer: Any) -> Iterator[Outcome]:
-    """Three questions about each of five layouts in the order tp-cp-ep-dp-pp, each a case of its own."""
+    """Judge three questions about each of five layouts in the order tp-cp-ep-dp-pp, each a case of its own."""
     diagnosis = Diagnosis()
     kept = [_kept(lambda c=case: _three(answer(c.rank, c.ranks, c.experts, **c.sizes))) for case in _PLACES]
     given = [[each] * len(_PARTS) if isinstance(each, BaseException) else each for each in kept]
@@ -127,7 +127,7 @@ def place(answer: Any) -> Iterator[Outcome]:
 
 
 def _with_consequence(outcome: Outcome, words: str) -> Outcome:
-    """The outcome whose finding also says what the answer would do to a gradient."""
+    """Return the outcome with a finding that also says what the answer would do to a gradient."""
     value, colon, reason = outcome.got.partition(": ")
     return replace(outcome, got=f"{value}, {words}{colon}{reason}") if words else outcome
 
@@ -139,13 +139,13 @@ def _right(case: _Place) -> tuple[list[int], list[int], int]:
 
 
 def _held(case: _Place, number: int) -> list[int]:
-    """The number-th of ep equal parts of the experts."""
+    """Return the number-th of ep equal parts of the experts."""
     each = case.experts // case.sizes["ep"]
     return list(range(number * each, (number + 1) * each))
 
 
 def _inside(case: _Place) -> tuple[int, int, int]:
-    """(ranks of a stage, first rank of this rank's stage, place in it)."""
+    """Return (ranks of a stage, first rank of this rank's stage, place in it)."""
     stage = case.ranks // case.sizes["pp"]
     return stage, case.rank // stage * stage, case.rank % stage
 
@@ -211,7 +211,7 @@ def _misread_divisors(case: _Place) -> Misreadings:
 
 
 def _factor(value: Any, case: _Place) -> str:
-    """By how much the gradient would be wrong."""
+    """Say by how much the gradient would be wrong."""
     right = _right(case)[2]
     if not isinstance(value, (int, float)) or value <= 0 or value == right:
         return ""
@@ -221,7 +221,7 @@ def _factor(value: Any, case: _Place) -> str:
 
 
 def _lost_or_mixed(value: Any, case: _Place) -> str:
-    """The first rank whose gradients would be lost, or mixed in although it holds others."""
+    """Name the first rank whose gradients would be lost, or mixed in although it has other experts."""
     right = _right(case)[1]
     given = [rank for rank in plain(value) if isinstance(rank, int)]
     for rank in sorted({*right, *given}):
@@ -253,7 +253,7 @@ def _three(value: Any) -> tuple[Any, Any, Any]:
 
 _MISREAD = (_misread_experts, _misread_copies, _misread_divisors)
 _CONSEQUENCES: tuple[Callable[[Any, _Place], str], ...] = (lambda value, case: "", _lost_or_mixed, _factor)
-"""One for each of `_PARTS`."""
+"""What a wrong answer does to a gradient, one function for each of `_PARTS`."""
 
 
 # ---- safe order strings ----
@@ -276,15 +276,15 @@ _ORDERS = (
     _Order("dp-pp-tp-cp-ep", 24, {"tp": 2, "cp": 3, "pp": 2, "etp": 1, "ep": 3}),
     _Order("ep-pp-tp-cp-dp", 8, {"tp": 2, "cp": 1, "pp": 1, "etp": 1, "ep": 4}),
 )
-"""Equal copies but unsafe; two that need no look at sizes; products left of pp that agree, twice; two that do not; one
-stage."""
+"""Equal copies but unsafe; two that need no look at sizes; products left of pp that agree, twice; two that disagree;
+one stage."""
 
 
 @exercise(
     "15.safe", "Write safe(order, world, tp, cp, pp, etp, ep) -> True if both numberings have the same pipelines."
 )
 def safe(answer: Any) -> Iterator[Outcome]:
-    """Eight orders; a refusal of a safe one is told apart from leave for an unsafe one, each once."""
+    """Judge eight orders; rejecting a safe one and accepting an unsafe one are two reasons, each shown once."""
     right = [_laid_out(case.world, case.sizes, order=case.order) for case in _ORDERS]
     given: list[Any] = []
     for case in _ORDERS:
@@ -306,7 +306,7 @@ def safe(answer: Any) -> Iterator[Outcome]:
 
 
 def _verdict(case: _Order, expected: bool, value: Any) -> tuple[str, str]:
-    """(kind of mistake, sentence); both empty for a right answer."""
+    """Return (kind of mistake, sentence); both empty for a right answer."""
     if isinstance(value, BaseException):
         return "raised", f"{type(value).__name__}: {' '.join(str(value).split())[:200]}"
     if not isinstance(value, bool):
@@ -322,7 +322,7 @@ def _verdict(case: _Order, expected: bool, value: Any) -> tuple[str, str]:
 
 
 def _sides(case: _Order) -> tuple[Sizes, Sizes]:
-    """Sizes of the axes in the case's order, for attention and for the experts."""
+    """Return the sizes of the axes in the case's order, for attention and for the experts."""
     s, axes = case.sizes, case.order.split("-")
     stage = case.world // s["pp"]
     attention = {"tp": s["tp"], "cp": s["cp"], "ep": 1, "dp": stage // (s["tp"] * s["cp"]), "pp": s["pp"]}
@@ -331,7 +331,7 @@ def _sides(case: _Order) -> tuple[Sizes, Sizes]:
 
 
 def _left_of_pp(case: _Order, side: int) -> int:
-    """Stride of pp."""
+    """Return the stride of pp."""
     sizes = _sides(case)[side]
     return prefix_product(list(sizes.values()))[list(sizes).index("pp")]
 

@@ -1,6 +1,6 @@
 """Exercises of chapter 16: the time that launches cost, a function that a graph can hold, replays in another order.
 
-A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that gives the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORK: tuple[tuple[tuple[int, ...], int], ...] = (
 
 @exercise("16.launches", "Write end(durations, launch, graph) -> the time at which the device has run all operations.")
 def launches(answer: Any) -> Iterator[Outcome]:
-    """Five lists of operations, each launched one by one and as one graph."""
+    """Judge five lists of operations, each launched one by one and as one graph."""
     diagnosis = Diagnosis()
     cases = [(durations, launch, graph) for durations, launch in _WORK for graph in (False, True)]
     rows: Sequence[Misreadings] = [_misread_launches(*case) for case in cases]
@@ -77,7 +77,7 @@ def _misread_launches(durations: Sequence[int], launch: int, graph: bool) -> Mis
 # ---- a function that a graph can hold ----
 
 SHAPE = (4, 3)
-"""[T, H] of the exercise."""
+"""[T, H] in the exercise."""
 _NO_TENSOR = "no tensor but a "
 _NAN = "NaN among the entries: 0 times inf is NaN, and torch.where chooses without multiplying"
 _ZERO_NORM = "NaN among the entries: the norm is 0, and 0 / 0 and 0 times inf are NaN"
@@ -86,7 +86,7 @@ _MISCOUNTED = {
     -1: "; `norm > limit` is False where the norm is NaN",
     1: "; a norm equal to the limit does not count, and an entry that is inf counts once",
 }
-"""Replays counted too often -> the likely misunderstanding."""
+"""Number of replays counted too often -> the likely misunderstanding."""
 _ASKS = {
     ".item()": "`.item()` asks the host for a number",
     "float(": "`float` asks the host for a number",
@@ -107,7 +107,7 @@ class _Call:
 
 
 def _calls() -> list[_Call]:
-    """Within the limit, above it, the limit changed, not finite, zeros, and exactly on the limit."""
+    """Return calls within the limit, above it, with another limit, not finite, with zeros, and exactly on the limit."""
     unit = torch.randn(SHAPE, generator=torch.Generator().manual_seed(14))
     unit /= unit.norm()
     bad = [unit.clone(), unit.clone()]
@@ -128,7 +128,7 @@ def _calls() -> list[_Call]:
 
 @exercise("16.clipped", "Write clipped(x, limit, count), a clip by norm that a CUDA graph can hold.")
 def clipped(answer: Any) -> Iterator[Outcome]:
-    """Two calls without a graph, one capture, eight replays, the count: twelve cases for every answer."""
+    """Judge two calls without a graph, one capture, eight replays and the count: twelve cases for every answer."""
     return (replace(outcome, reason=outcome.got.rpartition("; ")[2]) for outcome in _judged(answer))
 
 
@@ -234,7 +234,7 @@ _REPLAYS: tuple[tuple[str, Captures, str], ...] = (
 
 @exercise("16.stale", "Write stale(captures, replays) -> the positions of replays that read another graph's value.")
 def stale(answer: Any) -> Iterator[Outcome]:
-    """Two lists of captures, replayed in nine ways: harmless ones and ones that overwrite."""
+    """Judge two lists of captures, replayed in nine ways, some of which overwrite."""
     diagnosis = Diagnosis()
     for words, captures, text in _REPLAYS:
         replays = text.split()
@@ -259,7 +259,7 @@ def _words(captures: Captures) -> str:
 
 
 def _writers(captures: Captures) -> dict[tuple[str, int], str | None]:
-    """(graph, address that it reads) -> the graph that wrote there last before its capture."""
+    """Return (graph, address that it reads) -> the graph that wrote there last before its capture."""
     last: dict[int, str] = {}
     found: dict[tuple[str, int], str | None] = {}
     for name, (reads, writes) in captures.items():
@@ -269,7 +269,7 @@ def _writers(captures: Captures) -> dict[tuple[str, int], str | None]:
 
 
 def _foreign(captures: Captures, replays: Sequence[str]) -> list[tuple[int, int, str | None]]:
-    """(position, address, last writer) of every read that finds another writer than at capture."""
+    """Return (position, address, last writer) of every read that finds another writer than at capture."""
     expected, last, found = _writers(captures), dict[int, str](), list[tuple[int, int, str | None]]()
     for position, name in enumerate(replays):
         reads, writes = captures[name]
@@ -283,7 +283,7 @@ def _stale(captures: Captures, replays: Sequence[str]) -> list[int]:
 
 
 def _consequence(captures: Captures, replays: Sequence[str]) -> str:
-    """The first stale read in words; empty where nothing is stale."""
+    """Describe the first stale read; empty if nothing is stale."""
     found = _foreign(captures, replays)
     if not found:
         return " (every read finds its own writer here)"

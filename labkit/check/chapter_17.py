@@ -1,6 +1,6 @@
 """Exercises of chapter 17, on buffers: how many are held, which forward takes which, which plan is unsafe.
 
-A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that gives the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LONG_ORDERS: dict[str, list[float]] = {
 
 @exercise("17.held", "Write most_held(order) -> the largest number of forwards that wait for their backward at once.")
 def held(answer: Any) -> Iterator[Outcome]:
-    """Six short orders and two long ones."""
+    """Judge six short orders and two long ones."""
     return asked(
         {**_ORDERS, **_LONG_ORDERS}.items(),
         given=lambda words, order: words,
@@ -76,7 +76,7 @@ def _misread_held(order: Sequence[float]) -> Misreadings:
     "longest, or a new one, numbered 0, 1, ... as they are first taken.",
 )
 def buffers(answer: Any) -> Iterator[Outcome]:
-    """Six short orders and two long ones; an unsafe answer and a merely different one are told apart."""
+    """Judge six short orders and two long ones, and distinguish an unsafe answer from one that is merely different."""
     for given, order in {**_ORDERS, **_LONG_ORDERS}.items():
         yield holds(given, shown(_taken(order)), lambda o=order: _judged(_as_list(answer(list(o))), o))
 
@@ -87,13 +87,13 @@ def _as_list(given: Any) -> Any:
 
 
 def _taken(order: Sequence[float]) -> list[int]:
-    """Buffers of the forwards, one layer a chunk."""
+    """Return the buffers of the forwards, with one layer per chunk."""
     assignment = plan_buffers(order, 1).assignment
     return [assignment[one.chunk, 0, one.microbatch] for one in read_order(order) if one.kind == "F"]  # type: ignore[index]
 
 
 def _judged(given: Any, order: Sequence[float]) -> Finding:
-    """The kind of an answer's fault, and its sentence."""
+    """Return the kind of an answer's fault, and its sentence."""
     right = _taken(order)
     if isinstance(given, str) or not isinstance(given, Iterable):
         return "form", f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
@@ -118,7 +118,7 @@ def _apart(numbers: Sequence[int], right: Sequence[int]) -> str:
 
 
 def _ends(order: Sequence[float], oldest: Callable[[float], float] = abs) -> list[tuple[int, int]]:
-    """(position of the forward, of its backward) by forward; a backward ends the oldest of its chunk."""
+    """Return (position of the forward, of its backward) by forward; a backward ends the oldest of its chunk."""
     waiting: dict[float, deque[int]] = {}
     spans: list[list[int]] = []
     for position, step in enumerate(order):
@@ -132,7 +132,7 @@ def _ends(order: Sequence[float], oldest: Callable[[float], float] = abs) -> lis
 
 
 def _overwritten(order: Sequence[float], numbers: Sequence[int]) -> str:
-    """The first forward that writes to a buffer that another one holds; empty where none does."""
+    """Name the first forward that writes to a buffer that another one holds; empty if there is none."""
     fault = _first_fault(order, numbers)
     if fault is None:
         return ""
@@ -145,7 +145,7 @@ def _overwritten(order: Sequence[float], numbers: Sequence[int]) -> str:
 
 
 def _walked(order: Sequence[float], oldest: Callable[[float], float], *, newest: bool = False) -> list[int]:
-    """First in, first out, with other rules: whose oldest microbatch a backward ends; newest free buffer first."""
+    """Take buffers first in, first out, under other rules: whose oldest a backward ends; newest free buffer first."""
     free: deque[int] = deque()
     waiting: dict[float, deque[int]] = {}
     taken: list[int] = []
@@ -196,7 +196,7 @@ _PLANS: tuple[tuple[str, list[float], list[int]], ...] = (
     "and of the backward that then reads it, or None.",
 )
 def unsafe(answer: Any) -> Iterator[Outcome]:
-    """Eight plans, safe and unsafe."""
+    """Judge eight plans, safe and unsafe."""
     diagnosis = Diagnosis()
     for words, order, numbers in _PLANS:
         given = f"order {' '.join(map(str, order))} and buffers {numbers} ({words})"

@@ -1,7 +1,7 @@
 """Exercises of chapter 18: steps that Python computes at each call, hooks that a replay needs, the end of a graph.
 
-A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same,
-and the consequence of the first step, module or name that is missing or too much.
+Wrong answers are compared with those of known misunderstandings. The score names the one that gives the same, and what
+follows from the first step, module or name that is missing or too much.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORDS = {"attn": ["attention"], "moe_router": ["shared", "route"], "moe_preproc
 
 @exercise("18.runs", "Write computed(scope, call) -> the steps whose work Python starts at that call, in order.")
 def runs(answer: Any) -> Iterator[Outcome]:
-    """Capture and replay of five scopes, and an eager call."""
+    """Judge capture and replay of five scopes, and an eager call."""
     diagnosis = Diagnosis()
     cases = [(scope, call) for scope in SCOPES for call in ("capture", "replay")]
     for scope, call in (*cases, (SCOPES[2], "eager")):
@@ -91,7 +91,7 @@ def _misread_runs(scope: Scope, call: str) -> Misreadings:
 
 
 def _of_steps(given: Any, right: Sequence[str], call: str) -> str:
-    """The first step that is missing or too much, and what that means; empty for another form."""
+    """Name the first step that is missing or too much, and what that means; empty for another form."""
     if not isinstance(given, list) or not set(given) <= set(STEPS):
         return f" (a list of steps is asked, of {', '.join(STEPS)})"
     for step in STEPS:
@@ -126,12 +126,12 @@ _PARTS = {
     "attn": ("attention",), "moe": ("mlp",), "moe_preprocess": (),
     "moe_router": ("mlp.norm", "mlp.router", "mlp.shared_experts"),
 }  # fmt: skip
-"""Word of a scope -> modules whose forward the graph holds, with all modules inside."""
+"""Word of a scope -> modules whose forward the graph contains, with all modules inside them."""
 
 
 @exercise("18.hooks", "Write hooks(modules, scope) -> the modules whose hook the wrapper calls ahead of each replay.")
 def hooks(answer: Any) -> Iterator[Outcome]:
-    """Four scopes of a layer, two of a layer with shared experts, and a router without parameters."""
+    """Judge four scopes of a layer, two of a layer with shared experts, and a router without parameters."""
     diagnosis = Diagnosis()
     for layer, modules, scope in _CASES:
         right = _hooked(modules, scope)
@@ -147,7 +147,7 @@ def hooks(answer: Any) -> Iterator[Outcome]:
 
 
 def _inside(modules: Mapping[str, int], parts: Sequence[str]) -> list[str]:
-    """The modules that are one of `parts` or lie inside of one."""
+    """Return the modules that are one of `parts`, or are inside one."""
     return [name for name in modules if any(name == part or name.startswith(f"{part}.") for part in parts)]
 
 
@@ -178,7 +178,7 @@ def _misread_hooks(modules: Mapping[str, int], scope: Scope) -> Misreadings:
 
 
 def _of_hooks(given: Any, right: Sequence[str], modules: Mapping[str, int]) -> str:
-    """An unsafe answer is told from a merely different one."""
+    """Distinguish an unsafe answer from one that is merely different."""
     if not isinstance(given, list) or not set(given) <= set(modules):
         return " (a list of names of modules is asked)"
     if missing := [name for name in right if name not in given]:
@@ -192,7 +192,7 @@ def _of_hooks(given: Any, right: Sequence[str], modules: Mapping[str, int]) -> s
 # ---- the end of a graph ----
 
 Step = tuple[str, tuple[str, ...], tuple[str, ...]]
-"""Name, values that the step reads, values that it writes; a second write gives a name a new value."""
+"""Name, values that the step reads, values that it writes; writing a name again gives it a new value."""
 
 LAYER: list[Step] = [
     ("attention", ("x",), ("x",)),
@@ -218,7 +218,7 @@ _BOUNDARIES: tuple[tuple[list[Step], int], ...] = (
     (LAYER[1:], 3),
 )
 NUM_DRAWN = 200
-"""Forwards drawn at random; the last case shows the shortest one that the answer misses."""
+"""How many forwards are drawn at random; the last case shows the shortest one that the answer misses."""
 
 
 @exercise(
@@ -226,7 +226,7 @@ NUM_DRAWN = 200
     "Write boundary(steps, captured) -> (inputs, outputs): what a graph of the first steps takes in and must give out.",
 )
 def boundary(answer: Any) -> Iterator[Outcome]:
-    """Small forwards, a layer cut in four places, and a forward drawn at random."""
+    """Judge small forwards, a layer cut in four places, and a forward drawn at random."""
     diagnosis = Diagnosis()
     for steps, captured in (*_BOUNDARIES, _shortest_missed(answer)):
         right = list(_boundary(steps, captured))
@@ -247,7 +247,7 @@ def _words(steps: Sequence[Step]) -> str:
 
 
 def _read_and_written(steps: Sequence[Step]) -> tuple[list[str], list[str]]:
-    """Names that steps read before they write them, and names that they write, in the order of the last time."""
+    """Return names that steps read before they write them, and names that they write, in the order of the last time."""
     inputs: list[str] = []
     written: list[str] = []
     for _, reads, writes in steps:
@@ -257,7 +257,7 @@ def _read_and_written(steps: Sequence[Step]) -> tuple[list[str], list[str]]:
 
 
 def _wanted(steps: Sequence[Step], result: Sequence[str]) -> set[str]:
-    """Values that are read behind the graph, found from the end backwards."""
+    """Return the values that are read after the graph, found from the end backwards."""
     live = set(result)
     for _, reads, writes in reversed(steps):
         live = live - set(writes) | set(reads)
@@ -295,7 +295,7 @@ def _misread(steps: Sequence[Step], captured: int) -> Misreadings:
 
 
 def _consequence(given: Any, right: list[list[str]], steps: Sequence[Step], captured: int) -> str:
-    """The first name that is missing or too much, and what that means; empty for another form."""
+    """Name the first name that is missing or too much, and what that means; empty for another form."""
     if not (isinstance(given, list) and len(given) == 2 and all(isinstance(each, list) for each in given)):
         return " (two lists are asked: inputs and outputs)"
     for name in right[0]:
@@ -317,7 +317,7 @@ def _consequence(given: Any, right: list[list[str]], steps: Sequence[Step], capt
 
 
 def _shortest_missed(answer: Any) -> tuple[list[Step], int]:
-    """The shortest forward of those drawn at random that the answer misses; the first one if it misses none."""
+    """Return the shortest of the random forwards that the answer misses, or the first one if it misses none."""
     drawn = sorted(_drawn(), key=lambda case: len(case[0]))
     for steps, captured in drawn:
         try:

@@ -1,6 +1,6 @@
 """Exercises of chapter 19: whole words, the place of the norms, the copies of two tables in a cut encoder-decoder.
 
-Each wrong answer is held against the answers of known misunderstandings, which the score names.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _special(token: str) -> bool:
 
 @exercise("19.words", "Write words(tokens) -> the positions of each word of a sample, a list of lists.")
 def words(answer: Any) -> Iterator[Outcome]:
-    """Words of one piece and of several, two segments, a piece without a beginning, no word at all."""
+    """Judge words of one piece and of several, two segments, a piece without a beginning, and no word at all."""
     return asked(
         [(text.split(),) for text in _SAMPLES],
         given=lambda tokens: f"the tokens {' '.join(tokens)}",
@@ -88,7 +88,7 @@ _STACKS = (("pre", 2), ("post", 2), ("pre", 4), ("post", 4), ("pre", 0), ("post"
 
 
 def _stack(count: int) -> tuple[Array, list[Function], list[Function]]:
-    """An input of two positions, `count` halves and one norm more; each norm has another gain."""
+    """Return an input of two positions, `count` halves, and one more norm; each norm has another gain."""
     numbers = np.random.default_rng(19)
     weights = numbers.normal(size=(count, 3, 3))
 
@@ -118,7 +118,7 @@ def _run(x: Array, halves: Sequence[Function], norms: Sequence[Function], placem
 
 @exercise("19.norms", "Write stack(x, halves, norms, placement) -> the output of a stack of halves, an array like x.")
 def norms(answer: Any) -> Iterator[Outcome]:
-    """Both layouts with one layer, with two, and with none."""
+    """Judge both layouts with one layer, with two, and with none."""
     return asked(
         _STACKS,
         given=lambda placement, count: f"{placement}, {count // 2} layer{'s' * (count != 2)}",
@@ -174,7 +174,7 @@ _CUT = ((1, 2, 1, 1), (1, 4, 1, 2), (1, 4, 1, 3), (2, 4, 1, 1), (1, 4, 2, 2), (2
 
 
 def _groups(tp: int, pp: int, dp: int, stages: Sequence[int]) -> Groups:
-    """The ranks of these stages for each place in dp and tp; ranks count tp first, then dp, then pp."""
+    """Return the ranks of these stages for each place in dp and tp; ranks count tp first, then dp, then pp."""
     return [[(stage * dp + d) * tp + t for stage in stages] for d in range(dp) for t in range(tp)]
 
 
@@ -183,7 +183,7 @@ def _groups(tp: int, pp: int, dp: int, stages: Sequence[int]) -> Groups:
     "Write copies(tp, pp, dp, split) -> (groups that add up the words' gradients, groups of the positions').",
 )
 def copies(answer: Any) -> Iterator[Outcome]:
-    """Two stages, a decoder of two and of one, several pipelines over tp and dp."""
+    """Judge two stages, a decoder of two and of one, and several pipelines over tp and dp."""
     return asked(
         _CUT,
         given="tp {}, pp {}, dp {}, split rank {}".format,
@@ -194,7 +194,7 @@ def copies(answer: Any) -> Iterator[Outcome]:
 
 
 def _both(tp: int, pp: int, dp: int, words: Sequence[int], positions: Sequence[int]) -> list[Groups]:
-    """Each stage counts once, however often it is named."""
+    """Return the groups of both tables; each stage counts once, however often it is named."""
     return [sorted(_groups(tp, pp, dp, sorted(set(stages)))) for stages in (words, positions)]
 
 

@@ -1,6 +1,6 @@
 """Exercises of chapter 20: the windows of a long text, its perplexity, the tokens that top-p keeps.
 
-Each wrong answer is held against the answers of known misunderstandings, which the score names.
+Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from labkit.check.scoring import Misreadings, Outcome, asked, close, exercise, plain
 
 Window = tuple[int, int, int]
-"""(first token that the window reads, first label that it scores, label behind the last that it scores)."""
+"""(first token that the window reads, first label that it scores, label after the last that it scores)."""
 
 
 def _listed(found: Any) -> Any:
-    """A generator is an answer like a list."""
+    """Turn a generator into a list, because it is an answer like any other."""
     return list(found) if isinstance(found, Iterator) else found
 
 
@@ -37,7 +37,7 @@ def _windows(tokens: int, length: int, stride: int) -> list[Window]:
     "20.windows", "Write windows(tokens, length, stride) -> (start, first label, label behind the last) by window."
 )
 def windows(answer: Any) -> Iterator[Outcome]:
-    """Windows side by side, windows that overlap, a last window that ends behind the text, a text of one window."""
+    """Judge windows side by side, windows that overlap, a last window that ends after the text, and a single window."""
     return asked(
         _TEXTS,
         given="{} tokens, windows of {} and stride {}".format,
@@ -90,7 +90,7 @@ _BLOCKS = (
 
 @exercise("20.perplexity", "Write perplexity(blocks, words) -> the perplexity of a text by its words, as the paper's.")
 def perplexity(answer: Any) -> Iterator[Outcome]:
-    """One window, two, windows with unequally many tokens, and fewer words than tokens."""
+    """Judge one window, two, windows with unequally many tokens, and fewer words than tokens."""
     return asked(
         _BLOCKS,
         given="windows {} and {} words".format,
@@ -140,7 +140,7 @@ _CHOICES = (
 
 
 def _until(order: Sequence[int], probabilities: Sequence[float], p: float) -> list[int]:
-    """The first tokens of `order` whose probabilities add up to at least p, sorted by id."""
+    """Return the first tokens of `order` whose probabilities add up to at least p, sorted by id."""
     before = [0.0, *accumulate(probabilities[each] for each in order)]
     return sorted(each for each, sum_before in zip(order, before) if sum_before < p)
 
@@ -151,7 +151,7 @@ def _by_probability(probabilities: Sequence[float]) -> list[int]:
 
 @exercise("20.top_p", "Write kept(probabilities, p) -> the ids of the fewest most likely tokens that add up to p.")
 def top_p(answer: Any) -> Iterator[Outcome]:
-    """Ids in order and not, a first token that is enough, a sum that is exactly p, all tokens."""
+    """Judge ids in order and not, a first token that is enough, a sum that is exactly p, and all tokens."""
     return asked(
         _CHOICES,
         given="probabilities {} and p {}".format,

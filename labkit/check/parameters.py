@@ -1,10 +1,10 @@
-"""Allowed values of a chapter's parameters: the chapter states a rule behind each parameter.
+"""Check the values of a chapter's parameters: the chapter states a rule after each parameter.
 
 A line of the cell tagged `parameters` reads `name: type = value  # help (rule)`. The rule is one of
 
     (2, 4 or 8)                              one of these
     (1 to 64)                                a number, both ends included
-    (a multiple of 2 world_size)             so is `a divisor of`; the names are other parameters
+    (a multiple of 2 world_size)             or `a divisor of`; the names are other parameters
     (1 to 64, a multiple of world_size)      all of these
     (tp-cp-ep-dp-pp in any order, pp last)   the same words, joined in another order
     (a folder)                               one that exists or can be made, and can be written
@@ -31,7 +31,7 @@ from labkit.config.field_spec import BadValueError, FieldSpec
 from labkit.launch import forkserver
 
 SIMPLE = ("int", "float", "bool", "str")
-"""Types that the command line reads from a plain word; other types are JSON."""
+"""Types that the command line reads from a plain word; for other types it reads JSON."""
 _RULE = re.compile(r"\(([^()]+)\)$")
 
 
@@ -40,16 +40,16 @@ class Parameter(NamedTuple):
 
     name: str
     kind: str
-    """Type as written, or the type of the value where the line gives no type."""
+    """The type as written, or the type of the value if the line gives no type."""
     default: Any
     rule: str
-    """Empty where the line has no rule."""
+    """The rule; empty if the line has none."""
 
 
 def declared(source: str) -> dict[str, Parameter]:
-    """Parameters that a cell declares, by name.
+    """Return the parameters that a cell declares, by name.
 
-    Raises SyntaxError where the cell is no Python.
+    Raises SyntaxError if the cell is not Python.
     """
     comments = {
         token.start[0]: token.string.lstrip("# ").rstrip()
@@ -96,7 +96,7 @@ def broken_rules(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> 
 
 
 def _hardware(values: Mapping[str, Any]) -> dict[str, str]:
-    """Say which of the wanted GPUs this machine lacks, in the words of the launch that would refuse them."""
+    """Say which of the wanted GPUs this machine lacks, in the words of the launch that would reject them."""
     from labkit.launch.info import choose_backend, choose_device
 
     name = "device"
@@ -110,10 +110,10 @@ def _hardware(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_parameters(namespace: Mapping[str, Any]) -> None:
-    """Refuse a chapter's parameters that break the rule behind them: `check_parameters(globals())`.
+    """Reject a chapter's parameters that break the rule after them: `check_parameters(globals())`.
 
-    The rules are read in the cell that declared the parameters, as this kernel ran it, or in the script.
-    In a notebook the server that ranks are forked from then imports torch, while the reader reads the first cells.
+    The rules are read in the cell that declared the parameters, as this kernel ran it, or in the script. In a notebook
+    it also starts the server from which ranks are forked, so that torch is imported while you read the first cells.
     Raises ValueError with a sentence for each bad value.
     """
     parameters = declared(_source(namespace))
@@ -125,9 +125,9 @@ def check_parameters(namespace: Mapping[str, Any]) -> None:
 
 
 def _source(namespace: Mapping[str, Any]) -> str:
-    """The cell of parameters that ran last, or the file that runs.
+    """Return the cell of parameters that ran last, or the file that runs.
 
-    A kernel told to keep no history (nbval does that) still has its cells in linecache, for tracebacks.
+    A kernel that keeps no history (as nbval asks) still has its cells in linecache, for tracebacks.
     """
     cached = ("".join(entry[2]) for name, entry in linecache.cache.items() if "ipykernel" in name and len(entry) > 2)
     for cell in (*reversed(namespace.get("In", [])), *reversed(list(cached))):
@@ -142,7 +142,7 @@ def _source(namespace: Mapping[str, Any]) -> str:
 
 
 def is_rule(text: str) -> bool:
-    """Return True for a parenthesis that is a rule, False for a remark."""
+    """Return True if the text in parentheses is a rule, False if it is a remark."""
     return bool(_choices(text) or text == "a folder" or _ORDER.fullmatch(text)) or all(
         _clause(part) for part in text.split(", ")
     )
@@ -188,7 +188,7 @@ def _clause_holds(text: str, value: float, values: Mapping[str, Any]) -> bool:
 
 
 def _amount(text: str, values: Mapping[str, Any]) -> float | None:
-    """Return the number of an amount; None where a parameter is no number, or 0 below: its own rule refuses it."""
+    """Return the number of an amount; None if a parameter is no number, or 0 as a divisor: its own rule rejects it."""
     above, _, below = text.partition(" / ")
     factors = [_number(word, values) for word in above.split()]
     divisor = _number(below or "1", values)
@@ -196,7 +196,7 @@ def _amount(text: str, values: Mapping[str, Any]) -> float | None:
 
 
 def _number(word: str, values: Mapping[str, Any]) -> float:
-    """The number that a word names or spells; nan for another."""
+    """Return the number that a word names or spells, or nan if it does neither."""
     value = values.get(word, word)
     try:
         return math.nan if isinstance(value, bool) else float(value)
@@ -209,6 +209,6 @@ def _is_number(value: object) -> bool:
 
 
 def can_be_written(folder: Path) -> bool:
-    """Return True where the folder, or the nearest folder above it, can be written."""
+    """Return True if the folder, or the nearest folder above it that exists, can be written."""
     nearest = next((each for each in (folder, *folder.absolute().parents) if os.path.exists(each)), Path("/"))
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 PATIENCE = 10.0
-"""Seconds that a rank waits for the others, should one of them compute for ever."""
+"""Seconds that a rank waits for the others, in case one of them never stops computing."""
 
 
 class Stalled(Exception):
-    """The ranks do not call the same operation."""
+    """Raised when the ranks do not call the same operation."""
 
 
 class RankThreads:
-    """Threads that meet in collectives; each sees its own data only."""
+    """Threads that meet in collectives, each of which sees only its own data."""
 
     def __init__(self, size: int) -> None:
         self.size, self.calls = size, Counter[str]()
@@ -28,7 +28,7 @@ class RankThreads:
         self._barrier = threading.Barrier(size, timeout=PATIENCE)
 
     def meet(self, rank: int, name: str, value: Any) -> list[Any]:
-        """Give a value and get those of all ranks. Raises Stalled where the ranks call different operations."""
+        """Give a value and get those of all ranks. Raises Stalled if the ranks call different operations."""
         self._slots[rank] = (name, value)
         self._barrier.wait()
         slots = list(self._slots)
@@ -41,7 +41,7 @@ class RankThreads:
         return [each for _, each in slots]
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Result of `program(rank)` of each rank. Raises the first error of the lowest rank."""
+        """Return the result of `program(rank)` for each rank. Raises the first error of the lowest rank."""
         found: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 

@@ -1,4 +1,4 @@
-"""Exercises and their scores.
+"""Exercises and their scores, which name what an answer got wrong.
 
 The exercises of chapter 15 are in `chapter_15.py`. An exercise is a generator that tries the learner's answer on cases:
 
@@ -6,8 +6,9 @@ The exercises of chapter 15 are in `chapter_15.py`. An exercise is a generator t
     def groups(answer: Any) -> Iterator[Outcome]:
         yield compare("tp 2, dp 2, token dp", [[0, 2], [1, 3]], lambda: answer("tp-dp", {"tp": 2, "dp": 2}, "dp"))
 
-A wrong answer never raises: an exception of the learner's code becomes part of the score. An outcome may name its
-reason, such as a misunderstanding; the score tells each reason once. `asked` judges cases by known misunderstandings.
+A wrong answer never raises, because an exception of the learner's code becomes part of the score. An outcome may name
+its reason, such as a misunderstanding, and the score shows each reason only once. `asked` judges cases by known
+misunderstandings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 MAX_SHOWN = 100
 """Most characters of a value that a sentence shows."""
 ONLY_FIRST = "only the first failed case"
-"""Reason of a case that says nothing new once another case has failed."""
+"""Reason of a case that adds nothing once another case has failed."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Outcome:
     """One case of an exercise."""
 
     given: str
-    """Input that the answer was tried on."""
+    """Input on which the answer was tried."""
     expected: str
     """Result that the answer should give."""
     got: str
     """Result that the answer gave, or the exception that it raised."""
     passed: bool
-    """True where expected and given results agree."""
+    """True if the expected and the given result agree."""
     reason: str = ""
     """What the answer got wrong. The score shows one sentence for each reason; cases without a reason are all shown."""
 
@@ -50,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Score:
-    """Result of an answer; prints as `passed/total` and one sentence for each failed case with a reason of its own."""
+    """Result of an answer. It prints as `passed/total` and one sentence for each failed case with a new reason."""
 
     exercise: str
     """Name of the exercise, such as `02.groups`."""
@@ -69,12 +70,12 @@ class Score:
 
     @property
     def ok(self) -> bool:
-        """True where every case passed and there was at least one case."""
+        """True if every case passed and there was at least one case."""
         return self.passed == self.total > 0
 
     @property
     def told(self) -> list[Outcome]:
-        """The failed cases that the score shows: of each reason the first."""
+        """The failed cases that the score shows: the first one of each reason."""
         told: list[Outcome] = []
         for outcome in self.outcomes:
             known = bool(outcome.reason) and outcome.reason in {other.reason for other in told}
@@ -125,9 +126,9 @@ def exercise(name: str, task: str) -> Callable[[Judge], Judge]:
 def compare(
     given: str, expected: Any, got: Callable[[], Any], *, equal: Callable[[Any, Any], bool] | None = None
 ) -> Outcome:
-    """Call `got` and hold its value against `expected`; an exception of the learner's code is a failed case.
+    """Call `got` and compare its value with `expected`; an exception of the learner's code is a failed case.
 
-    Tuples, arrays and tensors count as lists. `equal(got, expected)` replaces that comparison (tolerances).
+    Tuples, arrays and tensors count as lists. `equal(got, expected)` replaces that comparison, for tolerances.
     """
     try:
         value = got()
@@ -138,9 +139,9 @@ def compare(
 
 
 Finding = bool | str | tuple[str, str]
-"""True for a right answer. For a wrong one False, a sentence about it, or (reason, sentence).
+"""True for a right answer. For a wrong one it is False, a sentence about it, or (reason, sentence).
 
-The sentence of a pair is empty for a right answer.
+For a right answer the sentence of a pair is empty.
 """
 
 
@@ -160,7 +161,7 @@ def holds(given: str, claim: str, test: Callable[[], Finding]) -> Outcome:
 
 
 Misreadings = Mapping[str, Any]
-"""Words for a misunderstanding -> the answer that it gives in this case."""
+"""Words for a misunderstanding -> the answer that it gives in a case."""
 
 
 def same(value: Any, other: Any) -> bool:
@@ -169,7 +170,7 @@ def same(value: Any, other: Any) -> bool:
 
 
 def fitting(values: Sequence[Any], misreadings: Sequence[Misreadings]) -> Sequence[Misreadings]:
-    """The misreadings of each case; that one alone which gives the answers to all cases, where there is one."""
+    """Return the misreadings of each case; only the one that gives the answers to all cases, if there is one."""
     for words in misreadings[0]:
         if all(same(value, row[words]) for value, row in zip(values, misreadings, strict=True)):
             return [{words: row[words]} for row in misreadings]
@@ -187,7 +188,7 @@ def close(*, rtol: float = 0.0, atol: float = 0.0) -> Callable[[Any, Any], bool]
 
 
 class Diagnosis:
-    """Holds the answers to one exercise against right ones, and names their misunderstandings."""
+    """Compares the answers to one exercise with right ones, and names the misunderstandings behind wrong ones."""
 
     def __init__(self, equal: Callable[[Any, Any], bool] = same) -> None:
         """equal: (given answer, other answer) -> True if they are the same."""
@@ -195,7 +196,7 @@ class Diagnosis:
         self._named: set[str] = set()
 
     def outcome(self, given: str, right: Any, got: Callable[[], Any], misreadings: Misreadings) -> Outcome:
-        """Judge one case. A wrong answer that a misunderstanding gives, too, is named by it."""
+        """Judge one case. If a misunderstanding gives the same wrong answer, the outcome names it."""
 
         def test() -> Finding:
             value = got()
@@ -208,7 +209,7 @@ class Diagnosis:
         return holds(given, shown(right), test)
 
     def meant(self, fitting: Sequence[str]) -> str:
-        """Return the first misunderstanding that fits; one that was named before is meant again."""
+        """Return the first misunderstanding that fits; one that was named before has precedence."""
         reason = next((words for words in fitting if words in self._named), next(iter(fitting), ""))
         self._named.add(reason)
         return reason
@@ -277,7 +278,7 @@ def listed(items: Sequence[str], most: int = 8, separator: str = ", ") -> str:
 
 
 def without_grid(message: str) -> str:
-    """Drop the rows that a schedule's refusal draws: a score has one line for each case."""
+    """Drop the rows that a schedule's error draws, because a score has one line for each case."""
     lines = [line.strip() for line in message.splitlines()]
     first, *others = [line for line in lines if line and not (line.startswith("rank ") and "|" in line)] or [""]
     if not others:
@@ -302,7 +303,7 @@ def raised(error: BaseException) -> str:
 
 
 def exercises(chapter: str | None = None) -> dict[str, Exercise]:
-    """All exercises by name, or the exercises of one chapter (`02`); imports only the modules that hold them."""
+    """Return all exercises by name, or those of one chapter (`02`); import only the modules that contain them."""
     for _, module, _ in iter_modules(sys.modules["labkit.check"].__path__):
         if module.startswith(f"chapter_{chapter or ''}"):
             importlib.import_module(f"labkit.check.{module}")
@@ -310,7 +311,7 @@ def exercises(chapter: str | None = None) -> dict[str, Exercise]:
 
 
 def check(name: str, answer: Any) -> Score:
-    """Try `answer` on every case of exercise `name`. Raises ValueError only where there is no such exercise."""
+    """Try `answer` on every case of exercise `name`. Raises ValueError only if there is no such exercise."""
     known = exercises(str(name).split(".")[0])
     if name not in known:
         every = list(exercises())
