@@ -156,7 +156,7 @@ class _Backward(NamedTuple):
         return arrives - self.ready[-1]
 
     def best(self) -> float:
-        """Least exposed milliseconds of all cuts."""
+        """Return the least exposed milliseconds of all cuts."""
         return min(self.exposed(_counts(marks)) for marks in product((False, True), repeat=len(self.sizes) - 1))
 
 

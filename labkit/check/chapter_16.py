@@ -92,7 +92,7 @@ _ASKS = {
     "float(": "`float` asks the host for a number",
     "if ": "an `if` on a tensor asks the host for a number, too",
 }
-"""Part of a refused line -> the misunderstanding."""
+"""Part of a line that a graph cannot hold -> the misunderstanding."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _counted(count: int, expected: int) -> bool | str:
 def _captured(
     answer: Any, sample: Tensor, limit: Tensor, count: Tensor, graphed: list[Callable[..., Tensor]]
 ) -> bool | str:
-    """Capture the answer into `graphed`; return True, or the refusal with its line and the misunderstanding."""
+    """Capture the answer into `graphed`; return True, or why it was refused: the line and the misunderstanding."""
 
     def body(x: Tensor) -> Any:
         return answer(x, limit, count)

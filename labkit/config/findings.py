@@ -111,9 +111,10 @@ class Findings:
                 self.add(condition.partition("=")[0], rule)
 
     def _holds(self, condition: str) -> bool:
-        """Return True if a condition holds: `optim.fp8=e4m3|hybrid` for these values, a name alone for non-defaults.
+        """Return True if a condition holds.
 
-        Of several names, as in `checkpoint.dir|train.output_dir`, one has to have another value than its default.
+        `optim.fp8=e4m3|hybrid` holds for these values, `train.output_dir` for any value but the default; of
+        `checkpoint.dir|train.output_dir` one has to have another value than its default.
         """
         name, _, words = condition.partition("=")
         if words:

@@ -48,7 +48,6 @@ REASONS = {
     "optim.distributed_optimizer=true": "which leaves parameters and their states whole on every rank",
 }
 """A condition in the `needs` of fields -> the reason that the error gives if the condition does not hold."""
-# A table: the declaration of a field, and its text on the lines below if one line is too short.
 # A table: the declaration of a field, and its text on the lines below where one line is too short.
 # fmt: off
 

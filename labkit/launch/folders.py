@@ -75,7 +75,7 @@ def sweep(parent: Path) -> None:
     for path in parent.glob("labkit-*"):
         if not _NAME.fullmatch(path.name):
             continue
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, or gone in the meantime
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while the owner lives

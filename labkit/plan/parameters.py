@@ -80,7 +80,7 @@ def layer_parameters(
 
 
 def half_parameters(model: ModelConfig, indices: range, tp: int = 1) -> int:
-    """Return the parameters on one rank of a T5's halves beside the layers `indices`: relative biases, encoder norm."""
+    """Return the parameters on one rank of a T5's halves outside layers `indices`: relative biases, encoder norm."""
     if model.family != "t5" or not indices:
         return 0
     halves = (indices.start < model.layers) + (indices.stop > model.layers)
@@ -94,7 +94,7 @@ def has_output_bias(model: ModelConfig) -> bool:
 
 
 def first_parameters(model: ModelConfig) -> int:
-    """Return the parameters before the first layer beside the words: positions, token types, layout `post`'s norm."""
+    """Return the parameters before the first layer except the words: positions, token types, layout `post`'s norm."""
     total = model.seq_length * model.hidden if model.position == "learned" else 0
     if model.family == "bert" and model.bert_binary_head:
         total += NUM_TOKENTYPES * model.hidden

@@ -161,7 +161,7 @@ def _draw_ranks(axes: Any, by_rank: Sequence[int], skew: float) -> None:
 
 
 def _slowest(by_rank: Sequence[int]) -> float:
-    """Rows of the fullest rank against the mean."""
+    """Return the rows of the fullest rank over the mean."""
     return max(by_rank) * len(by_rank) / sum(by_rank)
 
 

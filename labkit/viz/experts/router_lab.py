@@ -1,9 +1,9 @@
 """The router lab: one recording of logits, routed again by any policy, and the policies side by side.
 
 A recording holds the logits of N microbatches on R ranks, [N, R, T, E]. A policy is a few fields of `MoEConfig`. The
-router of training applies the policy, so the lab shows the choices, drops and messages of this policy. The lab refuses
-load-balancing losses: they act on the *weights* over a training run, and a recording cannot show their effect. An
-expert bias acts within a recording: the bias moves after each microbatch by the load of all ranks.
+router of training applies the policy, so the lab shows the choices, drops and messages of this policy. The lab rejects
+load-balancing losses, because they act on the *weights* over a training run, and a recording cannot show their effect.
+But an expert bias acts within a recording, because it moves after each microbatch by the load of all ranks.
 
 Next to the balance are its costs: choices that are not among the token's own best, and dropped weight. Recordings come
 from `LogitRecord` or `skewed_logits`; pictures are in `policy_bars`:

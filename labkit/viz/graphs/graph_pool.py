@@ -133,8 +133,8 @@ def _plan_sentence(plan: BufferPlan, order: Sequence[float], meetings: Sequence[
 def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
     """Draw every block of a pool: along x the moments that take or give back memory, along y the place of the block.
 
-    Two colours beside each other at one height are memory that a later capture took over. The panel below shows the
-    bytes held at each moment. Gaps under the highest block make the held bytes fewer than its place.
+    Two colours next to each other at one height are memory that a later capture took over. The panel below shows the
+    bytes held at each moment, which are fewer than the place of the highest block if there are gaps below it.
 
     what: the first words of the sentence.
 

@@ -160,7 +160,7 @@ def _colour(axes: Any, grid: Grid, reading: Reading) -> None:
 
 
 def _cell_text(rank: int, letters: str) -> str:
-    """The rank, and below it its digits on at most two lines."""
+    """Return the rank, and below it its digits on at most two lines."""
     if len(letters) <= 5:
         return f"{rank}\n{letters}"
     half = len(letters) // 2
@@ -175,7 +175,7 @@ def _crossing(grid: Grid, groups: list[list[int]]) -> str:
     return "all across nodes" if crossing == len(groups) else f"{crossing} of {len(groups)} across nodes"
 
 
-# ---- the digits, one column a rank ----
+# ---- the digits, one column per rank ----
 
 
 def folded_digits(sizes: Mapping[str, Any], *, world_size: int) -> Figure:
