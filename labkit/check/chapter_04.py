@@ -31,7 +31,7 @@ _LOOKUPS = (
 
 
 def _part(rows: int, rank: int) -> NDArray[np.int64]:
-    """Return a rank's part of a table whose row i is [10 i + 1, 10 i + 2], so that no row is zero and each shows its id."""
+    """Return a rank's part of a table whose row i is [10 i + 1, 10 i + 2], so no row is zero and each shows its id."""
     ids = np.arange(rank * rows, (rank + 1) * rows)
     return np.stack([10 * ids + 1, 10 * ids + 2], axis=1)
 

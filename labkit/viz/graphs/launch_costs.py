@@ -67,7 +67,7 @@ class _Axis:
 
 
 def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) -> Figure:
-    """Draw operations from top to bottom with their reads and writes: outside tensors on the left, the pool right.
+    """Draw operations from top to bottom with their reads and writes: outside tensors left, the pool right.
 
     A full bar is the write of a result. The pale bar under it is the result's life, up to the last operation that reads
     it (dotted if the result leaves the graph). A ring is a read. Full bars above each other use the same memory again.
