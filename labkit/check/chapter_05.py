@@ -188,7 +188,7 @@ def replay(answer: Any) -> Iterator[Outcome]:
 
 
 def _kind(words: str) -> str:
-    """Return a finding without its numbers, which are different in every case."""
+    """Return a finding without its numbers, which may differ from case to case."""
     return re.sub(r"\[.*?\]|\d+", "", words)
 
 

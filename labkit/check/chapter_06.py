@@ -118,7 +118,10 @@ def _problem(tp: int) -> Case:
 
 
 def _hidden(case: Case) -> tuple[Array, Array, Parts, Parts]:
-    """Return x and dy of all positions, and what each rank makes of them: inner, and the gradient of x gain."""
+    """Return x and dy of all positions, and what each rank's part of the width makes of them.
+
+    That is inner, and the gradient of x gain.
+    """
     x, dy = np.concatenate(case[0]), np.concatenate(case[1])
     inner = [np.maximum((x * case[2]) @ a.T, 0) for a in case[3]]
     d_scaled = [((dy @ b) * (part > 0)) @ a for part, a, b in zip(inner, case[3], case[4])]

@@ -343,7 +343,7 @@ def early(answer: Any) -> Iterator[Outcome]:
 
 
 def _waits_for(signed: int, vpp: int) -> int:
-    """Return the entry of the same rank that must come before each time; 0 for a forward of the first chunk."""
+    """Return the rank's entry that must come before, once for each time; 0 for a forward of the first chunk."""
     if signed > 0:
         return signed - 1
     return vpp if signed == -vpp else signed - 1

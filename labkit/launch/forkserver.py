@@ -74,7 +74,7 @@ def _ensure_running() -> None:
 
 
 def end() -> None:
-    """End the server if this process started it, even if the server still imports. Its ranks have ended before."""
+    """End the server if this process started it, even if the server still imports. Its ranks must have ended."""
     pid = _server._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
     if pid is not None and _started_by == os.getpid():  # not a fork of the process
         os.kill(pid, signal.SIGKILL)

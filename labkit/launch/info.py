@@ -190,7 +190,7 @@ def needs_one_connection(parallel: ParallelConfig) -> bool:
 
     Up to Hopper, only a single queue (CUDA_DEVICE_MAX_CONNECTIONS=1) makes the GPU start them in this order. Otherwise
     the GEMM may occupy all SMs first, so that the transfer runs only after it. Megatron-LM asks for the same setting.
-    Never run on a GPU.
+    This has never run on a GPU.
     """
     return parallel.tp > 1 or parallel.cp > 1
 

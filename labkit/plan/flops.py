@@ -87,7 +87,10 @@ def forward_flops(
 
 
 def _t5_forward_flops(model: ModelConfig, samples: int, causal: bool, indices: range, logits: bool) -> Flops:
-    """Count both halves like GPTs and cross-attention: q and proj of the decoder's tokens, k and v of the encoder's."""
+    """Count the layers of each half like a GPT's, and then cross-attention.
+
+    Its q and proj are computed for the decoder's tokens, its k and v for the encoder's.
+    """
     in_encoder = len([index for index in indices if index < model.layers])
     crossing, h, length = len(indices) - in_encoder, model.hidden, decoder_length(model)
     half = replace(model, family="gpt", position="learned", decoder_layers=None, decoder_seq_length=None)
@@ -103,7 +106,10 @@ def _t5_forward_flops(model: ModelConfig, samples: int, causal: bool, indices: r
 
 
 def _head_flops(model: ModelConfig, samples: int) -> int:
-    """Return the operations of BERT's dense layers after the last layer: at all positions, and one for the order."""
+    """Return the operations of BERT's dense layers after the last layer.
+
+    They run at every position, and for the order of sentences at the first one.
+    """
     if model.family != "bert":
         return 0
     order = samples * model.hidden * (model.hidden + 2) if model.bert_binary_head else 0

@@ -80,7 +80,10 @@ def layer_parameters(
 
 
 def half_parameters(model: ModelConfig, indices: range, tp: int = 1) -> int:
-    """Return the parameters on one rank of a T5's halves outside layers `indices`: relative biases, encoder norm."""
+    """Return the parameters on one rank that a T5's halves have in addition to their layers `indices`.
+
+    They are the relative biases, and the norm at the end of the encoder.
+    """
     if model.family != "t5" or not indices:
         return 0
     halves = (indices.start < model.layers) + (indices.stop > model.layers)
@@ -156,7 +159,7 @@ def active_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
 
 
 def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule | None = None) -> int:
-    """Return the parameters of all chunks of pipeline rank `pp_rank`; None takes the configured schedule.
+    """Return the parameters of all chunks of pipeline rank `pp_rank` under `schedule`, by default the configured one.
 
     A rank with both the first and the last stage has the tied weight only once.
     """

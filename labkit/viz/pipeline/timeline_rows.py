@@ -77,7 +77,7 @@ def rows_of(timeline: Timeline | Iterable[Event]) -> Rows:
 
 
 def measured_bubble(events: Iterable[Event]) -> float:
-    """Return the share of the time from first to last computation in which ranks do not compute, their mean."""
+    """Return the share of the time from first to last computation that ranks do not compute, as a mean over ranks."""
     compute = [event for event in _without_details(list(events)) if event.kind in COMPUTE]
     if not compute:
         return 0.0
@@ -106,7 +106,7 @@ def chunk_weights(timeline: Timeline) -> list[list[float]]:
 def _in_flight(events: list[Event], rank: int, weights: list[float]) -> tuple[list[float], list[float]]:
     """Count the activations alive on a rank: a forward's start adds one, the end of its backward frees one.
 
-    `weights` counts the activations of each chunk with another weight.
+    `weights` gives the activations of each chunk a weight of their own.
     """
 
     def weigh(event: Event) -> float:

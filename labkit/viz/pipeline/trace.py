@@ -30,7 +30,7 @@ _TRACKS = {
 """Track -> kinds on it, from top to bottom."""
 _TRACK_OF = {kind: track for track, kinds in _TRACKS.items() for kind in kinds}
 _LANES = 100
-"""Thread ids of a track: an overlapping event moves to the next one, because one can hold only nested events."""
+"""Thread ids of a track: an overlapping event moves to the next lane, because a lane can hold only nested events."""
 
 
 def write_trace(events: Timeline | Iterable[Event], path: str | Path, *, arrows: bool = True) -> Path:
