@@ -199,7 +199,7 @@ def _large_moe(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig) -> 
 
 
 def bert_tiny() -> RunConfig:
-    """Return a BERT of 0.5 million parameters for parity and lessons, with norms as in figure 7b of Megatron-LM's paper.
+    """Return a BERT of 0.5 million parameters for parity and lessons, with norms as in figure 7b of Megatron's paper.
 
     Its vocabulary has room for the bundled tokenizer's 1,024 tokens and BERT's own, and needs no padding up to tp 8.
     """
