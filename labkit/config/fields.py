@@ -47,8 +47,8 @@ NOT_FIELDS: dict[str, str] = {
     "use_pytorch_profiler": "set train.profile to pytorch, or to nsys for Nsight Systems",
     "decoder_first_pipeline_num_layers": f'{_OF_A_LAYOUT} "E t | ttt | ttt L" for a first stage of one layer',
     "decoder_last_pipeline_num_layers": f'{_OF_A_LAYOUT} "E ttt | ttt | t L" for a last stage of one layer',
-    "account_for_embedding_in_pipeline_split": f'{_OF_A_LAYOUT} "E t | tt | tt L", one layer less beside the embedding',
-    "account_for_loss_in_pipeline_split": f'{_OF_A_LAYOUT} "E tt | tt | t L", one layer less beside the loss',
+    "account_for_embedding_in_pipeline_split": f'{_OF_A_LAYOUT} "E t | tt | tt L", one layer fewer by the embedding',
+    "account_for_loss_in_pipeline_split": f'{_OF_A_LAYOUT} "E tt | tt | t L", one layer fewer by the loss',
 }
 """Names that a user might take for fields -> why they are none."""
 

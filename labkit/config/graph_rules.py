@@ -46,7 +46,7 @@ def _words_rule(scope: tuple[str, ...]) -> str:
     if len(set(scope)) < len(scope):
         return "names a part twice; name it once"
     if "full_iteration" in scope and len(scope) > 1:
-        return "full_iteration captures everything, so it stands alone"
+        return "full_iteration captures everything, so it must be the only name"
     if {"moe", "moe_router"} <= set(scope):
         return "moe contains moe_router; name one of them"
     if "moe_preprocess" in scope and "moe_router" not in scope:
@@ -60,7 +60,7 @@ def _full_iteration(found: Findings) -> None:
     if "full_iteration" not in _scope(found):
         return
     if found.config.graph.cuda_graph_impl == "transformer_engine":
-        rule = "full_iteration is not to be had from Transformer Engine, which captures layer by layer"
+        rule = "Transformer Engine cannot do full_iteration, because it captures layer by layer"
         found.add(MODULES, f"{rule}; set graph.cuda_graph_impl to full_iteration, and leave this out")
     elif pp > 1:
         rule = f"full_iteration would hold messages between parallel.pp = {pp} stages, which wait for other ranks"

@@ -115,7 +115,7 @@ def _groups(found: Findings) -> None:
         found.divisor("moe.group_topk", top_k, "moe.top_k", why=why)
     each = moe.num_experts // groups
     if found.sound(*names) and top_k > chosen * each:
-        rule = f"so many groups of {each} experts hold {chosen * each}"
+        rule = f"this many groups of {each} experts hold only {chosen * each}"
         found.add("moe.group_topk", f"{rule}, and moe.top_k = {top_k}; raise it, or lower moe.num_groups")
 
 

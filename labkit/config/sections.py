@@ -34,11 +34,11 @@ REASONS = {
     "model.recompute_granularity=selective|full": "which recomputes nothing",
     "moe.dispatcher=alltoall": "which has no all-to-all to hide",
     _ROUTED: "which assigns by itself",
-    _HALVES: "which has no decoder behind an encoder, as model.family = t5 has",
+    _HALVES: "which has no decoder after an encoder, as model.family = t5 has",
     "moe.score_function=sigmoid": "as the bias moves sigmoid scores",
     **dict.fromkeys(_INTERLEAVED.split(), "and only the interleaved schedule reads this"),
     "schedule.path=null": "which takes the place of the name",
-    "schedule.variable_seq_lengths=false": "where sizes go ahead of every tensor, so nothing is one batch",
+    "schedule.variable_seq_lengths=false": "where sizes are sent before every tensor, so nothing is one batch",
     _DECAYS: "which does not decay",
     "optim.precision=fp16": "which scales no loss",
     "optim.precision=bf16": "which has no gradients in bf16",
@@ -101,7 +101,7 @@ class ModelConfig:
         "residual addition and behind the embedding, no final one (figure 7a, the original BERT).",
         choices="pre post", needs="model.family=bert", of_model=True)
     bert_binary_head: bool = field(True,
-        "BERT learns the order of two sentences beside the masked words; False: it has no token types either.",
+        "BERT learns the order of two sentences in addition to the masked words; False: it has no token types either.",
         needs="model.family=bert", of_model=True)
     norm_eps: float = field(1e-5, "Added to the norm's variance.", gt=0, aliases="norm_epsilon layernorm_epsilon",
         of_model=True)
@@ -239,14 +239,14 @@ class ScheduleConfig(_HasPaths):
         "Interleaving with as many microbatches as pp: every rank runs all forwards before its first backward, as "
         "Megatron-LM did in 2023.", needs=_INTERLEAVED)
     overlap_p2p_comm: bool = field(False,
-        "Interleaving: post receives ahead and let sends run behind the computation; not with batch_p2p_comm = true. "
+        "Interleaving: post receives early and overlap sends with the computation; not with batch_p2p_comm = true. "
         "Megatron sets batch_p2p_comm = false beside it, which is the same here as null.")
     batch_p2p_comm: bool | None = field(None,
         "Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in "
-        "opposite order; null posts receives ahead and lets sends run behind the computation.",
+        "opposite order; null posts receives early and overlaps sends with the computation.",
         needs="parallel.pp schedule.variable_seq_lengths=false")
     variable_seq_lengths: bool = field(False,
-        "Exchange shapes before each tensor between stages, whose receive is then not posted ahead. With CUDA graphs "
+        "Exchange shapes before each tensor between stages, whose receive is then not posted early. With CUDA graphs "
         "of layers on several ranks, capture them anew where microbatches stay in another shape (one rank alone always "
         "does). Nothing else reads it.")
     use_ring_exchange_p2p: bool = field(False, "Megatron's custom ring exchange; torch has none, so True is refused.")
@@ -428,7 +428,8 @@ class OptimConfig:
         needs="optim.precision=fp16")
     initial_loss_scale: float = field(65536.0, "First adaptive loss scale.", gt=0, needs=_ADAPTIVE)
     min_loss_scale: float = field(1.0, "Smallest adaptive loss scale.", gt=0, needs=_ADAPTIVE)
-    loss_scale_window: int = field(1000, "The scale doubles after so many good steps in a row.", ge=1, needs=_ADAPTIVE)
+    loss_scale_window: int = field(1000,
+        "Steps in a row without overflow after which the scale doubles.", ge=1, needs=_ADAPTIVE)
     hysteresis: int = field(2, "Overflows before the scale is halved; only a doubling restores them.", ge=1,
         needs=_ADAPTIVE)
     fp8: str = field("none",
@@ -446,7 +447,7 @@ class OptimConfig:
     fp8_margin: int = field(0, "`delayed` scales lower by so many powers of two.", ge=0, le=64, needs=_DELAYED)
     gradient_accumulation_fusion: bool = field(True, "Linear layers' backward adds weight gradients into main_grad.")
     data_parallel: str = field("bucketed",
-        "`bucketed` (gradient buffers cut into buckets that are reduced behind the backward) or `naive` (one buffer, "
+        "`bucketed` (gradient buffers cut into buckets that are reduced during the backward) or `naive` (one buffer, "
         "reduced at the end: the twin that teaches and checks).", choices="bucketed naive")
     bucket_size: int | None = field(None,
         "Elements after which a bucket is closed; None is max(40,000,000, 1,000,000 x dp). Without overlap all is one.",
@@ -462,10 +463,12 @@ class OptimConfig:
         "Divide the summed gradient once by the global batch's tokens; False: each microbatch's loss is its own mean.")
     distributed_optimizer: bool = field(False, "Shard optimizer state over dp ranks (ZeRO-1, arXiv 1910.02054).",
         aliases="use_distributed_optimizer", needs="optim.data_parallel=bucketed")
-    overlap_param_gather: bool = field(False, "Gather parameters behind the next forward, bucket by bucket.",
+    overlap_param_gather: bool = field(False,
+        "Overlap the gathering of parameters with the next forward, bucket by bucket.",
         needs="optim.distributed_optimizer=true")
     num_distributed_optimizer_instances: int = field(1,
-        "Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across.",
+        "Number of groups into which data-parallel ranks are cut: reduce-scatter and shards within a group, all-reduce "
+        "across.",
         ge=1, needs="optim.distributed_optimizer=true")
     check_for_nan_in_grad: bool = field(True,
         "Name the parameter and the rank where a gradient of a skipped step is not finite.",

@@ -87,7 +87,7 @@ def launchers_numbers() -> tuple[int, int, int]:
         rank, world_size, local_rank = map(int, numbers)
         if 0 <= local_rank <= rank < world_size and address and 0 < int(port) < 1 << 16:
             return rank, world_size, local_rank
-    raise launch_refused("RANK, WORLD_SIZE and the like have values that no launcher sets")
+    raise launch_refused("RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR or MASTER_PORT has a value that no launcher sets")
 
 
 def launch_refused(problem: str) -> ConfigError:
@@ -159,7 +159,7 @@ def choose_device(device: str, rank: int, local_rank: int) -> torch.device:
     index = rank % count
     if index != local_rank % count:
         raise ValueError(
-            f"rank {rank} would use GPU {index} (rank % {count} GPUs), but LOCAL_RANK={local_rank} stands for GPU "
+            f"rank {rank} would use GPU {index} (rank % {count} GPUs), but LOCAL_RANK={local_rank} means GPU "
             f"{local_rank % count}: start the same number of ranks on every machine, a multiple or a divisor of {count}"
         )
     return torch.device("cuda", index)

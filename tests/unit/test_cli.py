@@ -232,8 +232,8 @@ def test_a_bool_refuses_other_words_by_its_own_name(word: str) -> None:
         ("--num-layers-per-virtual-pipeline-stage", "set parallel.vpp, the virtual stages of a rank, to layers / (pp"),
         ("--decoder-first-pipeline-num-layers", "set parallel.pipeline_layout, which gives the layers of every stage"),
         ("--decoder-last-pipeline-num-layers", 'as in "E ttt | ttt | t L" for a last stage of one layer'),
-        ("--account-for-embedding-in-pipeline-split", 'as in "E t | tt | tt L", one layer less beside the embedding'),
-        ("--account-for-loss-in-pipeline-split", 'as in "E tt | tt | t L", one layer less beside the loss'),
+        ("--account-for-embedding-in-pipeline-split", 'as in "E t | tt | tt L", one layer fewer by the embedding'),
+        ("--account-for-loss-in-pipeline-split", 'as in "E tt | tt | t L", one layer fewer by the loss'),
     ],
 )
 def test_megatrons_other_ways_to_divide_layers_lead_to_ours(option: str, advice: str) -> None:

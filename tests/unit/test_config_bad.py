@@ -143,7 +143,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"overlap_p2p_comm": True, "batch_p2p_comm": True, "pp": 2, "vpp": 2}, None, "schedule.overlap_p2p_comm",
      "schedule.batch_p2p_comm to false"),
     *[({"pp": 2, "variable_seq_lengths": True, "batch_p2p_comm": batched}, None, "schedule.batch_p2p_comm",
-       "no effect with schedule.variable_seq_lengths = true, where sizes go ahead of every tensor, so nothing is one")
+       "no effect with schedule.variable_seq_lengths = true, where sizes are sent before every tensor, so nothing")
       for batched in (True, False)],
     *[({name: value}, None, f"schedule.{name}", "no effect with parallel.pp = 1") for name, value in (
         ("batch_p2p_comm", True), ("batch_p2p_comm", False), ("deallocate_pipeline_outputs", False))],
@@ -218,7 +218,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**GROUPS, "num_groups": 3}, None, "moe.num_groups", "divide moe.num_experts = 8; choose 1, 2, 4 or 8"),
     ({**GROUPS, "group_topk": 5}, None, "moe.group_topk", "at most moe.num_groups = 4; choose fewer"),
     ({**GROUPS, "top_k": 3}, None, "moe.group_topk", "must divide moe.top_k = 3, as a group is judged by its best"),
-    ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts hold 4, and moe.top_k = 6; raise it, or"),
+    ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts hold only 4, and moe.top_k = 6; raise it, or"),
     *[({**MOE, "load_balancing": kind}, None, "moe.load_balancing", "set moe.aux_loss_coeff above 0, as in 0.01")
       for kind in ("seq_aux_loss", "global_aux_loss")],
     *[({**MOE, "load_balancing": kind, "aux_loss_coeff": 0.1}, None, "moe.aux_loss_coeff",
@@ -258,7 +258,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"cuda_graph_modules": ["attn"]}, None, "graph.cuda_graph_modules", "nothing is captured"),
     ({"cuda_graph_modules": ["attention"]}, None, "graph.cuda_graph_modules", 'did you mean "attn"?'),
     ({"cuda_graph_modules": ["attn", "attn"]}, None, "graph.cuda_graph_modules", "names a part twice"),
-    ({"cuda_graph_modules": ["attn", "full_iteration"]}, None, "graph.cuda_graph_modules", "stands alone"),
+    ({"cuda_graph_modules": ["attn", "full_iteration"]}, None, "graph.cuda_graph_modules", "it must be the only name"),
     ({"cuda_graph_modules": ["moe", "moe_router"]}, None, "graph.cuda_graph_modules", "moe contains moe_router"),
     ({"cuda_graph_modules": ["moe_preprocess"]}, None, "graph.cuda_graph_modules", "add moe_router"),
     # sequence and context parallelism, recomputation

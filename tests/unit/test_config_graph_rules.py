@@ -25,7 +25,11 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     (GRAPH, ["full_iteration"], ""),
     ({**GRAPH, "pp": 4}, ["attn"], ""),
     ({**GRAPH, "pp": 4}, ["full_iteration"], "hold messages between parallel.pp = 4 stages"),
-    ({"cuda_graph_impl": "transformer_engine"}, ["full_iteration"], "which captures layer by layer; set graph.cuda_"),
+    (
+        {"cuda_graph_impl": "transformer_engine"},
+        ["full_iteration"],
+        "because it captures layer by layer; set graph.cuda_",
+    ),
     (
         GRAPH,
         ["experts"],

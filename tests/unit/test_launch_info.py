@@ -52,7 +52,7 @@ def test_device_is_rank_modulo_count(gpus, rank, count, index):
 def test_device_is_held_against_the_local_rank(gpus):
     gpus(4)
     assert choose_device("auto", 9, 1) == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match=r"rank 3 would use GPU 3 .* LOCAL_RANK=0 stands for GPU 0"):
+    with pytest.raises(ValueError, match=r"rank 3 would use GPU 3 .* LOCAL_RANK=0 means GPU 0"):
         choose_device("auto", 3, 0)
 
 

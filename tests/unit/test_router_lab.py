@@ -270,7 +270,7 @@ def test_a_policy_that_cannot_be_is_left_out_and_said_to_be() -> None:
     policies = {"plain": {"top_k": 2}, "limited": {"top_k": 2, "num_groups": 2, "group_topk": 1}}
     top_k, picture, words = explore_policies(HAND, policies, hidden=8).children
     top_k.value = 3
-    assert words.value.startswith("<b>left out: policy &#x27;limited&#x27;: moe.group_topk = 1: so many groups of 2 ")
+    assert words.value.startswith("<b>left out: policy &#x27;limited&#x27;: moe.group_topk = 1: this many groups of 2 ")
     assert "mean: plain 1.33;" in words.value  # six tokens, 18 choices over 4 experts: expert 0 takes all 6
     before = picture.value
     top_k.value = 2
