@@ -218,7 +218,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**GROUPS, "num_groups": 3}, None, "moe.num_groups", "divide moe.num_experts = 8; choose 1, 2, 4 or 8"),
     ({**GROUPS, "group_topk": 5}, None, "moe.group_topk", "at most moe.num_groups = 4; choose fewer"),
     ({**GROUPS, "top_k": 3}, None, "moe.group_topk", "must divide moe.top_k = 3, as a group is judged by its best"),
-    ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts hold only 4, and moe.top_k = 6; raise it, or"),
+    ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts hold only 4, and moe.top_k = 6; raise it"),
     *[({**MOE, "load_balancing": kind}, None, "moe.load_balancing", "set moe.aux_loss_coeff above 0, as in 0.01")
       for kind in ("seq_aux_loss", "global_aux_loss")],
     *[({**MOE, "load_balancing": kind, "aux_loss_coeff": 0.1}, None, "moe.aux_loss_coeff",
