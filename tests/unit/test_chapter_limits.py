@@ -1,4 +1,4 @@
-"""What every chapter has: cells that fit on a screen, exercises with hints, a map of names, a teacher's page.
+"""What every chapter has: exercises with hints, a map of names, a teacher's page.
 
 They hold for what a student reads; solutions are left out.
 """
@@ -15,8 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 
-MOST = {"lines": 14}
-"""Lines of the longest code cell."""
 LEAST = {"exercises": 3, "hints": 3, "map": 3, "page": 1}
 """Exercises, hints of the exercise with the fewest, rows of the name map, pages in docs/teaching."""
 
@@ -54,10 +52,8 @@ def name_map(cells: list[dict[str, Any]]) -> list[tuple[list[str], list[str]]]:
 def measured(chapter: Path) -> dict[str, int]:
     """Every number that a limit speaks of."""
     cells = read_cells(chapter)
-    code = [source(cell) for cell in cells if cell["cell_type"] == "code"]
     hints = hints_by_exercise(cells)
     return {
-        "lines": max(len(each.splitlines()) for each in code),
         "exercises": len(hints),
         "hints": min(hints, default=0),
         "map": len(name_map(cells)),
@@ -66,8 +62,7 @@ def measured(chapter: Path) -> dict[str, int]:
 
 
 def broken(numbers: dict[str, int]) -> dict[str, int]:
-    over = {what: numbers[what] for what, most in MOST.items() if numbers[what] > most}
-    return over | {what: numbers[what] for what, least in LEAST.items() if numbers[what] < least}
+    return {what: numbers[what] for what, least in LEAST.items() if numbers[what] < least}
 
 
 @each_chapter
@@ -102,6 +97,5 @@ def test_a_file_that_does_not_define_a_name_is_noticed() -> None:
 
 
 def test_a_broken_limit_is_noticed() -> None:
-    fine = {**MOST, **LEAST}
-    assert broken(fine) == {}
-    assert broken({**fine, "lines": 15, "exercises": 2}) == {"lines": 15, "exercises": 2}
+    assert broken(LEAST) == {}
+    assert broken({**LEAST, "exercises": 2}) == {"exercises": 2}

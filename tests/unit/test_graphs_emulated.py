@@ -309,7 +309,8 @@ def test_random_programs_replay_to_the_bit(program: list[tuple[int, int, int]], 
     torch.manual_seed(seed)
     forward.replay()
     backward.replay()
-    assert torch.equal(y, expected) and torch.equal(dx, expected_dx)
+    for made, wanted in ((y, expected), (dx, expected_dx)):  # a program may overflow, and its gradient is then NaN
+        torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- state ----
