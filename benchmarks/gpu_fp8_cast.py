@@ -22,7 +22,7 @@ from torch import Tensor
 
 from labkit.fp8 import operands as fp8_operands
 from labkit.fp8.casting import E4M3
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 
 SIZES = {
     "input of a layer at h4096, s2048 b8": (16384, 4096),

@@ -23,7 +23,7 @@ from harness import Comparison
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
 from labkit.graphs import make_graphed_callables, plan_buffers
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.parallel import single_process_groups, token_ids_checked_late

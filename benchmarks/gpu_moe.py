@@ -15,7 +15,7 @@ from gpu_steps import DEVICE, ON_DEVICE, Step, rates, timed
 from harness import Comparison
 from torch import Tensor, nn
 
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.moe.experts import StackedLinear
 from labkit.moe.grouped_gemm import Segments
 from labkit.parallel import single_process_groups

@@ -28,7 +28,7 @@ from torch.autograd import Function
 
 from labkit import plan
 from labkit.config import ModelConfig, MoEConfig
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.moe.experts import GroupedExperts
 from labkit.moe.grouped_gemm import Segments
 from labkit.moe.layer import MoELayer

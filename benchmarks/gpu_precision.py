@@ -17,7 +17,7 @@ from harness import Comparison
 from labkit import plan
 from labkit.config import ModelConfig, OptimConfig
 from labkit.fp8 import Float8Recipe
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.models.recomputation import Recomputation
 from labkit.parallel import single_process_groups
 from labkit.plan.activations import Share, layers_activation_bytes

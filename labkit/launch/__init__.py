@@ -15,6 +15,7 @@
 | `failure_report` | puts a failure into words                                                          |
 | `processes`      | ends processes together, and reads their state from the system                     |
 | `folders`        | makes private folders that do not outlive their process                            |
+| `machine`        | counts cores and open files; `available_memory` has the memory that is left        |
 
 No module imports torch in the process that calls `run`.
 """

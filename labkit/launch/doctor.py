@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
+from labkit.launch.available_memory import host_memory
 from labkit.launch.info import CONNECTIONS, loopback_interface, loopback_problem
-from labkit.launch.machine import FILES_PER_RANK, host_memory, usable_cores, why_no_transformer_engine
+from labkit.launch.machine import FILES_PER_RANK, usable_cores
+from labkit.launch.transformer_engine import why_no_transformer_engine
 
 Level = Literal["good", "note", "bad"]
 _GIB = 1 << 30

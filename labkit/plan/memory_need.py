@@ -11,7 +11,7 @@ from typing import Literal
 
 from labkit.comm.rank_generator import rank_generators
 from labkit.config import RunConfig
-from labkit.launch.machine import GIB
+from labkit.launch.available_memory import GIB
 from labkit.plan.memory import RankMemory, checkpoint_bytes, rank_memory
 from labkit.schedules import Schedule
 

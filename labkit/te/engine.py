@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from labkit.comm.groups import ParallelGroups
 from labkit.fp8.recipe import Float8Recipe
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.layers import Precision
 from labkit.parallel.random import RngTracker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from labkit.config import RunConfig
 from labkit.launch import info
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 
 
 def machine_problems(config: RunConfig, world_size: int, device: str) -> list[str]:

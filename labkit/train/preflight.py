@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import shown
-from labkit.launch import info, machine
+from labkit.launch import available_memory, info
 from labkit.launch.launcher import MOST_RANKS
 from labkit.plan.memory import RankMemory, rank_memory
 from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES, host_copies, rank_memories, shortage
@@ -82,13 +82,13 @@ def memory_problem(
     if config.train.allow_oversubscription or info.under_torchrun() or world_size > MOST_RANKS:
         return ""
     schedule, kind = schedule or configured_schedule(config, world_size), info.device_kind(device)
-    ranks, host = rank_memories(config, world_size, schedule, kind), machine.host_memory()
+    ranks, host = rank_memories(config, world_size, schedule, kind), available_memory.host_memory()
     saves = saves_into(config) is not None
     in_host = ranks if kind == "cpu" else host_copies(config, world_size, schedule, saves=saves)
     found = shortage(config, in_host, TORCH_BYTES, host.available, host.words)
     if kind == "cpu":
         return found
-    free = machine.free_gpu_memory()
+    free = available_memory.free_gpu_memory()
     for gpu, available in enumerate(free):
         if on_gpu := ranks[gpu :: len(free)]:  # rank r is on GPU r % count
             found = found or shortage(config, on_gpu, CUDA_BYTES, available, f"GPU {gpu}")
@@ -131,7 +131,7 @@ def _memory_here(device: torch.device) -> tuple[tuple[str, str], int]:
     """Return ((host name, its memory or GPU), bytes available there). Each container has its own host name."""
     host = socket.gethostname()
     if device.type != "cuda":
-        memory = machine.host_memory()
+        memory = available_memory.host_memory()
         return (host, memory.words), memory.available
     import torch
 

@@ -9,7 +9,7 @@ import torch
 
 from labkit.config import ModelConfig, ParallelConfig
 from labkit.launch import run
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.models.core_attention import CoreAttention
 from labkit.parallel import initialize_model_parallel, zigzag_split
 

@@ -14,7 +14,7 @@ from graph_rules import FAILS_CAPTURE, Body, Machine, stack
 from graph_rules_numbers import *  # noqa: F403
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.random import RngTracker
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import run
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.grouped_gemm import Segments, grouped_weight_gradient
 from labkit.moe.layer import MoELayer

@@ -15,7 +15,7 @@ from labkit.fp8 import Float8Recipe, Float8Spec
 from labkit.fp8.casting import E4M3, E5M2
 from labkit.fp8.gemms import product, scaled_product
 from labkit.launch import run
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
 from labkit.parallel.parameters.parameter_record import weight_gradient

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from labkit.launch import info, machine
-from labkit.launch.machine import GIB, Memory, crowding, free_gpu_memory, host_memory
+from labkit.launch.available_memory import GIB, Memory, free_gpu_memory, host_memory
+from labkit.launch.machine import crowding
 
 NONE_V1 = 9223372036854771712
 """What version 1 writes where there is no limit: 2^63 rounded down to a page."""

@@ -12,9 +12,9 @@ import torch
 
 from labkit.cli import main
 from labkit.config import ConfigError, presets
-from labkit.launch import Ranks, forkserver, machine, run
+from labkit.launch import Ranks, available_memory, forkserver, machine, run
 from labkit.launch import rank_pool as pool
-from labkit.launch.machine import GIB, Memory
+from labkit.launch.available_memory import GIB, Memory
 from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES
 from labkit.schedules import gpipe
 from labkit.train import compare, pretrain
@@ -35,7 +35,7 @@ ASYNCHRONOUS = {"checkpoint.dir": "saved", "checkpoint.asynchronous": True}
 
 
 def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(machine, "host_memory", lambda: Memory(size, size, False))
+    monkeypatch.setattr(available_memory, "host_memory", lambda: Memory(size, size, False))
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -92,7 +92,7 @@ def test_the_copy_of_an_asynchronous_save_is_in_the_sum(monkeypatch: pytest.Monk
     copy = f"checkpoint {12 * parameters / GIB:.1f}, "
     assert "checkpoint" not in memory_problem(config, 1, "cpu").partition(";")[0]
     assert copy in memory_problem(config.override(ASYNCHRONOUS), 1, "cpu")
-    monkeypatch.setattr(machine, "free_gpu_memory", lambda: [80 * GIB])
+    monkeypatch.setattr(available_memory, "free_gpu_memory", lambda: [80 * GIB])
     assert copy in memory_problem(config, 1, "cuda")
 
 
@@ -101,9 +101,9 @@ def test_ranks_that_share_a_gpu_are_summed_there(monkeypatch: pytest.MonkeyPatch
     available(monkeypatch, 24 * GIB)
     tiny, small = presets.tiny(), 20 << 20
     for free, fits in (([3 * (CUDA_BYTES + small)], False), ([4 * (CUDA_BYTES + small)], True), ([], True)):
-        monkeypatch.setattr(machine, "free_gpu_memory", lambda free=free: free)
+        monkeypatch.setattr(available_memory, "free_gpu_memory", lambda free=free: free)
         assert (memory_problem(tiny, 4, "cuda") == "") == fits
-    monkeypatch.setattr(machine, "free_gpu_memory", lambda: [10 * GIB, CUDA_BYTES])
+    monkeypatch.setattr(available_memory, "free_gpu_memory", lambda: [10 * GIB, CUDA_BYTES])
     assert "2 ranks need" in memory_problem(tiny, 4, "cuda") and "; GPU 1 has 0.5 GiB" in memory_problem(
         tiny, 4, "cuda"
     )

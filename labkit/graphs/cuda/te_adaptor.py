@@ -38,7 +38,7 @@ from labkit.graphs.cuda.local_backend import explained, reset_before_leaving, st
 from labkit.graphs.graphed_callable import GraphedCallable
 from labkit.graphs.planned_captures import Place
 from labkit.graphs.static_inputs import Arguments
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.random import RngTracker
 
 OLDER_NAMES = {
