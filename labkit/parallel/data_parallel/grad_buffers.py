@@ -75,7 +75,8 @@ class Reduction:
             return
         part = own_part(data, self.within)
         yield reduce_scatter_async(data, self.within, op=self.op, out=part)
-        yield all_reduce_async(part, self.across, self.op)
+        if self.across.size > 1:
+            yield all_reduce_async(part, self.across, self.op)
         if not self.scatter:
             yield all_gather_async(part, self.within, out=data)
 
