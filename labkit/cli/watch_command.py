@@ -237,7 +237,7 @@ def _can_write(text: str) -> bool:
 COMMAND = Command(
     name="watch",
     summary="Show live or finished runs from the files in their folders: state, last step, a plot of the loss. On a "
-    "terminal this is drawn anew until the runs are over; Ctrl-C ends it. A folder of such folders stands for all.",
+    "terminal this is drawn anew until the runs are over; Ctrl-C ends it. Pass a parent folder to see every run in it.",
     options=(
         Option("interval", "float", "seconds from one picture to the next", 2.0, ge=0.1, le=3600),
         Option("once", "bool", "show the runs once and end, as a file or pipe gets them", False),
