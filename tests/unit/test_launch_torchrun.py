@@ -46,7 +46,7 @@ def test_another_world_size_is_refused_by_run_and_ranks(under_torchrun):
 )
 def test_values_that_no_launcher_sets_are_named(under_torchrun, monkeypatch, left):
     monkeypatch.setenv(*left.split("="))
-    with pytest.raises(ConfigError, match=rf"values that no launcher sets.*{left}"):
+    with pytest.raises(ConfigError, match=rf"value that no launcher sets.*{left}"):
         run(len, 2, "x")
 
 
