@@ -1,4 +1,4 @@
-"""Cleaning of documents before they are tokenised; the rules of arXiv 1909.08053, section 4.1.
+"""Clean documents before they are tokenised, by the rules of arXiv 1909.08053, section 4.1.
 
 1. Newlines: a single one inside a paragraph becomes a blank; empty lines stay.
 2. Short documents: fewer than 128 tokens are left out.
@@ -7,7 +7,7 @@
 
 The similarity of two documents is that of their sets of 5-grams of words, without case and punctuation. MinHash and
 locality-sensitive hashing (the package datasketch) find candidates; the exact similarity of the sets decides. So LSH
-can miss a pair, and never invents one. At similarity 0.7 the 25 bands of 5 rows miss 1 pair in 100:
+can miss a pair but never invents one. At similarity 0.7 the 25 bands of 5 rows miss 1 pair in 100:
 (1 - 0.7^5)^25 = 0.01.
 
 The report also counts the 8-grams of the test sets that the kept documents contain: the paper's measure of leakage.
@@ -33,12 +33,12 @@ from labkit.data.text import load_tokenizer
 from labkit.output_files import naming
 
 SHINGLE, OVERLAP = 5, 8
-"""Words of an n-gram for similarity, and for the overlap with test sets."""
+"""Words in an n-gram: for the similarity, and for the overlap with the test sets."""
 BANDS, ROWS = 25, 5
 _WORD = re.compile(r"\w+")
 _SINGLE_NEWLINE = re.compile(r"(?<=\S)[ \t]*\r?\n[ \t]*(?=\S)")
 _FACTOR = 0x9E3779B97F4A7C15
-"""An odd number: n-grams are polynomials of their words' hashes in it, modulo 2^64."""
+"""An odd number. The hash of an n-gram is a polynomial in it, modulo 2^64, with the words' hashes as coefficients."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Rules:
     """The steps of a cleaning; each has a value that leaves it out."""
 
     key: str = "text"
-    """Key or column of the text."""
+    """JSON key or Parquet column of the text."""
     tokenizer: str | None = None
-    """Counts the tokens of a document, see `load_tokenizer`."""
+    """File of the tokenizer that counts the tokens of a document (`load_tokenizer`); None is the bundled one."""
     min_tokens: int = 128
-    """Fewest tokens of a document; 0 keeps all."""
+    """Fewest tokens of a document that is kept; 0 keeps all."""
     jaccard: float = 0.7
-    """Similarity from which on two documents are the same; 1 leaves out equal ones alone."""
+    """Documents with this similarity or more count as the same; at 1 only those with equal sets of n-grams do."""
     repair_newlines: bool = True
     """Join the lines of a paragraph."""
 
@@ -64,7 +64,7 @@ class Report:
     read: int = 0
     short: int = 0
     evaluation: int = 0
-    """Documents of the test sets, or near-duplicates of them."""
+    """Documents left out because a test set has them or a near-duplicate of them."""
     duplicates: int = 0
     kept: int = 0
     test_ngrams: int = 0
@@ -72,11 +72,11 @@ class Report:
     overlapping: int = 0
     """8-grams of test documents that occur in a kept document."""
     removed: list[tuple[int, str]] = field(default_factory=list, repr=False)
-    """Number of each document that was left out, from 0, and why: `short`, `evaluation` or `duplicate`."""
+    """Each document that was left out: its number, counted from 0, and why (`short`, `evaluation`, `duplicate`)."""
 
 
 def ngrams(text: str, n: int) -> np.ndarray:
-    """Hashes of the n-grams of a text's words, uint64, in their order; a shorter text is one n-gram."""
+    """Return the hashes of the n-grams of a text's words, uint64, in order; a text of fewer words is one n-gram."""
     words = [xxhash.xxh3_64_intdigest(word.encode()) for word in _WORD.findall(text.lower())]
     hashes = np.array(words, dtype=np.uint64)
     n = max(1, min(n, len(hashes)))
@@ -88,13 +88,13 @@ def ngrams(text: str, n: int) -> np.ndarray:
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Intersection over union of two sorted arrays without repetition; 0 for two empty ones."""
+    """Return the intersection over the union of two sorted arrays without repetitions; 0 if both are empty."""
     both = len(np.intersect1d(a, b, assume_unique=True))
     return both / max(1, len(a) + len(b) - both)
 
 
 class Similar:
-    """Documents seen so far, and the search for one that is similar to another."""
+    """The documents seen so far, and a search among them for one that is similar to a new one."""
 
     def __init__(self, threshold: float) -> None:
         """Raises ModuleNotFoundError without datasketch."""
@@ -109,20 +109,20 @@ class Similar:
         self._sets: list[np.ndarray] = []
 
     def of(self, text: str) -> tuple[np.ndarray, Any]:
-        """The set of n-grams of a text, sorted, and its MinHash."""
+        """Return the sorted set of a text's n-grams, and its MinHash."""
         shingles, sketch = np.unique(ngrams(text, SHINGLE)), self._sketch()
         if len(shingles):
             sketch.update_batch((shingles & np.uint64(0xFFFFFFFF)).tolist())
         return shingles, sketch
 
     def find(self, document: tuple[np.ndarray, Any]) -> int | None:
-        """Number of the first document added that is similar enough; None where LSH finds none."""
+        """Return the number of the first added document that is similar enough; None if LSH finds none."""
         shingles, sketch = document
         candidates = sorted(self._index.query(sketch))
         return next((one for one in candidates if jaccard(shingles, self._sets[one]) >= self.threshold), None)
 
     def add(self, document: tuple[np.ndarray, Any]) -> None:
-        """Remember a document under the next number, from 0."""
+        """Remember a document under the next number; the first is 0."""
         shingles, sketch = document
         self._index.insert(len(self._sets), sketch, check_duplication=False)
         self._sets.append(shingles)
@@ -132,9 +132,9 @@ class Similar:
 
 
 class TestNgrams:
-    """The 8-grams of the test sets, and which of them were met."""
+    """The 8-grams of the test sets, and which of them the kept documents contain."""
 
-    __test__ = False  # no class of tests
+    __test__ = False  # pytest would collect it because of its name
 
     def __init__(self, texts: Sequence[str]) -> None:
         parts = [ngrams(text, OVERLAP) for text in texts]
@@ -150,12 +150,13 @@ class TestNgrams:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(8-grams of the test documents, those that were met), each as often as the test documents have it."""
+        """8-grams of the test documents, and those of them that were met, counted as often as the test documents have
+        them."""
         return int(self._counts.sum()), int(self._counts[self._met].sum())
 
 
 def repaired(text: str) -> str:
-    """The text with each paragraph on one line."""
+    """Return the text with each paragraph on one line."""
     return _SINGLE_NEWLINE.sub(" ", text)
 
 
@@ -168,13 +169,13 @@ def clean(
     overwrite: bool = False,
     progress: Callable[[int], object] = lambda size: None,
 ) -> Report:
-    """Write the documents of `paths` that pass all rules to `target`, one JSON object a line, and return the counts.
+    """Write the documents of `paths` that pass all rules to `target`, one JSON object per line, and return the counts.
 
     tests: files of documents on which a model will be evaluated.
 
     Raises:
         DocumentError: a file cannot be read.
-        FileExistsError, FileNotFoundError: as `output_file`, for `target`.
+        FileExistsError, FileNotFoundError: see `output_file`, which is called for `target`.
         ModuleNotFoundError: datasketch is not installed.
     """
     rules, target = rules or Rules(), output_file(target, overwrite=overwrite)
@@ -196,7 +197,7 @@ def clean(
 
 
 def _texts(path: str | Path, rules: Rules) -> Iterator[tuple[str, int]]:
-    """Each text of a file and the bytes that are done with it."""
+    """Yield each text of a file, and the bytes of the file that are finished with it."""
     for piece in pieces_of(path, rules.key):
         texts = piece.texts(rules.key)
         for number, text in enumerate(texts):
@@ -204,7 +205,7 @@ def _texts(path: str | Path, rules: Rules) -> Iterator[tuple[str, int]]:
 
 
 class Cleaner:
-    """Applies the rules to one document after the other."""
+    """Applies the rules to one document after another."""
 
     def __init__(self, rules: Rules, tests: Sequence[str]) -> None:
         """tests: texts of the evaluation documents."""
@@ -216,7 +217,7 @@ class Cleaner:
             self._seen.add(self._seen.of(text))
 
     def __call__(self, text: str) -> str | None:
-        """The repaired text, or None for a document that is left out."""
+        """Return the repaired text, or None if the document is left out."""
         number, self.report.read = self.report.read, self.report.read + 1
         text = repaired(text) if self.rules.repair_newlines else text
         if self._is_short(text):
@@ -241,6 +242,6 @@ class Cleaner:
         return len(self._tokenizer.encode(text).ids) < self.rules.min_tokens
 
     def finished(self) -> Report:
-        """The counts, with the overlap."""
+        """Return the counts, including the overlap with the test sets."""
         self.report.test_ngrams, self.report.overlapping = self._ngrams.counts
         return self.report

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def build_datasets(config: RunConfig) -> tuple[Any, Any, Any]:
-    """Train, validation and test split of the configured text.
+    """Return the training, validation and test split of the configured text.
 
     Raises:
-        FileNotFoundError, ValueError: a text, tokenizer or split that the family cannot train on.
+        FileNotFoundError, ValueError: the family cannot train on the text, the tokenizer or a split.
     """
     return resolve_name(FAMILIES[config.model.family].datasets)(config)

@@ -1,11 +1,11 @@
-"""Documents in files: plain text, JSON lines and Parquet, cut into pieces that processes tokenise side by side.
+"""Documents in files: plain text, JSON lines and Parquet, cut into pieces that processes tokenise in parallel.
 
     .txt                 one document, the whole file, UTF-8, with or without a byte order mark
-    .jsonl, .json        one JSON object a line; the text is the value of a key
-    .parquet             one document a row; the text is a column (needs the package pyarrow)
+    .jsonl, .json        one JSON object per line; the text is the value of a key
+    .parquet             one document per row; the text is a column (needs the package pyarrow)
 
 A `Piece` is about a megabyte of one file. Reading a file into pieces is cheap; `texts` decodes a piece, in the process
-that tokenises it. Each mistake in a file is named with the file and the line.
+that tokenises it. An error names the file and the line of the mistake.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOCUMENT_END = re.compile(r"\n\s*\n(?=\S)")
 
 
 class DocumentError(ValueError):
-    """A file of documents cannot be read; the message names the file, the place and the way out."""
+    """A file of documents cannot be read; the message names the file and the place, and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Piece:
     first: int
     """Number of the first line or row, from 1."""
     items: tuple[bytes | str, ...]
-    """A whole text, lines of JSON, or texts of rows."""
+    """One whole text, lines of JSON, or the texts of rows."""
     size: int
-    """Bytes of the file that this piece stands for."""
+    """Bytes of the file that this piece covers."""
 
     def texts(self, key: str) -> list[str]:
-        """Texts of the documents; blank lines are none.
+        """Return the texts of the documents; a blank line is not one.
 
         Raises:
-            DocumentError: a line is not UTF-8 or not JSON, or has no text under `key`, or half a surrogate pair.
+            DocumentError: a line is not UTF-8 or not JSON, has no text under `key`, or has half a surrogate pair in it.
         """
         if Path(self.path).suffix in (".jsonl", ".json"):
             numbered = enumerate(self.items, self.first)
@@ -79,11 +79,11 @@ class Piece:
 
 
 def pieces_of(path: str | Path, key: str) -> Iterator[Piece]:
-    """Pieces of one file.
+    """Yield the pieces of one file.
 
     Raises:
         DocumentError: the file is missing, of another kind, or damaged.
-        ModuleNotFoundError: a Parquet file without pyarrow.
+        ModuleNotFoundError: the file is Parquet, and pyarrow is not installed.
     """
     path = _sound(path)
     if path.suffix == ".txt":
@@ -96,7 +96,7 @@ def pieces_of(path: str | Path, key: str) -> Iterator[Piece]:
 
 
 def _sound(path: str | Path) -> Path:
-    """The path of a file that is there, with one of `ENDINGS`."""
+    """Return the path if the file exists and its name has one of `ENDINGS`."""
     path = Path(path)
     if not path.is_file():
         raise DocumentError(f"{path}: {no_file(path)}; labkit reads {', '.join(ENDINGS)}")
@@ -142,20 +142,20 @@ def _rows(path: Path, key: str) -> Iterator[Piece]:
 
 
 def total_bytes(paths: Sequence[str | Path]) -> int:
-    """Bytes of all files, for a progress bar. Raises DocumentError as `pieces_of` for a missing one or another kind."""
+    """Return the bytes of all files, for a progress bar. Raises DocumentError if one is missing or of another kind."""
     return sum(_sound(path).stat().st_size for path in paths)
 
 
 def sentences_of(text: str) -> list[str]:
-    """Sentences of a text: cut behind `.`, `!` or `?` before a capital or digit, and at empty lines."""
+    """Return the sentences of a text, cut after `.`, `!` or `?` before a capital or digit, and at empty lines."""
     parts = (text[start:end].strip() for start, end in pairwise([0, *_sentence_ends(text), len(text)]))
     return [part for part in parts if part]
 
 
 def borders_of(text: str) -> tuple[list[int], list[int]]:
-    """Ends of the sentences of a text, and of its documents: places between two characters, without its own ends.
+    """Return where the sentences of a text end, and where its documents end: places between two of its characters.
 
-    A document begins at a line without indentation behind an empty line.
+    A document begins at a line without indentation after an empty line.
     """
     return _sentence_ends(text), [match.start() for match in _DOCUMENT_END.finditer(text)]
 

@@ -1,7 +1,8 @@
 """Samples of a token stream for GPT, and the batches of every family: the same global batch in every layout.
 
-A sample is `seq_length + 1` tokens: inputs are its first `s`, labels its last `s`. Samples of a dataset overlap by that
-one token: every token but the first is a label once an epoch. Megatron-LM's GPTDataset does the same with one document.
+A sample is s + 1 tokens, where s is `seq_length`: its first s are the inputs, its last s the labels. A sample begins
+with the last token of the one before it, so every token of the samples but the first is a label once per epoch.
+Megatron-LM's GPTDataset does the same with one document.
 
 One rule gives every layout the same global batch. With `m` = micro_batch_size, `g` = global_batch_size and
 `M` = g / (m dp) microbatches on a rank:
@@ -9,9 +10,9 @@ One rule gives every layout the same global batch. With `m` = micro_batch_size, 
     step k consumes samples k g ... (k + 1) g - 1 of the dataset's order;
     sample k g + (j dp + d) m + b is row b of microbatch j on data-parallel rank d.
 
-So the i-th run of m samples of a global batch is always one microbatch. On one process it is microbatch i, on dp ranks
-microbatch i // dp of rank i % dp. Ranks that differ in tp, cp or pp read the same microbatches; of them a rank of cp
-keeps the positions that are its own.
+So the i-th run of m samples of a global batch is always one microbatch: in a single process it is microbatch i, and on
+dp ranks it is microbatch i // dp of rank i % dp. Ranks that differ in tp, cp or pp read the same microbatches, but
+under context parallelism each rank keeps only its own positions of them.
 
 Shapes: B micro batch, S sequence (this rank's part of it under context parallelism).
 """
@@ -47,11 +48,11 @@ class Samples(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Number of samples; 0 for a split that is not to be read."""
+        """Return the number of samples; 0 for a split that the run does not read."""
         ...
 
     def ordered(self, position: int) -> np.ndarray:
-        """Sample `position` of the run, `seq_length + 1` ids, int64; positions have no end."""
+        """Return sample `position` of the run, `seq_length + 1` ids, int64; every position from 0 on has one."""
         ...
 
 
@@ -62,31 +63,32 @@ class GPTDataset:
     tokens: np.ndarray
     """Token ids of this split, one dimension, any integer type."""
     seq_length: int
-    """Inputs of one sample."""
+    """Input tokens of one sample."""
     seed: int = 0
-    """Of the shuffle."""
+    """Seed of the shuffle."""
     shuffle: bool = False
-    """True: each epoch visits the samples in an order of its own."""
+    """Whether each epoch visits the samples in a shuffled order of its own."""
     name: str = "train"
     """Name of this split, for messages."""
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
-    """The epoch asked for last and its order."""
+    """The epoch that was asked for last, and its order."""
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples in one epoch."""
         return max(0, len(self.tokens) - 1) // self.seq_length
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Window `index` of the text, `seq_length + 1` ids, int64."""
+        """Return window `index` of the text, `seq_length + 1` ids, int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of the {self.name} split, which has {len(self)}")
         start = index * self.seq_length
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
 
     def order(self, epoch: int) -> np.ndarray:
-        """The permutation of sample indices that `epoch` visits; depends on seed and epoch alone.
+        """Return the permutation of sample indices that `epoch` visits; it depends on seed and epoch alone.
 
-        Sorted by the raw output of PCG64, which numpy promises never to change, unlike `Generator.permutation`.
+        It sorts by the raw output of PCG64, because numpy promises never to change that, unlike
+        `Generator.permutation`.
         """
         if not self.shuffle:
             return np.arange(len(self))
@@ -94,7 +96,7 @@ class GPTDataset:
         return np.argsort(keys, kind="stable")
 
     def ordered(self, position: int) -> np.ndarray:
-        """Sample `position` of the endless sequence epoch 0, epoch 1, ..."""
+        """Return sample `position` of the endless sequence epoch 0, epoch 1, ..."""
         epoch, place = divmod(position, len(self))
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self.order(epoch))
@@ -102,7 +104,7 @@ class GPTDataset:
 
 
 def check_vocabulary(data: DataConfig, vocab_size: int) -> None:
-    """ValueError where the tokenizer has more tokens than `vocab_size`, or the bundled one has less than half."""
+    """Raise ValueError if the tokenizer has more tokens than `vocab_size`, or the bundled one fewer than half."""
     size = vocabulary_size(data.tokenizer)
     if data.tokenizer is None and vocab_size > 2 * size:
         raise ValueError(
@@ -120,12 +122,12 @@ def check_vocabulary(data: DataConfig, vocab_size: int) -> None:
 
 
 def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
-    """Token ids of the configured text, one dimension.
+    """Return the token ids of the configured text, one dimension.
 
     Raises:
-        FileNotFoundError: text or tokenizer is missing.
-        ValueError: text is not UTF-8, tokenizer is not one, or it has more tokens than `vocab_size`.
-        ModuleNotFoundError: a text of one's own needs the library `tokenizers`.
+        FileNotFoundError: the text or the tokenizer is missing.
+        ValueError: the text is not UTF-8, the tokenizer's file is not one, or `check_vocabulary` rejects its size.
+        ModuleNotFoundError: the text or the tokenizer is not the bundled one, and the library `tokenizers` is missing.
     """
     check_vocabulary(data, vocab_size)
     if data.path is None and data.tokenizer is None:
@@ -135,9 +137,9 @@ def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
 
 
 def build_gpt_datasets(config: RunConfig) -> tuple[Samples, Samples, Samples]:
-    """Train, validation and test split of the configured text, in this order of the text. Train is shuffled.
+    """Return the training, validation and test split, which follow each other in the text. Training is shuffled.
 
-    Indexed datasets (`data.path` with a prefix, `data.blend`) follow Megatron's order: `labkit.data.indexed_gpt`.
+    Indexed datasets (`data.path` with a prefix, `data.blend`) are read in Megatron's order (`labkit.data.indexed_gpt`).
 
     Raises:
         FileNotFoundError, ValueError: see `load_tokens`, `DataConfig.shares` and `IndexedDataset`; also ValueError
@@ -165,8 +167,8 @@ def build_gpt_datasets(config: RunConfig) -> tuple[Samples, Samples, Samples]:
 
 
 def _indexed_splits(config: RunConfig, shares: Sequence[float]) -> tuple[Samples, Samples, Samples]:
-    """The splits of indexed datasets, with as many samples as the run reads; empty where it reads none."""
-    from labkit.data.indexed_gpt import IndexedSource, gpt_part  # a run of a text does without
+    """Return the splits of indexed datasets, with the samples that the run reads; a split that it does not is empty."""
+    from labkit.data.indexed_gpt import IndexedSource, gpt_part  # a run on a plain text does not need it
 
     source = IndexedSource(config, gpt_part(config))
     train, valid, test = (
@@ -179,7 +181,7 @@ def _indexed_splits(config: RunConfig, shares: Sequence[float]) -> tuple[Samples
 
 
 def samples_of_splits(config: RunConfig) -> tuple[int, int, int]:
-    """Samples that a run reads of each split; 0 for a split without a share."""
+    """Return how many samples a run reads of each split; 0 for a split without a share."""
     evaluated = config.train.eval_steps * config.train.global_batch_size
     train = config.data.num_samples or config.train.steps * config.train.global_batch_size
     train, valid, test = (
@@ -189,7 +191,7 @@ def samples_of_splits(config: RunConfig) -> tuple[int, int, int]:
 
 
 def microbatch_positions(config: RunConfig, *, dp: int, dp_rank: int, step: int) -> np.ndarray:
-    """Positions in the dataset's order that one data-parallel rank reads in `step`, shape (microbatches, B).
+    """Return the positions in the dataset's order that one data-parallel rank reads in `step`: (microbatches, B).
 
     Raises:
         ValueError: global_batch_size is not a multiple of micro_batch_size x dp.
@@ -206,13 +208,15 @@ def microbatch_positions(config: RunConfig, *, dp: int, dp_rank: int, step: int)
 def data_iterator(
     dataset: Any, config: RunConfig, groups: ParallelGroups, *, consumed_samples: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Microbatches of this rank, without end, from the first after `consumed_samples` on; see the rule at the top.
+    """Return an endless iterator over this rank's microbatches, from the first one after `consumed_samples`.
+
+    The rule at the top of this file says which samples they have.
 
     `dataset.ordered(n)` is sample n of the run: the ids of a GPT's window (`window_batch`), or the tensors of a sample
     by name (`stacked_batch`).
 
     Raises:
-        ValueError: the dataset has no sample, or the batch sizes do not divide.
+        ValueError: the dataset has no sample, or `microbatch_positions` rejects the batch sizes.
     """
     if len(dataset) == 0:
         raise ValueError(f"data: the {dataset.name} split is empty; give it a share in data.split")
@@ -231,9 +235,10 @@ def _microbatches(
 
 
 def window_batch(windows: Sequence[np.ndarray], groups: ParallelGroups) -> dict[str, torch.Tensor]:
-    """A microbatch of windows of S + 1 ids: `tokens_BS` and `labels_BS` (int64), and `loss_mask_BS` (float32, ones).
+    """Make a microbatch of windows of S + 1 ids: `tokens_BS`, `labels_BS` (int64), `loss_mask_BS` (float32, ones).
 
-    Under context parallelism S is S / cp: chunks cp_rank and 2 cp - 1 - cp_rank of every sample (`zigzag_split`).
+    Under context parallelism a rank gets S / cp positions: chunks cp_rank and 2 cp - 1 - cp_rank of every sample
+    (`zigzag_split`).
     """
     import torch
 
@@ -249,12 +254,12 @@ def window_batch(windows: Sequence[np.ndarray], groups: ParallelGroups) -> dict[
 
 
 def stacked_batch(samples: Sequence[dict[str, np.ndarray]], groups: ParallelGroups) -> dict[str, torch.Tensor]:
-    """A microbatch of samples that have their tensors by name, each of which gets a first dimension B."""
+    """Make a microbatch of samples that hold their tensors by name; each tensor gets a first dimension B."""
     return {name: _on_device(np.stack([sample[name] for sample in samples]), groups.device) for name in samples[0]}
 
 
 def _on_device(rows: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the rows as a tensor. A copy to a GPU from memory that is not pinned would make the host wait for it."""
+    """Return the rows as a tensor. For a GPU they are pinned first, or the host would wait for the end of the copy."""
     import torch
 
     tensor = torch.from_numpy(rows)
@@ -262,9 +267,9 @@ def _on_device(rows: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def unigram_entropy(tokens: Any) -> float:
-    """Entropy of the token frequencies in nats a token: the loss of the best model that ignores all context.
+    """Return the entropy of the token frequencies, nats per token: the loss of the best model that ignores all context.
 
-    `tokens` is any sequence or array of non-negative integers.
+    tokens: any sequence or array of non-negative integers.
 
     Raises:
         ValueError: there are no tokens.

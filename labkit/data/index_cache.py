@@ -1,9 +1,9 @@
-"""Index arrays on disk, under a hash of all that they depend on, so that a later run and the other ranks map them.
+"""Index arrays on disk under a hash of all that they depend on, so that later runs and other ranks only map them.
 
 Each entry is a folder `HASH` with one .npy file for each array, and `description.json`, which says in words what the
 arrays depend on. A rank that finds no entry builds the arrays and writes them into a folder of its own. It renames that
 folder to `HASH` when all files are complete. So several ranks may build at once: each builds the same bytes, one rename
-comes first, and the others take its files. A folder without every array, as a full disk leaves it, counts as none.
+comes first, and the others take its files. A folder that lacks an array, as a full disk leaves one, does not count.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from labkit.config import ConfigError
 
 DESCRIPTION = "description.json"
 VERSION = 1
-"""Raised when the arrays of the same key change."""
+"""To be increased whenever the arrays of an unchanged key change."""
 
 Arrays = dict[str, np.ndarray]
 
 
 def checksum(array: np.ndarray) -> str:
-    """Hash of the bytes of an array, as a part of a key."""
+    """Return a hash of the bytes of an array, as a part of a key."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data) if array.size else "empty"
 
 
 def cached(folder: str | os.PathLike[str] | None, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays of `build`, mapped from `folder` if they lie there, else built and written there; None keeps none.
+    """Return the arrays of `build`, mapped from `folder` if they are there, else built and written there.
 
+    folder: None builds the arrays and stores nothing.
     key: all that the arrays depend on, as values that JSON can hold.
 
     Raises:
@@ -60,7 +61,7 @@ def cached(folder: str | os.PathLike[str] | None, key: Mapping[str, Any], build:
 
 
 def _mapped(entry: Path, described: Mapping[str, Any]) -> Arrays | None:
-    """The arrays of a complete entry, read-only; None where there is none."""
+    """Return the arrays of a complete entry, read-only; None if there is none."""
     try:
         stored = json.loads((entry / DESCRIPTION).read_text())
         shapes = stored.pop("arrays")
@@ -73,7 +74,7 @@ def _mapped(entry: Path, described: Mapping[str, Any]) -> Arrays | None:
 
 
 def _write(entry: Path, described: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write an entry under a name of its own, then give it its name, unless another rank was first."""
+    """Write an entry under a temporary name, then rename it, unless another rank was first."""
     mine = entry.with_name(f"{entry.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     mine.mkdir(parents=True)
     try:

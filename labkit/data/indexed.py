@@ -9,14 +9,14 @@
     uint64     d, the number of document indices, one more than documents
     n x int32  tokens of each sequence
     n x int64  byte of `PREFIX.bin` at which each sequence begins
-    d x int64  the first sequence of each document, and n behind the last
+    d x int64  the first sequence of each document, and n at the end
 
-A GPT's documents are one sequence each. BERT and T5 keep a sentence as a sequence. Source: `_IndexWriter` and
+For a GPT each document is one sequence; for BERT and T5 each sentence is one. Source: `_IndexWriter` and
 `_IndexReader` of megatron/core/datasets/indexed_dataset.py, megatron-core 0.16.1.
 
 A reader maps both files and copies nothing. When it opens them, it compares every count, length and position with the
-sizes of the files, block by block. So it refuses a file that is cut off, damaged or foreign before training begins. No
-number in a file decides how much memory the reader takes.
+sizes of the files, block by block. So it rejects a file that is cut off, damaged or of another format before training
+begins. No number in a file decides how much memory the reader takes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 
 """Code of a type in the header -> the type of the ids."""
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 LARGEST_UINT16 = 65500
-"""Vocabularies below this size are stored as uint16, others as int32: Megatron's `DType.optimal_dtype`."""
+"""Vocabularies below this size are stored as uint16, others as int32, as Megatron's `DType.optimal_dtype` decides."""
 _HEADER = struct.Struct("<9sQBQQ")
 _BLOCK = 1 << 20
 """Entries of the index that are checked or written at a time."""
@@ -51,20 +51,20 @@ _ADVICE = "make the files again, or copy them again from where they were made"
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """Smallest type that Megatron takes for the ids of a vocabulary: uint16 or int32."""
+    """Return the smallest type that Megatron takes for the ids of a vocabulary: uint16 or int32."""
     return np.dtype("<u2" if vocab_size < LARGEST_UINT16 else "<i4")
 
 
 def file_names(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """`PREFIX.idx` and `PREFIX.bin`; a prefix may have dots of its own."""
+    """Return the paths `PREFIX.idx` and `PREFIX.bin`; the prefix itself may contain dots."""
     return Path(f"{os.fspath(prefix)}.idx"), Path(f"{os.fspath(prefix)}.bin")
 
 
 def output_file(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """The file that takes the place of `path` when it is written; where `path` is a link, its target.
+    """Return the file that is written for `path`: if `path` is a link, its target.
 
     Raises:
-        FileExistsError: there is one and `overwrite` is false, or there is a folder, a device or a pipe.
+        FileExistsError: the file exists and `overwrite` is false, or the path is a folder, a device or a pipe.
         FileNotFoundError: its folder is missing.
     """
     file = Path(os.path.realpath(path))
@@ -84,8 +84,8 @@ class IndexedDataset(Sequence[np.ndarray]):
 
         Raises:
             FileNotFoundError: one of the files is missing.
-            ValueError: a file is foreign, cut off or contradicts itself or the other; the message names the file, the
-                sequence and its document.
+            ValueError: a file is of another format, is cut off, or contradicts itself or the other file; the message
+                names the file, and the sequence and its document if one is wrong.
         """
         self.prefix = os.fspath(prefix)
         self.idx_path, self.bin_path = file_names(prefix)
@@ -101,12 +101,12 @@ class IndexedDataset(Sequence[np.ndarray]):
         self.sequence_pointers = np.frombuffer(buffer, "<i8", count, at + 4 * count)
         """Byte of the .bin file at which each sequence begins, int64."""
         self.document_indices = np.frombuffer(buffer, "<i8", document_count, at + 12 * count)
-        """First sequence of each document, and behind the last the number of sequences; int64."""
+        """First sequence of each document, and at the end the number of sequences; int64."""
         self._check_documents()
         self._check_sequences()
         size = self.bin_path.stat().st_size
         self.tokens = np.memmap(self.bin_path, mode="r", dtype=self.dtype) if size else np.empty(0, self.dtype)
-        """Ids of all sequences, one after the other."""
+        """Ids of all sequences, one after another."""
         self.tokens.flags.writeable = False
 
     # ---- checks at open ----
@@ -115,7 +115,7 @@ class IndexedDataset(Sequence[np.ndarray]):
         raise ValueError(f"{path}: {rule}; {_ADVICE}")
 
     def _read_header(self) -> tuple[int, int]:
-        """Set `dtype`; return the counts of sequences and document indices, which fit the size of the file."""
+        """Set `dtype`; return the counts of sequences and document indices, which were found to fit the file's size."""
         size = self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
             header = file.read(_HEADER.size)
@@ -140,7 +140,7 @@ class IndexedDataset(Sequence[np.ndarray]):
         return count, document_count
 
     def _check_documents(self) -> None:
-        """Document indices begin with 0, never fall, and end with the number of sequences."""
+        """Check that document indices begin with 0, never decrease, and end with the number of sequences."""
         found, count = self.document_indices, len(self)
         if len(found) == 0 or found[0] != 0 or found[-1] != count:
             ends = f"from {found[0]} to {found[-1]}" if len(found) else "not at all"
@@ -153,7 +153,8 @@ class IndexedDataset(Sequence[np.ndarray]):
                 self._refuse(self.idx_path, f"document {document} runs backwards, {words}")
 
     def _check_sequences(self) -> None:
-        """Lengths are not negative, each sequence begins where the one before ends, and the last ends the .bin file."""
+        """Check that no length is negative, that each sequence begins where the one before it ends, and that the last
+        one ends where the .bin file does."""
         size, end = self.bin_path.stat().st_size, 0
         for start in range(0, len(self), _BLOCK):
             lengths = self.sequence_lengths[start : start + _BLOCK]
@@ -177,14 +178,14 @@ class IndexedDataset(Sequence[np.ndarray]):
             self._refuse(self.bin_path, f"has {counted(size, 'byte')}, but the {held} of {self.idx_path} have {end:,}")
 
     def _named(self, sequence: int) -> str:
-        """`sequence 7 (document 3)`."""
+        """Return `sequence 7 (document 3)`."""
         document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
         return f"sequence {sequence} (document {document})"
 
     # ---- reading ----
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.sequence_lengths)
 
     @property
@@ -202,16 +203,16 @@ class IndexedDataset(Sequence[np.ndarray]):
     @overload
     def __getitem__(self, index: slice) -> list[np.ndarray]: ...
     def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        """Sequence `index`, or the list of sequences of a slice without a step."""
+        """Return sequence `index`, or the list of sequences of a slice."""
         if isinstance(index, slice):
             return [self.get(one) for one in range(*index.indices(len(self)))]
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `offset` to `offset + length` of sequence `index`, by default to its end; a read-only view.
+        """Return tokens `offset` to `offset + length` of sequence `index`, by default to its end, as a read-only view.
 
         Raises:
-            IndexError: there is no such sequence, or the part leaves it.
+            IndexError: there is no such sequence, or it does not have all of these tokens.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}")
@@ -223,15 +224,15 @@ class IndexedDataset(Sequence[np.ndarray]):
         return self.tokens[start : start + length]
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        """Another process maps the files itself."""
+        """Pickle the prefix alone, because another process maps the files itself."""
         return IndexedDataset, (self.prefix,)
 
 
 class IndexedDatasetBuilder:
-    """Writes an indexed dataset in a `with` block: `add_document` for each document.
+    """Writes an indexed dataset in a `with` block, in which `add_document` is called for each document.
 
-    Both files have names of their own until the block ends without an error; then they take their final names. An
-    error, Ctrl-C included, removes them.
+    Both files have temporary names until the block ends without an error; then they take their final names. An error,
+    Ctrl-C included, removes them.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike = np.int32, *, overwrite: bool = False) -> None:
@@ -239,7 +240,7 @@ class IndexedDatasetBuilder:
 
         Raises:
             ValueError: Megatron's format has no such type.
-            FileExistsError, FileNotFoundError: as `output_file`.
+            FileExistsError, FileNotFoundError: see `output_file`.
         """
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
@@ -258,7 +259,7 @@ class IndexedDatasetBuilder:
         return len(self._documents) - 1
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """Append a document of the ids `tokens`; `lengths` cuts it into sequences, by default it is one sequence.
+        """Append a document of the ids `tokens`; `lengths` cuts it into sequences, and by default it is one.
 
         Raises:
             ValueError: an id does not fit the type, or the lengths do not add up.
@@ -303,7 +304,7 @@ class IndexedDatasetBuilder:
         self._documents.frombytes((other.document_indices[1:] + before).tobytes())
 
     def finalize(self) -> None:
-        """Bring both files to the disk and give them their names."""
+        """Flush both files to the disk and give them their final names."""
         with naming(self.bin_path):
             self._sync(self._bin)
         with naming(self.idx_path, self._partial_idx), open(self._partial_idx, "xb") as file:
@@ -311,13 +312,13 @@ class IndexedDatasetBuilder:
             for part in self._parts_of_index():
                 file.write(part.tobytes())
             self._sync(file)
-        self.idx_path.unlink(missing_ok=True)  # no reader shall find an old index beside new tokens
+        self.idx_path.unlink(missing_ok=True)  # no reader may find an old index next to new tokens
         os.replace(self._partial_bin, self.bin_path)
         os.replace(self._partial_idx, self.idx_path)
         self._done = True
 
     def _parts_of_index(self) -> Iterator[np.ndarray]:
-        """Lengths, pointers and document indices, in blocks."""
+        """Yield lengths, pointers and document indices, in blocks."""
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
         yield lengths.astype("<i4", copy=False)
         end = 0

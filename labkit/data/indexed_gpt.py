@@ -1,8 +1,8 @@
 """Samples for GPT from indexed datasets, one or a blend of several, with Megatron's order of samples.
 
-`sample_index.py` has the arrays and their rules, `index_cache.py` keeps them on disk, beside the data or in
-`data.cache`. A rank holds no token: a sample is cut from the mapped files when a microbatch needs it. The position of a
-run is one number, the samples consumed so far. So a run continues after any change of its layout.
+`sample_index.py` has the arrays and their rules, and `index_cache.py` keeps them on disk, next to the data or in
+`data.cache`. No rank holds tokens in memory, because a sample is cut from the mapped files when a microbatch needs it.
+The position of a run is one number, the samples consumed so far, so a run can continue under any other layout.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from labkit.data.indexed import IndexedDataset
 from labkit.data.sample_index import TooFewTokensError, build_blending_indices, build_indices, normalized
 
 SURPLUS = 0.005
-"""Share of samples that each dataset of a blend has more than its weight asks for: Megatron's
-`mid_level_dataset_surplus`."""
+"""Extra samples that each dataset of a blend has, as a share of those that its weight asks for (Megatron's
+`mid_level_dataset_surplus`)."""
 
 
 class IndexedGPTDataset:
@@ -40,11 +40,11 @@ class IndexedGPTDataset:
         name: str = "train",
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        """documents: sequences of the split, by default all. num_samples: build so many epochs that there are at least
-        so many samples; None builds one epoch. name: of the split. cache: a folder for the index arrays.
+        """documents: sequences of the split, by default all. num_samples: build as many epochs as it takes to have at
+        least this many samples; None builds one epoch. name: name of the split. cache: folder for the index arrays.
 
         Raises:
-            ValueError: the ids are no integers, or the documents are too short for one sample.
+            ValueError: the ids are not integers, or the documents are too short for one sample.
             ConfigError: the cache cannot be written.
         """
         if indexed.dtype.kind == "f":
@@ -62,16 +62,16 @@ class IndexedGPTDataset:
         self.document_index = arrays["document_index"]
         """Order of documents in the stream of all epochs."""
         self.sample_index = arrays["sample_index"]
-        """Place in `document_index` and offset of the first token of each sample, and behind the last."""
+        """Place in `document_index` and offset of each sample's first token, and of that of one sample more."""
         self.shuffle_index = arrays["shuffle_index"]
         """Order of the samples."""
 
     def __len__(self) -> int:
-        """Samples of all epochs; at least `num_samples`."""
+        """Return the number of samples in all epochs; it is at least `num_samples`."""
         return len(self.sample_index) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index` in the order of training: `seq_length + 1` ids, int64.
+        """Return sample `index` in the order of training: `seq_length + 1` ids, int64.
 
         Raises:
             IndexError: there is no such sample.
@@ -87,7 +87,7 @@ class IndexedGPTDataset:
         return np.concatenate([*parts, self.indexed.get(documents[-1], 0, end + 1)], dtype=np.int64)
 
     def ordered(self, position: int) -> np.ndarray:
-        """Sample `position` of a run; behind the last sample the order begins again."""
+        """Return sample `position` of a run; after the last sample the order begins again."""
         return self[position % len(self)]
 
 
@@ -102,8 +102,8 @@ class BlendedDataset:
         *,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        """datasets: each with `prefix`, `name`, `len` and samples by number. size: samples of the blend. weights:
-        shares of the datasets; only their ratios count.
+        """datasets: each has `prefix`, `name`, `len`, and samples by number. weights: shares of the datasets, of which
+        only the ratios count. size: samples of the blend.
 
         Raises:
             ValueError: a dataset has fewer samples than the blend takes from it.
@@ -114,7 +114,7 @@ class BlendedDataset:
         self.dataset_index = arrays["dataset_index"]
         """Dataset of each sample."""
         self.dataset_sample_index = arrays["dataset_sample_index"]
-        """Sample of that dataset."""
+        """Number of the sample within that dataset."""
         for number, taken in enumerate(np.bincount(self.dataset_index, minlength=len(self.datasets))):
             if taken > len(self.datasets[number]):
                 prefix, there = self.datasets[number].prefix, len(self.datasets[number])
@@ -122,15 +122,15 @@ class BlendedDataset:
                 raise ValueError(f"the blend takes {wanted} of {prefix}, which has {there:,}; build more of it")
 
     def __len__(self) -> int:
-        """Samples of the blend."""
+        """Return the number of samples in the blend."""
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> Any:
-        """Sample `index` in the order of training, in the form of its dataset."""
+        """Return sample `index` in the order of training, in the form in which its dataset gives it."""
         return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]
 
     def ordered(self, position: int) -> Any:
-        """Sample `position` of a run; behind the last sample the order begins again."""
+        """Return sample `position` of a run; after the last sample the order begins again."""
         return self[position % len(self)]
 
 
@@ -145,7 +145,8 @@ class IndexedSource:
     """The indexed datasets of a configuration, opened once; `split` makes the dataset of each split."""
 
     def __init__(self, config: RunConfig, build: PartBuilder, count: Callable[[IndexedDataset], int] = len) -> None:
-        """build: makes the samples of one split of one dataset. count: documents of a dataset, which splits share.
+        """build: makes the samples of one split of one dataset. count: number of documents in a dataset, among which
+        the splits are shared out.
 
         Raises FileNotFoundError and ValueError as `IndexedDataset` does."""
         self.config, self._build, self._count = config, build, count
@@ -154,9 +155,9 @@ class IndexedSource:
         self.indexed = [IndexedDataset(prefix) for prefix in prefixes]
 
     def split(self, name: str, begin: float, end: float, samples: int) -> Any:
-        """The documents from share `begin` to share `end`, with at least `samples` samples.
+        """Return the samples of the documents from share `begin` to share `end`, at least `samples` of them.
 
-        Without weights each dataset of a blend is read once, and the blend has no more samples than these have.
+        Without weights each dataset of a blend is read once, so the blend has no more samples than its datasets have.
 
         Raises:
             ValueError: the documents are too short for one sample.
@@ -177,7 +178,7 @@ class IndexedSource:
         return BlendedDataset(parts, weights, size, cache=self._cache(self.indexed[0]))
 
     def _part(self, indexed: IndexedDataset, name: str, begin: float, end: float, samples: int | None) -> Any:
-        """One split of one dataset. Megatron rounds the borders of splits to whole documents."""
+        """Return one split of one dataset. Its borders are rounded to whole documents, as in Megatron."""
         documents = self._count(indexed)
         part = range(round(begin * documents), round(end * documents))
         try:
@@ -188,7 +189,7 @@ class IndexedSource:
             raise ValueError(f"data: {words} has {error}; {advice}") from None
 
     def _cache(self, indexed: IndexedDataset) -> str | None:
-        """The folder of the index arrays; None where none is given and none can be made beside the data."""
+        """Return the folder of the index arrays; None if none is given and none can be made next to the data."""
         if self.config.data.cache is not None:
             return self.config.data.cache
         beside = f"{indexed.prefix}.cache"
@@ -197,5 +198,5 @@ class IndexedSource:
 
 
 def gpt_part(config: RunConfig) -> PartBuilder:
-    """Builds the GPT samples of one split of one dataset."""
+    """Return the function that builds the GPT samples of one split of one dataset."""
     return partial(IndexedGPTDataset, seq_length=config.model.seq_length, seed=config.train.seed)

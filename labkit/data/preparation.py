@@ -2,8 +2,8 @@
 
 The calling process reads pieces of about a megabyte (`documents.py`) and hands them to workers, at most two for each
 worker at a time. A worker returns the ids of a piece as one array. The caller writes the arrays in the order of the
-files, so the number of workers changes nothing in the result. Both files of the dataset get their names at the very
-end; an error or Ctrl-C leaves nothing behind.
+files, so the result does not depend on the number of workers. Both files of the dataset get their names at the very
+end, so an error or Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from labkit.data.text import end_token, load_tokenizer, size_of
 
 @dataclass(frozen=True)
 class Recipe:
-    """The way from a text to token ids."""
+    """How texts become token ids."""
 
     tokenizer: str | None = None
-    """A file, see `load_tokenizer`; None is the bundled tokenizer."""
+    """File of the tokenizer (`load_tokenizer`); None is the bundled one."""
     key: str = "text"
     """Key or column of the text in JSON lines and Parquet."""
     append_eod: bool | None = None
     """Close each document with the end token, if the vocabulary has one (Megatron's `--append-eod`). None closes it
-    unless sentences are kept: samples for BERT and T5 have ends of their own."""
+    unless sentences are kept, because samples for BERT and T5 have end tokens of their own."""
     sentences: bool = False
     """Keep each sentence as a sequence of its own, as BERT's samples need them (Megatron's `--split-sentences`)."""
 
@@ -47,7 +47,7 @@ class Tokenised(NamedTuple):
     """The documents of one piece."""
 
     ids: np.ndarray
-    """Ids of all documents, one after the other."""
+    """Ids of all documents, one after another."""
     lengths: list[int]
     """Tokens of each sequence."""
     sequences: list[int]
@@ -79,7 +79,7 @@ class PieceTokenizer:
         self._end = [] if end is None else [end]
 
     def __call__(self, piece: Piece) -> Tokenised:
-        """Ids of the documents of a piece."""
+        """Return the ids of the documents of a piece."""
         texts = piece.texts(self.recipe.key)
         parts = [sentences_of(text) if self.recipe.sentences else [text] for text in texts]
         flat = [part for document in parts for part in document]
@@ -131,7 +131,7 @@ def prepare(
 
 
 def _side_by_side(recipe: Recipe, pieces: Iterator[Piece], workers: int) -> Iterator[Tokenised]:
-    """Results of all pieces in their order, from `workers` processes."""
+    """Yield the results of all pieces in order, computed by `workers` processes."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(recipe,))
     waiting: deque[Future[Tokenised]] = deque()
@@ -155,16 +155,17 @@ _of_this_worker: PieceTokenizer | None = None
 
 
 def _begin(recipe: Recipe) -> None:
-    """Load the tokenizer of a worker. Ctrl-C reaches every process of a terminal; the caller alone acts on it."""
+    """Load the tokenizer of a worker. It ignores Ctrl-C, which reaches every process of a terminal, because the caller
+    acts on it for all."""
     global _of_this_worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _of_this_worker = PieceTokenizer(recipe)
 
 
 def _end_with_parent() -> None:
-    """End this worker when the caller was killed."""
+    """End this worker as soon as the caller has ended, also if it was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         with suppress(OSError):

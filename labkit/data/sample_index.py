@@ -29,7 +29,7 @@ import numpy as np
 from labkit.config.errors import counted
 
 LAST_EPOCH_SHARE = 0.80
-"""Share of the last epoch's samples below which that epoch is shuffled by itself."""
+"""If the run needs less than this share of the last epoch's samples, that epoch is shuffled by itself."""
 
 
 class TooFewTokensError(ValueError):
@@ -45,16 +45,16 @@ class Epochs:
     samples: int
     """Samples in the stream of all epochs."""
     shuffled_together: int
-    """The first so many samples are shuffled among themselves, the others too."""
+    """How many of the first samples are shuffled among themselves; those after them are, too."""
 
     @property
     def separate_last(self) -> bool:
-        """The last epoch is shuffled by itself."""
+        """True if the last epoch is shuffled by itself."""
         return self.shuffled_together < self.samples
 
 
 def epochs_for(tokens: int, seq_length: int, num_samples: int | None) -> Epochs:
-    """Fewest epochs of `tokens` tokens that hold `num_samples` samples; None is one epoch.
+    """Return the fewest epochs of `tokens` tokens that hold `num_samples` samples; None is one epoch.
 
     Raises:
         TooFewTokensError: one epoch is too short for one sample.
@@ -72,7 +72,7 @@ def epochs_for(tokens: int, seq_length: int, num_samples: int | None) -> Epochs:
 
 
 def build_document_index(documents: range, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    """Numbers of `documents`, once for each epoch, shuffled; int32."""
+    """Return the numbers of `documents`, once for each epoch, shuffled; int32."""
 
     def shuffled(count: int) -> np.ndarray:
         index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), count)
@@ -85,7 +85,8 @@ def build_document_index(documents: range, epochs: Epochs, random: np.random.Ran
 
 
 def build_sample_index(lengths: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
-    """First token of each of `samples` samples, and behind the last; shape (samples + 1, 2), int32 where that suffices.
+    """Return where each of `samples` samples begins, and where one more would: shape (samples + 1, 2), int32 where that
+    suffices.
 
     lengths: tokens of the documents in the order of the stream, int32. The stream holds more than
     `samples x seq_length` tokens.
@@ -101,7 +102,7 @@ def build_sample_index(lengths: np.ndarray, seq_length: int, samples: int) -> np
 
 
 def build_shuffle_index(epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    """Numbers of all samples in the order of training; uint32 where that suffices."""
+    """Return the numbers of all samples in the order of training; uint32 where that suffices."""
     kind = np.uint32 if epochs.samples < np.iinfo(np.uint32).max - 1 else np.int64
     index = np.arange(epochs.samples, dtype=kind)
     random.shuffle(index[: epochs.shuffled_together])
@@ -115,8 +116,8 @@ def build_indices(
 ) -> dict[str, np.ndarray]:
     """Build `document_index`, `sample_index` and `shuffle_index` of some of the sequences of an indexed dataset.
 
-    sequence_lengths: of the whole dataset. documents: the sequences of one split. num_samples: as many as training
-    reads; None builds one epoch.
+    sequence_lengths: tokens of each sequence of the whole dataset. documents: the sequences of one split. num_samples:
+    samples that training reads; None builds one epoch.
 
     Raises:
         TooFewTokensError: the documents are too short for one sample.
@@ -133,17 +134,18 @@ def build_indices(
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Weights that sum to 1, divided as Megatron's `normalize` divides them."""
+    """Return weights that sum to 1, divided as Megatron's `normalize` divides them."""
     given = np.array(weights, dtype=np.float64)
     return (given / given.sum()).tolist()
 
 
 def build_blending_indices(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
-    """`dataset_index` (int16) and `dataset_sample_index` (int64): sample i of a blend comes from this dataset, and is
-    this sample of it.
+    """Return `dataset_index` (int16) and `dataset_sample_index` (int64): the dataset from which sample i of a blend
+    comes, and its number within that dataset.
 
     weights: sum to 1. Each sample comes from the dataset that is furthest behind its share, `weight x samples so far`
-    minus its samples; of several, from the first. Megatron-core's `build_blending_indices` is the same loop.
+    minus its samples; if several are, from the first of them. Megatron-core's `build_blending_indices` is the same
+    loop.
     """
     dataset_index = np.empty(size, dtype=np.int16)
     dataset_sample_index = np.empty(size, dtype=np.int64)

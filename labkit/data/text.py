@@ -1,8 +1,8 @@
 """Texts, tokenizers and token ids: files of the user, or by default the Jargon File, which is in the public domain.
 
 `bundled/PROVENANCE.md` names the source of the text; `scripts/make_bundled_data.py` and `scripts/make_vocabularies.py`
-make the files, byte for byte. The token ids are bundled too: to tokenise 1.4 MB would cost every rank of every launch
-half a second. The bundled tokenizer is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library.
+make the files, byte for byte. The token ids are bundled, too, because tokenising 1.4 MB would cost every rank of every
+launch half a second. The bundled tokenizer is a byte-level BPE of 1,024 tokens in the JSON format of `tokenizers`.
 This size is a multiple of 128 x 8, so the embedding table needs no padding at tp 1, 2, 4 or 8. Other tokenizers come
 from a file: GPT-2's, BERT's, or JSON.
 """
@@ -42,21 +42,22 @@ BUNDLED_SHA256 = {
 
 
 def bundled_text() -> str:
-    """The Jargon File 4.4.7, 1.4 MB of English, entries in alphabetical order."""
+    """Return the Jargon File 4.4.7, 1.4 MB of English, with its entries in alphabetical order."""
     return (BUNDLED / TEXT_NAME).read_bytes().decode("utf-8")
 
 
 def bundled_tokens() -> np.ndarray:
-    """The bundled text in the bundled tokenizer's ids, uint16, ending in the end-of-text token."""
+    """Return the bundled text in the bundled tokenizer's ids, uint16, ending in the end-of-text token."""
     import numpy as np
 
     return np.load(BUNDLED / TOKENS_NAME, allow_pickle=False)
 
 
 def decode_utf8(data: bytes) -> str:
-    """UTF-8 text without its byte order mark, if it has one; no other byte changes.
+    """Return the UTF-8 text without its byte order mark, if it has one; no other byte changes.
 
-    Raises UnicodeDecodeError, also where one of the first four bytes is zero: UTF-16 without a mark can be valid UTF-8.
+    Raises UnicodeDecodeError, also if one of the first four bytes is zero, because UTF-16 without a mark can be valid
+    UTF-8.
     """
     if (zero := data[:4].find(0)) >= 0:
         raise UnicodeDecodeError("utf-8", data, zero, zero + 1, "a zero byte, as in UTF-16")
@@ -87,16 +88,16 @@ def read_text(path: str | Path, field: str = "data.path") -> str:
 
 
 def read_lines(path: str | Path, field: str) -> list[str]:
-    r"""The lines of a UTF-8 file, without their ends `\n` or `\r\n`. Raises as `read_text` does.
+    r"""Return the lines of a UTF-8 file, without their ends `\n` or `\r\n`. Raises as `read_text` does.
 
-    `str.splitlines` also cuts at characters such as U+2028, form feed and U+0085. A line of a user may hold them.
+    `str.splitlines` would also cut at characters such as U+2028, form feed and U+0085, which a line may contain.
     """
     lines = read_text(path, field).split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 def whole_characters(text: str) -> str:
-    r"""Return `text`. ValueError where it has half a surrogate pair, which JSON can write (`\ud800`) and no UTF-8."""
+    r"""Return `text`. Raises ValueError for half a surrogate pair, which JSON can write (`\ud800`) but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -106,8 +107,8 @@ def whole_characters(text: str) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises what `json.loads` does, and ValueError where an object has a name twice with two
-    values, of which `json` would drop the first."""
+    """Return the value of a JSON text. Raises what `json.loads` does, and ValueError if an object has a name twice with
+    different values, because `json` would silently drop the first."""
     return json.loads(text, object_pairs_hook=_said_once)
 
 
@@ -124,7 +125,7 @@ def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- tokenizers ----
 
 BUNDLED_SIZE = 1024
-"""Tokens of the bundled tokenizer; training on the bundled ids then needs neither its file nor the library."""
+"""Tokens of the bundled tokenizer, so that training on the bundled ids needs neither its file nor the library."""
 END_OF_TEXT = "<|endoftext|>"
 """The token that closes a document, as in GPT-2; id 0 of the bundled tokenizer."""
 END_TOKENS = (
@@ -139,19 +140,19 @@ SPECIAL_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 
 
 def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
-    """Return the tokenizer of a file; None is the bundled tokenizer. The ending of its name says what it is.
+    """Return the tokenizer of a file; None is the bundled tokenizer. The ending of the file's name says of which kind.
 
-    `vocab.json`: GPT-2's byte-level BPE, with `merges.txt` beside it (`gpt2-vocab.json` has `gpt2-merges.txt`).
-    `vocab.txt`: BERT's WordPiece, a token a line, `##` before parts that continue a word. It lowers the text if no
-    token has a capital, or as `tokenizer_config.json` beside it says. Any other name: a JSON file of the library
-    `tokenizers`.
+    `vocab.json`: GPT-2's byte-level BPE, with `merges.txt` next to it (`gpt2-vocab.json` has `gpt2-merges.txt`).
+    `vocab.txt`: BERT's WordPiece, one token per line, `##` before parts that continue a word. It lowercases the text if
+    `tokenizer_config.json` next to it says so, or, where that says nothing, if no token has a capital. Any other name:
+    a JSON file of the library `tokenizers`.
 
-    Every text becomes its own tokens, all of them, and the same ones each time. So truncation, padding, BPE-dropout and
-    the template of added tokens are off, whatever the file stores.
+    Every text must become all of its own tokens, and the same ones each time. So truncation, padding, BPE-dropout and
+    the template of added tokens are switched off, whatever the file stores.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a tokenizer, has no token or two with one id, or cannot encode unknown text.
+        ValueError: the file is not a tokenizer, has no token or two with the same id, or cannot encode unknown text.
         ModuleNotFoundError: the library is not installed.
     """
     try:
@@ -193,7 +194,7 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
 
 
 def _fault(tokenizer: Tokenizer) -> str:
-    """The fault of a tokenizer that cannot give every text its own tokens; an empty string where it can."""
+    """Return why a tokenizer cannot give every text its own tokens; an empty string if it can."""
     from tokenizers import models, pre_tokenizers
 
     vocabulary, model = tokenizer.get_vocab(), tokenizer.model
@@ -215,7 +216,7 @@ def _fault(tokenizer: Tokenizer) -> str:
 
 
 def _byte_level(vocabulary: Path) -> Tokenizer:
-    """GPT-2's tokenizer from `vocab.json` and `merges.txt`."""
+    """Return GPT-2's tokenizer, made from `vocab.json` and `merges.txt`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     merges = vocabulary.with_name(vocabulary.name.removesuffix("vocab.json") + "merges.txt")
@@ -245,7 +246,7 @@ def _byte_level(vocabulary: Path) -> Tokenizer:
 
 
 def _word_piece(vocabulary: Path) -> Tokenizer:
-    """BERT's tokenizer from `vocab.txt`."""
+    """Return BERT's tokenizer, made from `vocab.txt`."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     lines = read_lines(vocabulary, "data.tokenizer")
@@ -268,9 +269,9 @@ def _word_piece(vocabulary: Path) -> Tokenizer:
 
 
 def _beside(file: Path, name: str, kind: type, *fields: str) -> list[Any]:
-    """Fields of the JSON object in the file `name` beside a tokenizer's: of this kind, or None where nothing says.
+    """Return fields of the JSON object in the file `name` next to a tokenizer's file; None for one that is not there.
 
-    Integers may come in a list, and a token's text in an object with more of it.
+    kind: type of the values. Integers may come in a list, and a token's text in an object that says more about it.
     """
     path = file.with_name(name)
     if not path.is_file():
@@ -293,19 +294,19 @@ def _beside(file: Path, name: str, kind: type, *fields: str) -> list[Any]:
 
 
 def size_of(tokenizer: Tokenizer) -> int:
-    """Rows that the ids of a tokenizer need: the largest id plus 1. Ids may have gaps, so it can exceed the tokens."""
+    """Return the rows that a tokenizer's ids need: the largest id plus 1, more than the tokens if the ids have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def vocabulary_size(path: str | Path | None = None) -> int:
-    """`size_of` the tokenizer of a file, by default the bundled one; raises as `load_tokenizer` does."""
+    """Return `size_of` the tokenizer of a file, by default the bundled one; raises as `load_tokenizer` does."""
     return BUNDLED_SIZE if path is None else size_of(load_tokenizer(path))
 
 
 def end_tokens(tokenizer: Tokenizer, path: str | Path | None = None) -> list[int]:
-    """Ids of the tokens that end a text, none where the vocabulary has none; the first one closes documents.
+    """Return the ids of the tokens that end a text, of which the first closes documents; empty if there are none.
 
-    path: the tokenizer's file; None is the bundled one. Hugging Face's files beside it decide, if they name an end. The
+    path: the tokenizer's file; None is the bundled one. Hugging Face's files next to it decide if they name an end. The
     `eos_token` of `tokenizer_config.json`, or else `special_tokens_map.json`, is the first. Each `eos_token_id` of
     `generation_config.json`, or else `config.json`, follows. Without them all names of `END_TOKENS` count.
 
@@ -330,17 +331,17 @@ def end_tokens(tokenizer: Tokenizer, path: str | Path | None = None) -> list[int
 
 
 def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
-    """Ids of the names that the vocabulary has."""
+    """Return the ids of those names that the vocabulary has."""
     return [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
 
 
 def end_token(tokenizer: Tokenizer, path: str | Path | None = None) -> int | None:
-    """Id of the token that closes a document, the first of `end_tokens`; None where there is none."""
+    """Return the id of the token that closes a document, the first of `end_tokens`; None if there is none."""
     return next(iter(end_tokens(tokenizer, path)), None)
 
 
 def encode(tokenizer: Tokenizer, text: str, path: str | Path | None = None) -> np.ndarray:
-    """Token ids of one document, int64, with the end token last if there is one; `path` as for `end_tokens`."""
+    """Return the token ids of one document, int64, the end token last if there is one; `path` as in `end_tokens`."""
     import numpy as np
 
     ids, end = tokenizer.encode(text).ids, end_token(tokenizer, path)
@@ -348,10 +349,10 @@ def encode(tokenizer: Tokenizer, text: str, path: str | Path | None = None) -> n
 
 
 def located_tokens(path: str | Path | None, tokenizer: str | Path | None) -> tuple[str, np.ndarray, np.ndarray]:
-    """A text, its token ids without an end token, and the character of the text at which each token begins.
+    """Return a text, its token ids without an end token, and the character of the text at which each token begins.
 
-    None reads the bundled text, and takes the bundled tokenizer. Both together need no library: each character of a
-    byte-level vocabulary stands for a byte of the text.
+    path: None is the bundled text. tokenizer: None is the bundled tokenizer. Both together need no library, because
+    each character of a byte-level vocabulary stands for a byte of the text.
 
     Raises:
         FileNotFoundError, ValueError, ModuleNotFoundError: see `read_text` and `load_tokenizer`.

@@ -1,13 +1,13 @@
 """BERT's samples, equal to megatron-core's: two segments of sentences, masked words, the order of the segments.
 
-A sample is `[CLS] first segment [SEP] second segment [SEP]`. The sentences of the sample are cut behind a random one
-into two segments. In half of the samples these change places (sentence order, arXiv 1909.11942). If both have more
-tokens than the target, the longer one loses a token at a random end, again and again. 15% of the tokens are to be
+A sample is `[CLS] first segment [SEP] second segment [SEP]`. The sentences of the sample are cut after a random one
+into two segments, and in half of the samples these are swapped (sentence order, arXiv 1909.11942). As long as both
+together have more tokens than the target, the longer one loses a token at a random end. 15% of the tokens must be
 predicted, as n-grams of whole words (`masking.py`). Padding fills the rest of the sequence.
 
 The layout of a batch is `labkit.train.bert_step`'s. Source: `BERTMaskedWordPieceDataset` of
-megatron/core/datasets/bert_dataset.py, megatron-core 0.16.1. There a sample with a target below 7 predicts nothing,
-and its loss is 0 / 0. Here such a sample predicts one token.
+megatron/core/datasets/bert_dataset.py, megatron-core 0.16.1. There a sample with a target below 7 predicts nothing, so
+its loss is 0 / 0; here it predicts one token.
 
 Shapes: B micro batch, S sequence.
 """
@@ -39,11 +39,11 @@ class SpecialTokens(NamedTuple):
     sep: int
     """Ends each of the two segments."""
     mask: int
-    """Stands in the place of a predicted token."""
+    """Shown in place of a token to predict."""
 
 
 def special_tokens(data: DataConfig) -> SpecialTokens:
-    """`[CLS]`, `[SEP]` and `[MASK]` of the tokenizer. A tokenizer without all three gets them behind its vocabulary."""
+    """Return `[CLS]`, `[SEP]` and `[MASK]` of the tokenizer, or, if it lacks one, three ids after its vocabulary."""
     if data.tokenizer is not None:
         tokenizer = load_tokenizer(data.tokenizer)
         cls, sep, mask = map(tokenizer.token_to_id, ("[CLS]", "[SEP]", "[MASK]"))
@@ -62,9 +62,9 @@ class BertMaker:
     special: SpecialTokens
     """Ids of the added tokens."""
     text_tokens: int
-    """Tokens of the text's vocabulary, of which a masked place may show a random one."""
+    """Size of the text's vocabulary; a masked position may show a random token of it."""
     continues: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """By id, True where a token continues a word; other tokens are words of their own."""
+    """True at each id whose token continues a word; an id beyond the end continues none."""
     two_segments: bool = True
     """False: all sentences are one segment, for a BERT without the head of the sentence order."""
 
@@ -79,7 +79,7 @@ class BertMaker:
         return 1 + self.two_segments
 
     def __call__(self, sentences: Sequence[np.ndarray], target: int, random: np.random.RandomState) -> Sample:
-        """The sample of these sentences, cut to `target` tokens: the tensors of a batch without B, by name."""
+        """Return the sample of these sentences, cut to `target` tokens: the tensors of a batch by name, without B."""
         first, second, swapped = self._segments(sentences, random)
         first, second = cut(first, second, target, random)
         cls, sep, mask = self.special
@@ -109,7 +109,7 @@ class BertMaker:
     def _segments(
         self, sentences: Sequence[np.ndarray], random: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """The two segments in their order in the sample; True if they have changed places."""
+        """Return the two segments in their order in the sample, and True if they were swapped."""
         if not self.two_segments:
             return np.concatenate(sentences), np.empty(0, np.int64), False
         pivot = random.randint(1, len(sentences)) if len(sentences) > 2 else 1
@@ -121,7 +121,8 @@ class BertMaker:
 def cut(
     first: np.ndarray, second: np.ndarray, target: int, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both segments with at most `target` tokens together; the longer one, or else the second, loses one at a time."""
+    """Return both segments, cut to at most `target` tokens together: the longer one loses one at a time, or the second
+    if both are equally long."""
     bounds = [[0, len(first)], [0, len(second)]]
     for draw in random.random_sample(max(0, len(first) + len(second) - target)):
         (begin, end), (other_begin, other_end) = bounds
@@ -134,10 +135,10 @@ def cut(
 
 
 def build_bert_datasets(config: RunConfig) -> tuple[Split, Split, Split]:
-    """Train, validation and test split of the configured sources, with as many samples as the run reads.
+    """Return the training, validation and test split of the configured sources, with the samples that the run reads.
 
     Raises:
-        FileNotFoundError, ValueError, OSError: as `sentence_splits`; also ValueError for sequences shorter than the
+        FileNotFoundError, ValueError, OSError: see `sentence_splits`; also ValueError for sequences shorter than the
             shortest sample, for a vocabulary without room for the special tokens, and for indexed datasets without a
             tokenizer.
     """

@@ -1,9 +1,9 @@
 """Masked n-grams of whole words, as megatron-core chooses them for BERT and T5: the same choices from the same state.
 
-15% of a sample's tokens are to be predicted. BERT chooses them as n-grams of 1 to 3 words, n with probability
-proportional to 1 / n, and T5 as longer ones. A word is all of its pieces, so no model sees half of a masked word. An
-n-gram that would exceed the 15% is tried with one word less; one that meets a chosen token is dropped. Of BERT's chosen
-tokens 80% become `[MASK]`, 10% a random token, and 10% stay (arXiv 1810.04805).
+15% of a sample's tokens must be predicted. BERT chooses them as n-grams of 1 to 3 words, n with probability
+proportional to 1 / n, and T5 as longer ones. A word includes all of its pieces, so no model sees half of a masked word.
+An n-gram that would exceed the 15% is tried with one word less; one that meets a chosen token is dropped. Of BERT's
+chosen tokens 80% become `[MASK]`, 10% a random token, and 10% stay (arXiv 1810.04805).
 
 Source: `_create_masked_lm_predictions` of megatron/core/datasets/masked_dataset.py and `_get_token_mask` of
 bert_dataset.py, megatron-core 0.16.1.
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MASKED, AS_MASK, AS_RANDOM = 0.15, 0.8, 0.5
-"""Share of the tokens that are predicted, of these shown as `[MASK]`, and of the rest shown as a random token."""
+"""Share of the tokens to predict, of these the share shown as `[MASK]`, and of the rest that shown as a random one."""
 LEAST_TARGET = 7
-"""Tokens of a sample of which 15% is one token."""
+"""Fewest tokens of which 15% is at least one token."""
 MAX_NGRAM = 3
 """Words of BERT's longest n-gram."""
 _WEIGHTS = 1 / np.arange(1, MAX_NGRAM + 1)
 _UP_TO = (_WEIGHTS.cumsum() / _WEIGHTS.sum()).tolist()
-"""Chances that n is at most 1, 2 and 3."""
+"""Probabilities that n is at most 1, 2 and 3."""
 GEOMETRIC, MAX_GEOMETRIC = 0.2, 10
-"""Of T5's n-grams: the chance that one ends behind each of its words, and the words of the longest."""
+"""For T5's n-grams: the probability that one ends after each of its words, and the words of the longest."""
 
 
 class Masked(NamedTuple):
@@ -46,21 +46,22 @@ class Masked(NamedTuple):
 
     @property
     def positions(self) -> list[int]:
-        """Positions of all tokens that are to be predicted, rising."""
+        """Positions of all tokens that must be predicted, in ascending order."""
         return [position for span in self.spans for position in span]
 
 
 def continuations(tokenizer: Tokenizer) -> np.ndarray:
-    """True for each id whose token continues a word: `##` stands before it. Other tokenizers mark no token so."""
+    """Return an array that is True at each id whose token continues a word, as a leading `##` marks it in BERT's
+    vocabularies. Other tokenizers mark no token in this way."""
     found = np.zeros(size_of(tokenizer), dtype=bool)
     found[[number for token, number in tokenizer.get_vocab().items() if token.startswith("##")]] = True
     return found
 
 
 def words_of(tokens: Sequence[int] | np.ndarray, continues: np.ndarray, special: Sequence[int]) -> list[list[int]]:
-    """Positions of each word of a sample, without special tokens.
+    """Return the positions of each word of a sample, without special tokens.
 
-    continues: by id, see `continuations`; an id behind its end continues no word.
+    continues: by id, see `continuations`; an id beyond its end continues no word.
     """
     words: list[list[int]] = []
     for position, token in enumerate(tokens):
@@ -74,7 +75,7 @@ def words_of(tokens: Sequence[int] | np.ndarray, continues: np.ndarray, special:
 
 
 def most_masked(tokens: int, target_length: int) -> float:
-    """Bound of the masked tokens of a sample of `tokens` tokens; see `mask_ngrams` for `target_length`."""
+    """Return the most masked tokens that a sample of `tokens` tokens may have; `target_length` is `mask_ngrams`'."""
     return min(MASKED * target_length, max(1, round(tokens * MASKED)))
 
 
@@ -118,7 +119,8 @@ def mask_ngrams(
 
 
 def _fitting(words: Sequence[Sequence[int]], first: int, n: int, left: float) -> list[int]:
-    """Positions of the longest n-gram of at most `n` words from word `first` on with at most `left` tokens; or none."""
+    """Return the positions of the longest n-gram of at most `n` words that begins with word `first` and has at most
+    `left` tokens; empty if there is none."""
     for size in range(n, 0, -1):
         span = [position for word in words[first : first + size] for position in word]
         if len(span) <= left:

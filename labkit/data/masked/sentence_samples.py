@@ -5,8 +5,8 @@
 same global batch, and a run continues from one number, the samples consumed so far.
 
 An indexed dataset has sentences if it was prepared with `--sentences`. In a text, a document begins at a line without
-indentation behind an empty line. In most texts that is a paragraph, and in the bundled text an entry. Its tokens are
-those that a GPT reads; each belongs to the sentence in which it begins.
+indentation after an empty line. In most texts that is a paragraph, but in the bundled text an entry. The tokens of a
+text are those that a GPT reads; each belongs to the sentence in which it begins.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Sentences(Protocol):
     sequence_lengths: np.ndarray
     """Tokens of each sentence."""
     document_indices: np.ndarray
-    """First sentence of each document, and behind the last."""
+    """First sentence of each document, and at the end the number of sentences."""
     prefix: str
     """Name of the source, for messages."""
 
     def __getitem__(self, index: int, /) -> np.ndarray:
-        """Ids of sentence `index`."""
+        """Return the ids of sentence `index`."""
         ...
 
 
@@ -62,7 +62,7 @@ class Maker(Protocol):
         ...
 
     def __call__(self, sentences: Sequence[np.ndarray], target: int, random: np.random.RandomState) -> Sample:
-        """The sample of these sentences, cut to `target` tokens."""
+        """Return the sample of these sentences, cut to `target` tokens."""
         ...
 
 
@@ -73,15 +73,15 @@ class TextSentences:
     tokens: np.ndarray
     """Ids of the whole text."""
     starts: np.ndarray
-    """First token of each sentence, and behind the last."""
+    """First token of each sentence, and at the end the number of tokens."""
     document_indices: np.ndarray
-    """First sentence of each document, and behind the last."""
+    """First sentence of each document, and at the end the number of sentences."""
     prefix: str
     """Name of the text, for messages."""
 
     @staticmethod
     def of(path: str | None, tokenizer: str | None) -> TextSentences:
-        """The text at `path` in the ids of a tokenizer, by default the bundled ones.
+        """Return the text at `path` in the ids of a tokenizer; None is the bundled text, and the bundled tokenizer.
 
         Raises:
             FileNotFoundError, ValueError, ModuleNotFoundError: see `read_text` and `load_tokenizer`.
@@ -105,7 +105,7 @@ class TextSentences:
         return len(self.document_indices) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Ids of sentence `index`."""
+        """Return the ids of sentence `index`."""
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
 
@@ -123,8 +123,8 @@ class SentenceSamples:
         name: str = "train",
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        """documents: those of the split. num_samples: pass over the documents until there are so many; None passes
-        once. name: of the split. cache: a folder for the index array.
+        """documents: those of the split. num_samples: pass over the documents until there are so many samples; None
+        passes once. name: name of the split. cache: folder for the index array.
 
         Raises:
             ValueError: no document of the split gives a sample.
@@ -148,14 +148,14 @@ class SentenceSamples:
             advice = "prepare indexed datasets with --sentences true, or give another data.split"
             raise ValueError(f"{words}; {advice}") from None
         self.sentence_index = found["sentence_index"]
-        """First sentence, the one behind the last, and target length of each sample."""
+        """First sentence, the one after the last, and target length of each sample."""
 
     def __len__(self) -> int:
-        """Samples of all passes over the documents; at least `num_samples`."""
+        """Return the number of samples in all passes over the documents; it is at least `num_samples`."""
         return len(self.sentence_index)
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample `index` in the order of training: the tensors of a batch without its first dimension, by name.
+        """Return sample `index` in the order of training: the tensors of a batch by name, without its first dimension.
 
         Raises:
             IndexError: there is no such sample.
@@ -167,12 +167,12 @@ class SentenceSamples:
         return self.maker(sentences, target, np.random.RandomState((self.seed + index) % 2**32))
 
     def ordered(self, position: int) -> Sample:
-        """Sample `position` of a run; behind the last sample the order begins again."""
+        """Return sample `position` of a run; after the last sample the order begins again."""
         return self[position % len(self)]
 
 
 class NoSamples:
-    """A split that is not to be read."""
+    """A split that the run does not read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -185,7 +185,7 @@ Split = SentenceSamples | BlendedDataset | NoSamples
 
 
 def sentence_splits(config: RunConfig, maker: Maker) -> tuple[Split, Split, Split]:
-    """Train, validation and test split of the configured sources, with as many samples as the run reads.
+    """Return the training, validation and test split of the configured sources, with the samples that the run reads.
 
     Raises:
         FileNotFoundError, ValueError: a source cannot be read, or a split gives no sample.

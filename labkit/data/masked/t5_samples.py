@@ -6,7 +6,7 @@
 
 `<0>`, `<1>`, ... are the *sentinels*, one for each span in the order of the text (arXiv 1910.10683, section 3.1.4). The
 spans are n-grams of whole words with 15% of the tokens, most of them several words long (`masking.py`). A sample is a
-run of whole sentences, cut at its end to its target. A target below 7 takes one token out, and in Megatron none.
+run of whole sentences, cut at its end to its target. With a target below 7 one token is taken out, in Megatron none.
 
 A sample has these tensors; a batch stacks them. Source: `T5MaskedWordPieceDataset` of
 megatron/core/datasets/t5_dataset.py, megatron-core 0.16.1, which has the same names.
@@ -14,7 +14,7 @@ megatron/core/datasets/t5_dataset.py, megatron-core 0.16.1, which has the same n
 | key         | shape, type | meaning                                                        |
 |-------------|-------------|----------------------------------------------------------------|
 | `text_enc`  | [E] int64   | text with sentinels for its spans, then padding (0)            |
-| `text_dec`  | [D] int64   | `[BOS]`, then each span behind its sentinel, then padding (0)  |
+| `text_dec`  | [D] int64   | `[BOS]`, then each span after its sentinel, then padding (0)   |
 | `labels`    | [D] int64   | the same without `[BOS]`, then `[EOS]`, then padding (0)       |
 | `loss_mask` | [D] float32 | 1 for labels, 0 for padding                                    |
 | `enc_mask`  | [E] int64   | 1 for tokens of the encoder, 0 for padding                     |
@@ -53,11 +53,11 @@ class T5Tokens(NamedTuple):
     end: int
     """Ends the decoder's output."""
     sentinels: tuple[int, ...]
-    """Stand for spans, the first for the first span."""
+    """Take the place of spans, the first that of the first span."""
 
 
 def t5_tokens(data: DataConfig) -> T5Tokens:
-    """`[BOS]`, `[EOS]` and `<extra_id_0>`, `<extra_id_1>`, ... of the tokenizer, or ids behind its vocabulary."""
+    """Return `[BOS]`, `[EOS]` and `<extra_id_0>`, `<extra_id_1>`, ... of the tokenizer, or ids after its vocabulary."""
     if data.tokenizer is not None and (found := _of(load_tokenizer(data.tokenizer))) is not None:
         return found
     size = vocabulary_size(data.tokenizer)
@@ -65,7 +65,7 @@ def t5_tokens(data: DataConfig) -> T5Tokens:
 
 
 def _of(tokenizer: Tokenizer) -> T5Tokens | None:
-    """The tokens of a tokenizer; None where one is missing."""
+    """Return the tokens of a tokenizer; None if one is missing."""
     begin, end = (
         next((found for name in names if (found := tokenizer.token_to_id(name)) is not None), None)
         for names in (BEGINS, ENDS)
@@ -79,10 +79,10 @@ def _of(tokenizer: Tokenizer) -> T5Tokens | None:
 def t5_sample(
     tokens: np.ndarray, spans: Sequence[Sequence[int]], special: T5Tokens, *, encoder_length: int, decoder_length: int
 ) -> Sample:
-    """The tensors of one sample; the table at the top has them.
+    """Return the tensors of one sample; the table at the top of this file has them.
 
     tokens: ids of the text, at most `encoder_length`. spans: positions to take out, in the order of the text. A span
-    for which the decoder has no place, or for which there is no sentinel, stays in the text, and those behind it too.
+    for which the decoder has no room, or for which there is no sentinel, stays in the text, and so do those after it.
     """
     encoder, written, behind = list[int](), list[int](), 0
     for sentinel, span in zip(special.sentinels, spans):
@@ -117,7 +117,7 @@ class T5Maker:
     special: T5Tokens
     """Ids of the added tokens."""
     continues: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """By id, True where a token continues a word; other tokens are words of their own."""
+    """True at each id whose token continues a word; an id beyond the end continues none."""
     least: int = 1
     """Fewest sentences of a sample."""
 
@@ -127,7 +127,7 @@ class T5Maker:
         return self.encoder_length - 2
 
     def __call__(self, sentences: Sequence[np.ndarray], target: int, random: np.random.RandomState) -> Sample:
-        """The sample of these sentences, cut to `target` tokens: the tensors of a batch without B, by name."""
+        """Return the sample of these sentences, cut to `target` tokens: the tensors of a batch by name, without B."""
         tokens = np.concatenate(sentences)[:target].astype(np.int64)
         masked = mask_ngrams(
             tokens,
@@ -143,13 +143,13 @@ class T5Maker:
 
 
 def build_t5_datasets(config: RunConfig, decoder_length: int | None = None) -> tuple[Split, Split, Split]:
-    """Train, validation and test split of the configured sources, with as many samples as the run reads.
+    """Return the training, validation and test split of the configured sources, with the samples that the run reads.
 
-    The encoder has `model.seq_length` positions. decoder_length: of the decoder; None: `model.decoder_seq_length`, or
-    as many as the encoder.
+    The encoder has `model.seq_length` positions. decoder_length: positions of the decoder; None is
+    `model.decoder_seq_length`, or as many as the encoder has.
 
     Raises:
-        FileNotFoundError, ValueError, OSError: as `sentence_splits`; also ValueError for sequences that are too short,
+        FileNotFoundError, ValueError, OSError: see `sentence_splits`; also ValueError for sequences that are too short,
             for a vocabulary without room for the special tokens, and for indexed datasets without a tokenizer.
     """
     length, vocab = config.model.seq_length, config.model.vocab_size
