@@ -1,8 +1,9 @@
 """The text that new tokens add to a prompt, as it grows.
 
-Texts of pieces do not add up to the text of the whole. A Llama's tokenizer drops the blank before the first token that
-it decodes, and several tokens can hold the bytes of one character. So a continuation is the text of all tokens without
-the text of the prompt's. A token whose text ends inside a character waits for the next ones.
+The texts of single tokens do not add up to the text of all of them, because a Llama's tokenizer drops the blank before
+the first token that it decodes, and several tokens can hold the bytes of one character. So a continuation is the text
+of all tokens without the text of the prompt's tokens. A token whose text ends inside a character waits for the next
+ones.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 
 class Continuation:
-    """The text behind one prompt. `"".join` of everything that `add` and `rest` return is the whole of it."""
+    """The text after one prompt. `"".join` of everything that `add` and `rest` return is the whole of it."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
-        """decode: text of token ids, such as `tokenizer.decode`. prompt: its ids."""
+        """decode: returns the text of token ids, such as `tokenizer.decode`. prompt: ids of the prompt."""
         self._decode, self._ids, self._waiting = decode, list(prompt), list[int]()
         self._text = decode(self._ids)
 

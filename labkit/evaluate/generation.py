@@ -1,7 +1,8 @@
 """`generate`: continue prompts token by token, with a cache of keys and values, on tp x pp ranks.
 
-Prompts of unequal length stand at the right end, with padding before them that nobody looks at; positions count from
-the first real token. The first pass takes all prompts at once. Each further pass takes the one token that was chosen.
+Prompts of unequal length are padded on the left. No real token attends to the padding, and positions count from the
+first real token. The first pass takes all prompts at once. Each further pass takes only the one token that was chosen,
+because the cache has the keys and values of all tokens before it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from labkit.evaluate.sampling import Sampler, Sampling
 from labkit.parallel.vocab.token_ids import check_token_ids
 
 MOST_NEW_TOKENS = 64
-"""Tokens added to a prompt where nobody says how many."""
+"""Tokens added to a prompt if the caller does not say how many."""
 
 
 def generate(
@@ -33,17 +34,17 @@ def generate(
     """Return the new token ids of each prompt, the same on all ranks. All ranks call this together.
 
     prompts: token ids of each sample; lengths may differ.
-    max_new_tokens: most tokens to add to each prompt. None: as many as model.seq_length leaves behind the longest
+    max_new_tokens: most tokens to add to each prompt. None adds as many as model.seq_length leaves after the longest
         prompt, at most `MOST_NEW_TOKENS`.
     sampling: choice of tokens; None is greedy.
-    end: the token that ends a sample, or several that do; it is the last one returned. None: each sample gets
-        `max_new_tokens`.
+    end: the token that ends a sample, or several that do; it is the last one returned. None gives each sample
+        `max_new_tokens` tokens.
     on_tokens: called on every rank after each pass, with the new token of each sample, None for one that has ended.
 
     Raises:
-        ValueError: no prompt, an empty one, more tokens than model.seq_length, a model of another family than gpt, or
-            logits that are not finite.
-        TokenIdError: an id outside the vocabulary.
+        ValueError: there is no prompt, one is empty, a text would have more tokens than model.seq_length, the model is
+            of another family than gpt, or the logits are not finite.
+        TokenIdError: an id is outside the vocabulary.
     """
     if (family := model.config.model.family) != "gpt":
         raise ValueError(
@@ -84,7 +85,7 @@ def generate(
 
 
 def _aligned(model: CheckpointModel, prompts: Sequence[Sequence[int]], new: int) -> tuple[Tensor, Tensor]:
-    """(tokens [B, S] with padding at the left, number of padded positions [B])."""
+    """Return (tokens [B, S], padded on the left; number of padded positions [B])."""
     lengths = [len(prompt) for prompt in prompts]
     if not lengths:
         raise ValueError("generate needs at least one prompt")
@@ -105,7 +106,7 @@ def _aligned(model: CheckpointModel, prompts: Sequence[Sequence[int]], new: int)
 
 
 def _name(lengths: Sequence[int], length: int) -> str:
-    """The first prompt of this length in a message."""
+    """Return words for the first prompt of this length, for messages."""
     return "the prompt" if len(lengths) == 1 else f"prompt {lengths.index(length) + 1}"
 
 
@@ -119,5 +120,5 @@ class _Occurred:
         self.seen_BV = counts_BV.scatter_add_(1, tokens_BS, real_BS.long()) > 0
 
     def add(self, tokens_B1: Tensor) -> None:
-        """One token more of each sample."""
+        """Add one more token of each sample."""
         self.seen_BV.scatter_(1, tokens_B1, True)

@@ -1,13 +1,13 @@
 """Keys and values of the tokens so far, so that a new token costs one position and not the whole sequence.
 
-`caching` puts a `CachedAttention` in the place of each layer's core attention and takes it out again. The layers
-themselves know nothing of it: they call their core with the queries, keys and values of the new positions.
+`caching` replaces each layer's core attention by a `CachedAttention` and puts it back afterwards. The layers themselves
+do not know about it: they call their core with the queries, keys and values of the new positions.
 
-Prompts of unequal length stand at the right end, with padding before them. All samples then write the same position of
-the cache, and a mask hides the padding.
+Prompts of unequal length are padded on the left, so that all samples write the same position of the cache. A mask hides
+the padding.
 
-Shapes: B samples, n = B x query heads, m = B x key/value heads of this rank, D head dimension. S are the new positions,
-T all positions so far with the new ones.
+Shapes: B samples, n = B x query heads, m = B x key/value heads of this rank, D head dimension, S new positions, T all
+positions so far, including the new ones.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CachedAttention(nn.Module):
     """softmax(q k^T / sqrt(D)) v over the positions so far and the new ones; causal.
 
     Args:
-        longest: positions for which there is room.
-        padding_B: padded positions at the left end of each sample; None where no sample has any.
+        longest: positions for which the cache has room.
+        padding_B: padded positions at the left end of each sample; None if no sample has any.
     """
 
     def __init__(self, longest: int, padding_B: Tensor | None) -> None:
@@ -38,7 +38,7 @@ class CachedAttention(nn.Module):
         self.values: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [1, n, S, D], k and v [1, m, S, D] of the new positions -> [1, n, S, D]."""
+        """Attend from the new positions: q [1, n, S, D], k and v [1, m, S, D] -> [1, n, S, D]."""
         first, self.used = self.used, self.used + q.shape[2]
         keys, values = self._appended(k, v, first)
         mask = self._mask(first, q.shape[1]) if self.padding_B is not None else None
@@ -48,7 +48,7 @@ class CachedAttention(nn.Module):
         )  # fmt: skip
 
     def _appended(self, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; return all so far."""
+        """Store the new keys and values, and return all so far."""
         if self.keys is None or self.values is None:
             shape = (1, k.shape[1], self.longest, k.shape[3])
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
@@ -57,9 +57,10 @@ class CachedAttention(nn.Module):
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     def _mask(self, first: int, heads: int) -> Tensor:
-        """True where a query may look: at itself, and at earlier positions that are not padding; [1, n, S, T].
+        """Return a mask [1, n, S, T], True where a query may attend: to itself, and to earlier positions that are not
+        padding.
 
-        A padded position looks at itself alone. Its result is never used, and a row without any key would be nan.
+        A padded position attends to itself alone: its result is never used, but a row without any key would be nan.
         """
         assert self.padding_B is not None
         new = torch.arange(first, self.used, device=self.padding_B.device)
@@ -72,7 +73,7 @@ class CachedAttention(nn.Module):
 
 @contextmanager
 def caching(chunk: nn.Module, longest: int, padding_B: Tensor | None = None) -> Iterator[None]:
-    """The attention layers of `chunk` keep keys and values during the block; each forward continues the one before."""
+    """Let the attention layers of `chunk` keep keys and values in the block; each forward continues the one before."""
     layers = [module for module in chunk.modules() if isinstance(module, ParallelAttention)]
     cores = [layer.core for layer in layers]
     for layer in layers:

@@ -4,11 +4,12 @@ Each line of the file is a passage, as `{"text": "..."}`. The model reads all to
 forcing, those of the target. A passage counts as right if every token of the target is the most likely one.
 
     loose     the target is the last token of the passage
-    strict    the target is the whole last word; the paper's
+    strict    the target is the whole last word, as in the paper
 
 The whole passage is tokenised at once, with one blank before the last word. The target begins at the first token that
 has a part of the blank or the word. Megatron-LM tokenises the word alone, as `" word"`. GPT-2's tokenizer gives the
-same tokens, but one that marks the beginning of a text would mark the word as well: Llama's makes `▁▁word`.
+same tokens in both cases, but a tokenizer that marks the beginning of a text would mark the word as well: Llama's makes
+`▁▁word`.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ class Passage:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The result."""
+    """How many passages of a file the model completes."""
 
     right: int
     passages: int
 
     @property
     def accuracy(self) -> float:
-        """Share of passages whose target was predicted whole."""
+        """Share of the passages whose whole target was predicted."""
         return self.right / self.passages
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval (1927)."""
+        """The accuracy's 95% interval by Wilson (1927)."""
         z2, n, p = 1.96**2, self.passages, self.accuracy
         middle, half = p + z2 / (2 * n), 1.96 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
         return max(0.0, (middle - half) / (1 + z2 / n)), min(1.0, (middle + half) / (1 + z2 / n))
 
 
 def read_passages(path: str | Path, encode: Encode, *, strict: bool = True) -> list[Passage]:
-    """The passages of a file of JSON lines. Raises ValueError that names the line and its fault."""
+    """Return the passages of a file of JSON lines. Raises a ValueError that names the line and its fault."""
     passages = []
     for number, line in enumerate(read_lines(path, "--path"), 1):
         if not line.strip():
@@ -81,7 +82,7 @@ def read_passages(path: str | Path, encode: Encode, *, strict: bool = True) -> l
 
 
 def passage_of(text: str, encode: Encode, *, strict: bool = True) -> Passage:
-    """Cut a passage before its target. Raises ValueError where nothing stands before the last word."""
+    """Cut a passage before its target. Raises ValueError if nothing is left before the target."""
     if not strict:
         ids = encode(text.strip()).ids
         if len(ids) < 2:
@@ -104,10 +105,11 @@ def score_passages(
     done: Sequence[bool] = (),
     on_results: Callable[[list[bool], int], None] | None = None,
 ) -> list[bool]:
-    """True for each passage whose target the model predicts. All ranks call this together and get the same.
+    """Return True for each passage whose target the model predicts. All ranks call this together and get the same.
 
-    A passage longer than the model's sequence loses its beginning. done: results of an earlier call; this one goes on
-    behind them. on_results: called on every rank after each batch, with all results and the number of passages.
+    A passage longer than the model's sequence loses its beginning. done: results of an earlier call, after which this
+    one continues. on_results: called on every rank after each batch, with all results so far and the number of
+    passages.
 
     Raises ValueError for a target that the model's sequence cannot hold, and for logits that are not finite.
     """
@@ -124,7 +126,7 @@ def score_passages(
 
 
 def _score(model: CheckpointModel, batch: Sequence[Passage]) -> list[bool]:
-    """One batch: positions behind a passage are padding, which a causal model cannot see."""
+    """Score one batch. Positions after a passage are padding, which a causal model does not see."""
     rows = [(passage.context + passage.target)[-model.seq_length - 1 :] for passage in batch]
     width, most = max(map(len, rows)) - 1, max(len(passage.target) for passage in batch)
     tokens_BS = torch.zeros(len(batch), width, dtype=torch.int64)

@@ -4,10 +4,10 @@
     loss_BS = model.losses(tokens_BS, labels_BS)                 # the same on all ranks
 
 Each pipeline rank holds one stage. A batch passes through the stages once: a stage receives hidden states, runs its
-layers and sends them on. The last stage computes losses, or logits at the positions that are asked for, and broadcasts
-the result. The layout is chosen here and has nothing to do with the layout that saved the checkpoint.
+layers and sends them on. The last stage computes losses, or logits at the requested positions, and broadcasts the
+result. The layout is chosen here and does not depend on the layout that saved the checkpoint.
 
-Shapes: B samples, S positions, P asked-for positions of each sample, V vocabulary, H hidden.
+Shapes: B samples, S positions, P requested positions of each sample, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _TRAINING_ONLY = (
 )
 """Fields of the model that an evaluation leaves at their defaults."""
 _OF_A_BATCH = ("input_jitter", "capacity_factor", "drop_policy", "pad_to_capacity")
-"""Fields of experts that it leaves there too. With a capacity the tokens of a batch compete for places, and a score
-depends on the batch."""
+"""Fields of experts that it leaves there, too: with a capacity the tokens of a batch compete for places, so a score
+would depend on the batch."""
 
 
 def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: str) -> RunConfig:
-    """The configuration under which the model of a checkpoint is evaluated: its shape, and the given layout.
+    """Return the configuration under which the model of a checkpoint is evaluated: its shape, and the given layout.
 
     layout: sizes of `tp` and `pp`.
 
     Raises:
         CheckpointError: the manifest describes no model of labkit.
-        ConfigError: the layout does not fit the model, with all problems.
+        ConfigError: the layout does not fit the model; the message has all problems.
     """
     model, moe = model_of(manifest)
     model = replace(model, **{name: getattr(ModelConfig(), name) for name in _TRAINING_ONLY})
@@ -74,7 +74,7 @@ def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: 
 
 
 def layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
-    """Everything that is wrong with the layout of an evaluation."""
+    """Return everything that is wrong with the layout of an evaluation."""
     tp, pp, family = groups.tp.size, groups.pp.size, config.model.family
     if family in ("bert", "t5"):
         return [f"model.family = {family!r}: perplexity, LAMBADA and generation need a model of the next token"]
@@ -82,12 +82,12 @@ def layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
         ranks, needed = counted(groups.world_size, "rank"), counted(tp * pp, "rank")
         return [f"{ranks}, and tp {tp} x pp {pp}: start {needed}, or raise tp or pp"]
     if config.moe.num_experts and tp > 1:
-        config = config.override({"parallel.sequence_parallel": True})  # how `_GPTUnderTp` builds layers with experts
+        config = config.override({"parallel.sequence_parallel": True})  # as `_GPTUnderTp` builds layers with experts
     return config.problems(groups.world_size)
 
 
 class _GPTUnderTp(GPTModel):
-    """A GPT with experts, whose activations are cut over tp inside these layers alone: one new token cannot be cut."""
+    """A GPT with experts. Only their inputs are sharded over tp, because the single new token of a pass cannot be."""
 
     def new_layer(self, index: int, build: Build) -> nn.Module:
         """Make layer `index`; its experts see this rank's share of the tokens."""
@@ -102,23 +102,23 @@ class _GPTUnderTp(GPTModel):
 
 
 class _ShareOfTokens:
-    """Hooks of a layer with experts: before it a rank of tp takes its share of the tokens, behind it all join them.
+    """Hooks of a layer's experts: before them each tp rank takes its share of the tokens, after them all ranks gather.
 
-    Zeros fill up the last shares. They visit experts too, and nobody reads their results.
+    The last shares are padded with zeros. These are routed to experts, too, but nothing reads their results.
     """
 
     def __init__(self, tp: Group) -> None:
         self._tp, self._shape = tp, torch.Size()
 
     def take(self, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
-        """[S, B, H] -> [T/t, 1, H], T = S B filled up to a multiple of t."""
+        """Take this rank's share: [S, B, H] -> [T/t, 1, H], where T is S B padded to a multiple of t."""
         self._shape = args[0].shape
         x_TH = args[0].flatten(0, 1)
         filled_TH = pad(x_TH, (0, 0, 0, -len(x_TH) % self._tp.size))
         return filled_TH.chunk(self._tp.size)[self._tp.rank].unsqueeze(1).contiguous()
 
     def join(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """[T/t, 1, H] -> [S, B, H]."""
+        """Gather the shares: [T/t, 1, H] -> [S, B, H]."""
         whole_TH = all_gather(output, self._tp).flatten(0, 1)
         return whole_TH[: self._shape[:2].numel()].view(self._shape)
 
@@ -135,8 +135,8 @@ class CheckpointModel:
         layout: sizes of `tp` and `pp`, such as {"tp": 2}. Without torch.distributed there is one rank.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one of another model; the same on all ranks.
-            ConfigError: a layout that the model or the number of ranks does not allow.
+            CheckpointError: there is no checkpoint, or it is damaged or of another model; the same on all ranks.
+            ConfigError: the model or the number of ranks does not allow the layout.
         """
         self.folder = chosen(Path(checkpoint), step)
         """The checkpoint, `.../step_00000020`."""
@@ -147,7 +147,7 @@ class CheckpointModel:
             raise ConfigError(problems, source="the evaluation's layout")
         self.folder = gather_objects(self.folder, self.groups.world)[
             0
-        ]  # a run may be saving: all read what rank 0 found
+        ]  # a run may be saving, so all ranks read the checkpoint that rank 0 found
         self.manifest = read_manifest(self.folder)
         under_tp = self.config.moe.num_experts > 0 and self.groups.tp.size > 1
         provider = partial(build_model_chunk, kind=_GPTUnderTp if under_tp else None)
@@ -166,7 +166,7 @@ class CheckpointModel:
         return self.groups.device
 
     def _load(self) -> None:
-        """Look at every byte, each rank at its share of the files, and fill parameters and buffers."""
+        """Check every byte, each rank those of its share of the files, and fill parameters and buffers."""
         reader = Reader(self.folder)
         share = sorted(reader.manifest.files)[self.groups.world.rank :: self.groups.world.size]
         state = RankWeights([self.chunk], self.groups)
@@ -180,7 +180,7 @@ class CheckpointModel:
 
     @torch.inference_mode()
     def losses(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        """Loss of each token in nats, -log p(label), [B, S], float32 at least; the same on all ranks."""
+        """Return the loss of each token in nats, -log p(label), [B, S], float32 at least; the same on all ranks."""
         loss_BS = self._through(tokens_BS, None, lambda chunk: chunk(tokens_BS, None, labels_BS))
         wide = torch.promote_types(torch.float32, DTYPES[self.config.optim.precision])
         return self._from_last(loss_BS, tokens_BS.shape, wide)
@@ -190,9 +190,9 @@ class CheckpointModel:
         self, tokens_BS: Tensor, positions_BP: Tensor, pick: Callable[[Tensor], Tensor],
         *, position_ids_BS: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Ids [B, P] that `pick` chooses from the logits at `positions_BP`; the same on all ranks.
+        """Return the ids [B, P] that `pick` chooses from the logits at `positions_BP`; the same on all ranks.
 
-        pick: logits [B, P, V] -> ids [B, P], int64. Runs on all ranks of the last stage, which have the same logits.
+        pick: logits [B, P, V] -> ids [B, P], int64. It runs on all ranks of the last stage, which have the same logits.
 
         Raises ValueError on all ranks for logits that are not finite.
         """
@@ -228,7 +228,7 @@ class CheckpointModel:
         return None
 
     def _from_last(self, result: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The result of the last stage, on every rank."""
+        """Return the result of the last stage, on every rank."""
         pp = self.groups.pp
         if result is None:
             result = torch.empty(shape, dtype=dtype, device=self.device)
@@ -237,7 +237,7 @@ class CheckpointModel:
 
 @contextmanager
 def _only(chunk: GPTModel, positions_BP: Tensor) -> Iterator[None]:
-    """The chunk computes its logits at these positions of each sample alone, not at all of them."""
+    """Let the chunk compute its logits at these positions of each sample alone, instead of at all of them."""
 
     def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         hidden_SBH = args[0]

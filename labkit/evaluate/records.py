@@ -1,10 +1,10 @@
-"""The results of evaluations in a file of JSON lines, a row for each checkpoint, and the state of one that was cut off.
+"""The results of evaluations in a file of JSON lines, and the state of an evaluation that was interrupted.
 
-    results.jsonl            a row for each finished evaluation
-    results.jsonl.partial    the scored items of the one that was under way: an evaluation with the same key goes on
+    results.jsonl            a row for each finished evaluation of a checkpoint
+    results.jsonl.partial    the items that an unfinished one has scored; an evaluation with the same key continues it
 
-A key names everything that a result depends on: task, checkpoint and its checksum, text file, settings. A row whose key
-is there already is not evaluated again. Machines may have disks of their own, so all ranks do as rank 0's file says.
+A key names everything that a result depends on: task, checkpoint and its checksum, text file, settings. A result whose
+key has a row is not computed again. Machines may have disks of their own, so all ranks do what rank 0's file says.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Key = dict[str, Any]
 
 
 def digest_of(file: str | Path) -> str:
-    """SHA-256 of a file, the first 16 digits."""
+    """Return the first 16 digits of the SHA-256 of a file."""
     with Path(file).open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
 
 def agreed(find: Callable[[], Any]) -> Any:
-    """Rank 0's result, on all ranks, which call this together: files may differ between their looks."""
+    """Return rank 0's result on all ranks, which call this together, because a file may change between their reads."""
     own = find()
     with initialize_model_parallel(ParallelConfig()) as groups:
         return gather_objects(own, groups.world)[0]
 
 
 class Records:
-    """The rows of one file. Raises ValueError for a file with a line that is no row, or a name that is no file's."""
+    """The rows of one file. Raises ValueError if a line of it is not a row, or if the path is not that of a file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.partial = Path(path), Path(f"{path}.partial")
@@ -56,11 +56,11 @@ class Records:
                 raise ValueError(f"{self.path}, line {number}, is no row of results; name another file") from None
 
     def finished(self, key: Key) -> dict[str, Any] | None:
-        """The row of this key, or None."""
+        """Return the row of this key, or None."""
         return next((row for row in self.rows if row.get("key") == key), None)
 
     def done(self, key: Key) -> list[Any]:
-        """The items that an evaluation with this key had scored when it was cut off; [] if there was none."""
+        """Return the items that an interrupted evaluation with this key had scored; [] if there was none."""
         try:
             kept = json.loads(self.partial.read_text(encoding="utf-8"))
             return list(kept["done"]) if kept["key"] == key else []
@@ -73,7 +73,7 @@ class Records:
             draft.write_text(json.dumps({"key": key, "done": done}, allow_nan=False), encoding="utf-8")
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row, and forget what was kept of it."""
+        """Append a row, and delete what was stored of the unfinished evaluation."""
         line = json.dumps(row, allow_nan=False) + "\n"
         with naming(self.path), self.path.open("ab+") as file:
             if file.tell():  # it was opened at its end

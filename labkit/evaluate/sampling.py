@@ -1,4 +1,4 @@
-"""The choice of the next token from logits: greedy, or drawn after temperature, repetition penalty, top-k and top-p.
+"""The choice of the next token from logits: greedy, or drawn after repetition penalty, temperature, top-k and top-p.
 
 The order of the steps and their meaning are those of `transformers`: repetition penalty (arXiv 1909.05858),
 temperature, top-k (arXiv 1805.04833), top-p (arXiv 1904.09751). Draws are made on the host from a generator with a
@@ -19,12 +19,12 @@ from labkit.config.errors import shown
 from labkit.config.field_spec import FieldSpec
 
 NO_TOKEN = -1
-"""Chosen where logits are not finite."""
+"""The id that is chosen where logits are not finite."""
 NOT_FINITE = (
     "the logits are not finite, so they say nothing of a text: give a checkpoint without NaN and infinity, a wider "
     "--precision, or in a generation a repetition penalty nearer to 1"
 )
-"""The words with which every evaluation refuses such logits."""
+"""The message with which every evaluation rejects such logits."""
 FIELDS = (
     FieldSpec("temperature", "float", ge=0),
     FieldSpec("top_k", "int", ge=0),
@@ -39,19 +39,19 @@ FIELDS = (
 class Sampling:
     """The choice of a token; the defaults take the most likely one.
 
-    Raises ValueError with all that is wrong.
+    Raises a ValueError that lists everything that is wrong.
     """
 
     temperature: float = 0.0
-    """Logits are divided by it before a draw. 0 takes the most likely token."""
+    """Logits are divided by it before a draw; 0 takes the most likely token."""
     top_k: int = 0
-    """Draw from so many of the most likely tokens; 0 from all."""
+    """Draw from this many of the most likely tokens; 0 draws from all."""
     top_p: float = 1.0
-    """Draw from the fewest most likely tokens whose probabilities add up to at least this."""
+    """Draw from the smallest set of most likely tokens whose probabilities add up to at least this."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens that occurred are divided by it, negative ones multiplied."""
+    """Positive logits of tokens that occurred are divided by it, negative ones multiplied by it."""
     seed: int = 1234
-    """Of the draws."""
+    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         values = [(spec, getattr(self, spec.name)) for spec in FIELDS]
@@ -70,7 +70,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits_BV: Tensor, seen_BV: Tensor | None = None) -> Tensor:
-        """Ids [B] from logits; NO_TOKEN where the largest is not finite, for example in a row with a NaN.
+        """Choose ids [B] from logits; NO_TOKEN where the largest is not finite, for example in a row with a NaN.
 
         seen_BV: True for tokens that occurred in a sample; needed by the repetition penalty.
         """
@@ -85,7 +85,7 @@ class Sampler:
         return ids_B.where(best_B1[:, 0].isfinite(), NO_TOKEN)
 
     def _drawn(self, logits_BV: Tensor) -> Tensor:
-        """Ids [B] on the host. The largest logits are 0, so that dividing by a temperature moves none of them."""
+        """Draw ids [B] on the host. Each row's largest logit is 0, which division by a temperature does not change."""
         kept_BV = within_top_p(within_top_k(logits_BV, self.sampling.top_k), self.sampling.top_p)
         probabilities_BV = kept_BV.softmax(dim=-1).cpu()
         draws_B1 = torch.rand(len(probabilities_BV), 1, generator=self._generator, dtype=torch.float64)
@@ -95,13 +95,13 @@ class Sampler:
 
 
 def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Logits of the tokens that occurred, made less likely."""
+    """Return the logits, with those of the tokens that occurred lowered (by a penalty above 1)."""
     lower_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return torch.where(seen_BV, lower_BV, logits_BV)
 
 
 def within_top_k(logits_BV: Tensor, k: int) -> Tensor:
-    """-inf for all but the k largest logits of each sample; 0 keeps all."""
+    """Set all logits below the k-th largest of each sample to -inf; 0 keeps all."""
     if not 0 < k < logits_BV.shape[-1]:
         return logits_BV
     least_B1 = logits_BV.topk(k, dim=-1).values[:, -1:]
@@ -109,7 +109,7 @@ def within_top_k(logits_BV: Tensor, k: int) -> Tensor:
 
 
 def within_top_p(logits_BV: Tensor, p: float) -> Tensor:
-    """-inf for all but the fewest largest logits whose probabilities add up to at least p."""
+    """Set all logits to -inf but the fewest largest ones whose probabilities add up to at least p."""
     if p >= 1:
         return logits_BV
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)

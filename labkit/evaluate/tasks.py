@@ -1,7 +1,7 @@
 """One evaluation of one checkpoint as a task: its key, the items to score, and the row of its result.
 
 `labkit eval` and the chapter on evaluation both call `evaluate` inside ranks. WikiText's text and LAMBADA's passages
-become the same kind of task, so progress, resuming and rows are written once.
+become the same kind of task, so progress, resuming and rows are implemented once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KEEP_EVERY = 10.0
-"""Seconds between two stores of what is scored so far."""
+"""Seconds after which what is scored so far is stored again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Task:
     name: str
     """`wikitext` or `lambada`."""
     path: str
-    """The text, or the passages."""
+    """File of the text, or of the passages."""
     tokenizer: str | None = None
     """File of the tokenizer; None is the bundled one."""
     stride: int = 32
@@ -50,7 +50,7 @@ class Task:
     """Type of the computation."""
 
     def key(self, checkpoint: Path) -> Key:
-        """Everything that the result depends on."""
+        """Return everything that the result depends on."""
         settings = {k: v for k, v in asdict(self).items() if k not in ("path", "tokenizer", "micro_batch_size")}
         tokenizer = "bundled" if self.tokenizer is None else digest_of(self.tokenizer)
         checkpoint = checkpoint.resolve()
@@ -66,10 +66,10 @@ class Task:
 def evaluate(model: CheckpointModel, task: Task, records: Records | None = None) -> dict[str, Any]:
     """Score the checkpoint of `model` and return its row; the same on all ranks, which call this together.
 
-    records: rank 0 adds the row there, and stores what is scored so far every few seconds. A row that rank 0 has
-        already is returned as it stands.
+    records: rank 0 adds the row there, and stores what is scored so far every few seconds. If rank 0 has the row
+        already, it is returned as it is.
 
-    Raises ValueError for a text that cannot be scored.
+    Raises ValueError if the text cannot be scored.
     """
     key, first = task.key(model.folder), model.groups.world.rank == 0
     own = (records.finished(key), records.done(key)) if records is not None else (None, [])
@@ -85,7 +85,7 @@ def evaluate(model: CheckpointModel, task: Task, records: Records | None = None)
 
 
 class _Keeper:
-    """Tells the user how far an evaluation is, and stores it now and then."""
+    """Reports the progress of an evaluation, and stores what is scored so far every `KEEP_EVERY` seconds."""
 
     def __init__(self, records: Records | None, key: Key, name: str) -> None:
         self._records, self._key, self._name, self._kept = records, key, name, time.monotonic()
@@ -135,7 +135,7 @@ TASKS = {"wikitext": _wikitext, "lambada": _lambada}
 
 
 def tokenizer_for(model: CheckpointModel, tokenizer: str | None) -> Tokenizer:
-    """The tokenizer of a file. Raises ValueError if the model's vocabulary is too small for it."""
+    """Return the tokenizer of a file. Raises ValueError if the model's vocabulary is too small for it."""
     loaded = load_tokenizer(tokenizer)
     size, most = size_of(loaded), model.config.model.vocab_size
     if size > most:

@@ -1,15 +1,16 @@
 """Perplexity of a long text, as the Megatron-LM paper computes it for WikiText-103 (arXiv 1909.08053, section 5.2).
 
-A window of `seq_length` tokens moves over the text by `stride`. The first window scores all its tokens. Each later one
-scores its last `stride` tokens, and the rest of it is their context. So every token of the text, except its first, is
-scored once.
+A window of `seq_length` tokens moves over the text in steps of `stride`. The first window scores all its tokens. Each
+later one scores its last `stride` tokens, and the rest of it is their context. So every token of the text except the
+first is scored once.
 
 Two perplexities are reported. `perplexity`, the paper's, divides the sum of losses by the number of original words,
-T_o, so that models with other tokenizers can be compared. `adjusted_perplexity` is that of Megatron's code: the mean
-loss a token, times (T - 1) / (T_o - 1). They differ by the one token that nobody scores.
+T_o, so that models with different tokenizers can be compared. `adjusted_perplexity` is that of Megatron's code: exp of
+the mean loss per token times (T - 1) / (T_o - 1), for a text of T tokens. The two differ because the first token is not
+scored: the sum has T - 1 losses.
 
-WikiText's files stand in a tokenised form (`Mr. Smith 's dog , @-@`). `detokenized` undoes that before the tokenizer
-reads the text; T_o counts the words of the file as it is (`original_words`).
+WikiText's files are in a tokenised form (`Mr. Smith 's dog , @-@`). `detokenized` undoes that before the tokenizer
+reads the text, but T_o counts the words of the file as it is (`original_words`).
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ _REST = (
 
 
 def original_words(text: str) -> int:
-    """T_o: the words of `text`, and its line ends that stand between blanks.
+    """Return T_o: the number of words of `text`, and of its line ends that are between blanks.
 
     WikiText's files write a line end as a word of its own, and Megatron-LM splits them at single blanks
-    (`tasks/zeroshot_gpt/datasets.py`). So the paper's 245,566 of WikiText-103 are 241,211 words and 4,355 line ends.
+    (`tasks/zeroshot_gpt/datasets.py`). So the paper's 245,566 words of WikiText-103 are 241,211 words and 4,355 line
+    ends.
     """
     return len(_WORD.findall(text.strip()))
 
 
 def detokenized(text: str) -> str:
-    """Text of WikiText as people write it: no blanks before punctuation, none inside brackets and quotes.
+    """Return a text of WikiText as people write it: no blanks before punctuation, none inside brackets and quotes.
 
     The replacements and their order are those of Megatron-LM (`tasks/zeroshot_gpt/detokenizer.py`).
     """
@@ -73,7 +75,7 @@ def detokenized(text: str) -> str:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The result."""
+    """The loss of a text, and the perplexities that follow from it. Their exponents are capped at 20."""
 
     loss_sum: float
     """Sum of the losses of all scored tokens, nats."""
@@ -84,26 +86,26 @@ class Perplexity:
     original_words: int
     """T_o, as `original_words` counts."""
     standard_error: float
-    """Of the mean loss a token; windows are taken as independent."""
+    """Standard error of the mean loss per token; windows are taken as independent."""
 
     @property
     def loss(self) -> float:
-        """Mean loss a token, nats."""
+        """Mean loss per token, nats."""
         return self.loss_sum / self.scored
 
     @property
     def perplexity(self) -> float:
-        """exp(sum of losses / T_o), the paper's."""
+        """exp(sum of losses / T_o), as in the paper."""
         return math.exp(min(self.loss_sum / self.original_words, 20.0))
 
     @property
     def adjusted_perplexity(self) -> float:
-        """exp(mean loss x (T - 1) / (T_o - 1)), Megatron's."""
+        """exp(mean loss x (T - 1) / (T_o - 1)), as in Megatron's code."""
         return math.exp(min(self.loss * (self.tokens - 1) / max(1, self.original_words - 1), 20.0))
 
     @property
     def token_perplexity(self) -> float:
-        """exp(mean loss a token)."""
+        """exp(mean loss per token)."""
         return math.exp(min(self.loss, 20.0))
 
     @property
@@ -115,9 +117,9 @@ class Perplexity:
 
 
 def window_starts(tokens: int, seq_length: int, stride: int) -> range:
-    """First tokens of the windows that score every token of the text but its first.
+    """Return the first tokens of the windows that score every token of the text but its first.
 
-    Raises ValueError for a text of fewer than two tokens and a stride that is not from 1 to seq_length.
+    Raises ValueError for a text of fewer than two tokens, and for a stride that is not from 1 to seq_length.
     """
     if not 1 <= stride <= seq_length:
         raise ValueError(f"stride = {stride}: must be from 1 to the model's sequence of {counted(seq_length, 'token')}")
@@ -138,7 +140,7 @@ def score_windows(
 ) -> Blocks:
     """Score every window of the text. All ranks call this together and get the same.
 
-    done: windows that an earlier call has scored; this one goes on behind them.
+    done: windows that an earlier call has scored, after which this one continues.
     on_blocks: called on every rank after each batch, with all windows so far and the number of all windows.
 
     Raises ValueError for losses that are not finite.
@@ -162,7 +164,7 @@ def score_windows(
 def _window(
     text: torch.Tensor, start: int, seq_length: int, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(tokens, labels, True where the label is scored) of one window; behind the end of the text stands padding."""
+    """Return (tokens, labels, True where the label is scored) of one window, padded after the end of the text."""
     piece = text[start : start + seq_length + 1]
     real = len(piece) - 1
     inputs, labels = torch.zeros(2, seq_length, dtype=torch.int64)
@@ -173,7 +175,7 @@ def _window(
 
 
 def perplexity_of(blocks: Blocks, *, tokens: int, original_words: int) -> Perplexity:
-    """The perplexity of scored windows, with the standard error of a ratio of sums."""
+    """Return the perplexity of scored windows, with the standard error of a ratio of sums."""
     total, scored = sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
     mean, count = total / scored, len(blocks)
     spread = sum((loss - mean * number) ** 2 for loss, number in blocks)
