@@ -1,8 +1,8 @@
 """One fine-tuning: train the pre-trained model on a task with one row of numbers and one seed, and predict.
 
-The loop is `pretrain`'s, with a model, samples and a loss of the task. So every step has the optimizer, the linear
-warm-up and decay, the clipping and the layouts of a training run. A prediction runs the pipeline forward over whole
-global batches, and the ranks exchange the scores.
+The loop is `pretrain`'s, with the task's model, samples and loss. So every step has the optimizer, the linear warm-up
+and decay, the clipping and the layouts of a training run. A prediction runs the pipeline forward over whole global
+batches, and the ranks exchange the scores.
 
 Shapes: N samples, L labels of a sample, n scores of one label.
 """
@@ -38,12 +38,12 @@ from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Data, Run, initialize, setup_model_and_optimizer, train
 
 MOST_OF_MICROBATCH = 8
-"""Samples of a microbatch where the user gives no number."""
+"""Most samples of a microbatch if the user gives no number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A fine-tuning apart from its row and seed; picklable, so that a launcher can send it to ranks."""
+    """Everything about a fine-tuning but its row and seed; picklable, so that a launcher can send it to ranks."""
 
     task: str
     """`mnli`, `qqp`, `race` or `squad`."""
@@ -54,52 +54,52 @@ class Settings:
     step: int | None = None
     """Step of the checkpoint; None is the latest."""
     version: str | None = None
-    """Of SQuAD."""
+    """Version of SQuAD; None is the one whose files are in the folder."""
     tokenizer: str | None = None
     """File of the model's tokenizer; None is the bundled one."""
     size: str | None = None
-    """Size whose row of Table 6 holds; None is that of the model."""
+    """Model size whose row of Table 6 is used; None is the size of the model."""
     batch: int | None = None
-    """Samples of a step; None is the row's, as for the next two."""
+    """Samples of a step; None is the row's number."""
     lr: float | None = None
-    """Peak learning rate."""
+    """Peak learning rate; None is the row's."""
     epochs: float | None = None
-    """Passes over the training samples."""
+    """Passes over the training samples; None is the row's number."""
     warmup: float = WARMUP
     """Share of the steps over which the learning rate rises."""
     seq_length: int = LENGTH
     """Tokens of a sample, at most the model's."""
     dropout: float = DROPOUT
-    """In the three places of `table6.DROPOUT`."""
+    """Probability of dropout in the three places of `table6.DROPOUT`, and before the pair head's dense layer."""
     precision: str = "fp32"
     """Type of the computation."""
     micro_batch_size: int | None = None
-    """Samples of one forward pass on one rank; None is the largest number up to 8 that divides the rank's part."""
+    """Samples of one forward pass on one rank; None is the largest number up to 8 that divides the rank's share."""
     tp: int = 1
     """Tensor-parallel ranks."""
     pp: int = 1
     """Pipeline ranks."""
     sequence_parallel: bool = False
-    """Activations are cut along the sequence between tensor-parallel regions."""
+    """Whether activations are sharded along the sequence between tensor-parallel regions."""
     distributed_optimizer: bool = False
-    """Optimizer states are cut over the data-parallel ranks."""
+    """Whether the optimizer's state is sharded over the data-parallel ranks."""
     save: str | None = None
     """Folder for the weights of each run, in a folder of its own (`saved_at`); None saves nothing."""
 
     def own(self, row: Row) -> Row:
-        """A row of Table 6 with the numbers that these settings give."""
+        """Return a row of Table 6, with the numbers that these settings give in place of its own."""
         given = {"batch": self.batch, "lr": self.lr, "epochs": self.epochs}
         return row._replace(**{name: value for name, value in given.items() if value is not None})
 
     def saved_at(self, row: Row, seed: int) -> str | None:
-        """Folder of a run's checkpoint; None where nothing is saved."""
+        """Return the folder of a run's checkpoint; None if nothing is saved."""
         words = f"seed_{seed}-batch_{row.batch}-lr_{row.lr:g}-epochs_{row.epochs:g}"
         return None if self.save is None else str(Path(self.save) / words)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The common part of several runs: weights, examples and samples."""
+    """What several runs have in common: weights, examples and samples."""
 
     settings: Settings
     weights: Weights
@@ -115,11 +115,11 @@ class Prepared:
         return self.settings.own(TABLE_6[self.files.row][size])
 
     def samples(self, split: str, seed: int | None = None) -> TaskSamples:
-        """The samples of a split, in the order of its file or of a seed."""
+        """Return the samples of a split, in the order of its file or in the one that a seed gives."""
         return samples_of(self.files, self.packer, split, self.windows[split], seed)
 
     def scores(self, logits: dict[str, np.ndarray]) -> dict[str, float]:
-        """All scores of predictions, by `split_name`."""
+        """Return all scores of predictions, by `split_name`, such as `dev_accuracy`."""
         found: dict[str, float] = {}
         for split, logits_NLn in logits.items():
             found |= scores_of(self.files, split, logits_NLn, self.windows[split])
@@ -139,11 +139,11 @@ class Trained:
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Read weights' headers and the task's files.
+    """Read the headers of the weights, and the task's files.
 
     Raises:
-        CheckpointError: no weights, or those of another model.
-        FileNotFoundError, ValueError: files that are missing or of another form, a tokenizer of another model.
+        CheckpointError, ConfigError: there are no weights, or they are not those of a BERT.
+        FileNotFoundError, ValueError: a file is missing or of another form, or the tokenizer does not fit the model.
     """
     weights = weights_at(Path(settings.checkpoint), settings.step)
     files = read_task(settings.task, settings.path, settings.version)
@@ -155,9 +155,9 @@ def prepare(settings: Settings) -> Prepared:
 
 
 def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> RunConfig:
-    """The configuration of a run. Raises ConfigError for numbers that do not fit each other or the ranks.
+    """Return the configuration of a run. Raises ConfigError for numbers that do not fit each other or the ranks.
 
-    The model is marked as untied, since it has no output layer.
+    The model is marked as untied, because it has no output layer.
     """
     given, samples = prepared.settings, len(prepared.samples("train"))
     steps = math.ceil(row.epochs * samples / row.batch)
@@ -194,7 +194,7 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
                     "precision": given.precision,
                     "distributed_optimizer": given.distributed_optimizer,
                 },
-                "data": {"tokenizer": given.tokenizer},  # for those who read the saved weights
+                "data": {"tokenizer": given.tokenizer},  # for readers of the saved weights
                 "checkpoint": saving,
                 "train": {
                     "steps": steps,
@@ -212,9 +212,10 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
 def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
     """Fine-tune with one row and one seed, and predict every split. All ranks call this together.
 
-    With `Settings.save` the last step has a checkpoint, head and optimizer included. SIGTERM leaves none.
+    With `Settings.save` the last step has a checkpoint, head and optimizer included. A run that SIGTERM ends leaves
+    none.
 
-    Raises ConfigError and CheckpointError on all ranks, also for a run that is saved already, and what `pretrain`
+    Raises ConfigError and CheckpointError on all ranks, also for a run that is saved already, and whatever `pretrain`
     raises.
     """
     config = configuration(prepared, row, seed, info.rank_info().world_size)
@@ -234,7 +235,7 @@ def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
         data = Data(lambda consumed: batches(consumed_samples=consumed), batches, None)
         try:
             result = train(run, wrapped, optimizer, learning_rate, data, task_forward_step)
-        except RunInterrupted as ended:  # half a fine-tuning is no result, and would be in the way of the same command
+        except RunInterrupted as ended:  # half a fine-tuning is no result, and would block the same command
             if config.checkpoint.dir is not None and info.rank_info().rank == 0:
                 shutil.rmtree(config.checkpoint.dir)
             raise RunInterrupted(ended.step, ended.steps) from None
@@ -244,7 +245,7 @@ def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
 
 
 def predict(run: Run, pipeline: Pipeline, samples: TaskSamples) -> np.ndarray:
-    """The scores [N, L, n] of all samples, in their order; the same on all ranks, which call this together."""
+    """Return the scores [N, L, n] of all samples, in order; the same on all ranks, which call this together."""
     batches: Iterator[dict[str, torch.Tensor]] = data_iterator(samples, run.config, run.groups)
     own: list[dict[str, Any]] = []
     rounds = math.ceil(len(samples) / run.config.train.global_batch_size)

@@ -1,13 +1,14 @@
 """Several fine-tunings of one task: a sweep over Table 6, the median of several seeds, an ensemble of them.
 
-The procedure is section 5.3's of Megatron-LM's paper (arXiv 1909.08053). A sweep trains each different row of the task
-with the first seed and keeps the best on the development set. Then every seed trains with that row. The reported number
-is the median over the seeds. RACE's test scores are those of the run whose development score is the median.
+The procedure is that of section 5.3 of Megatron-LM's paper (arXiv 1909.08053). A sweep trains each different row of the
+task with the first seed and keeps the one that is best on the development set. Then every seed trains with that row.
+The reported number is the median over the seeds. RACE's test scores are those of the run whose development score is the
+median.
 
-An ensemble adds the scores of all seeds before it chooses, the logits of classes, pairs or tokens.
+An ensemble adds the scores of all seeds, the logits of classes, pairs or tokens, and chooses by the sums.
 
-A finished run is a row in a file of JSON lines, and a row that is there is not computed again. An ensemble needs the
-scores themselves, which no row holds, so it trains all of its seeds.
+A finished run is a row in a file of JSON lines, and a run that has a row is not computed again. But an ensemble needs
+the logits themselves, which no row holds, so it trains all of its seeds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def finetune(
 
     records: rank 0 adds the rows there.
 
-    Raises ValueError, FileNotFoundError, ConfigError and CheckpointError as `prepare` and `train_and_predict`.
+    Raises what `prepare` and `train_and_predict` raise: ValueError, FileNotFoundError, ConfigError, CheckpointError.
     """
     weights = agreed(lambda: str(weights_at(Path(settings.checkpoint), settings.step).source))
     runs = _Runs(prepare(replace(settings, checkpoint=weights, step=None)), records, keep=ensemble)
@@ -64,9 +65,9 @@ def finetune(
 
 
 def summary(task: str, results: Sequence[Result]) -> Result:
-    """The medians over the runs of all seeds, and the test scores of the median run.
+    """Return the medians over the runs of all seeds, and the test scores of the median run.
 
-    The median of an even number of runs is the lower of the two in the middle, so it is always one run's.
+    The median of an even number of runs is the lower of the two in the middle, so it is always the score of a run.
     """
     scores = list(results[0]["scores"])
     medians = {name: statistics.median_low(result["scores"][name] for result in results) for name in scores}
@@ -79,7 +80,7 @@ def summary(task: str, results: Sequence[Result]) -> Result:
 
 
 def added(logits: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The sums of several runs' scores, by split."""
+    """Return the sums of several runs' logits, by split."""
     return {split: np.sum([each[split] for each in logits], axis=0) for split in logits[0]}
 
 
@@ -91,7 +92,7 @@ class _Runs:
     """The runs of one call, each trained once."""
 
     def __init__(self, prepared: Prepared, records: Records | None, *, keep: bool) -> None:
-        """keep: hold the logits of each run, and train also where a row is there."""
+        """keep: keep the logits of each run, and so train it even if it has a row already."""
         self.prepared, self._records, self._keep = prepared, records, keep
         self._writes = info.rank_info().rank == 0
         self._sources = sources(prepared) if records is not None else {}
@@ -99,7 +100,7 @@ class _Runs:
         self.trained: dict[tuple[Row, int], Trained] = {}
 
     def one(self, row: Row, seed: int) -> Result:
-        """The row of a run: read, or computed."""
+        """Return the row of a run, which is read or computed."""
         if (row, seed) not in self.results:
             self.results[row, seed] = self._one(row, seed)
         return self.results[row, seed]
@@ -132,13 +133,13 @@ class _Runs:
         return None if records is None else agreed(lambda: records.finished(self._key(about)))
 
     def _key(self, about: Key) -> Key:
-        """Everything that a row depends on: layouts differ by rounding."""
+        """Return everything that a row depends on, the layout included, because layouts differ by rounding."""
         given: Key = {"ranks": info.rank_info().world_size}
         given |= {name: value for name, value in asdict(self.prepared.settings).items() if name not in _IN_SOURCES}
         return {**given, **about, **self._sources}
 
     def written(self, result: Result, about: Key) -> Result:
-        """The result as a row, which rank 0 adds to the records."""
+        """Return the result as a row, which rank 0 adds to the records."""
         if self._records is None:
             return result
         row = {**result, "key": self._key(about)}
@@ -148,11 +149,11 @@ class _Runs:
 
 
 _IN_SOURCES = ("path", "checkpoint", "step", "tokenizer", "size", "batch", "lr", "epochs")
-"""Settings that a row's key holds in another form: the digests of files, and the numbers of the row."""
+"""Settings that a row's key has in another form: as digests of files, or as the numbers of the row."""
 
 
 def sources(prepared: Prepared) -> Key:
-    """Digests of the weights, the tokenizer and the task's files."""
+    """Return digests of the weights, the tokenizer and the task's files."""
     source, tokenizer = prepared.weights.source, prepared.settings.tokenizer
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     weights = [digest_of(file) for file in files] if is_export(source) else [digest_of(source / MANIFEST)]

@@ -1,10 +1,11 @@
 """Scores of predictions: accuracy, and SQuAD's exact match and F1 with questions that have no answer.
 
-SQuAD compares words after both texts lose capitals, punctuation, articles and further white space. F1 is the harmonic
-mean of precision and recall over words, counted as often as they occur. A question counts its best right answer. If
-the truth or the prediction is no answer, both scores are 1 if both are, else 0 (arXiv 1806.03822).
+SQuAD compares words after capitals, punctuation, articles and extra white space are removed from both texts. F1 is the
+harmonic mean of precision and recall over words, counted as often as they occur. A prediction is scored against each
+right answer of its question, and the best score counts. If the truth or the prediction is that there is no answer, both
+scores are 1 if the other says so, too, else 0 (arXiv 1806.03822).
 
-All scores are shares from 0 to 1. The table of the paper has them times 100.
+All scores are shares from 0 to 1; the paper's table has them times 100.
 
 Shapes: N samples, L labels, n scores of one label.
 """
@@ -23,15 +24,15 @@ from labkit.finetune.task_files import LEVELS, Choice, Passage, TaskFiles
 from labkit.finetune.task_samples import Windows
 
 LONGEST_ANSWER = 30
-"""Tokens of the longest answer that is considered, as in the code of arXiv 1810.04805."""
+"""Most tokens of an answer that is considered, as in the code of arXiv 1810.04805."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def scores_of(files: TaskFiles, split: str, logits_NLn: np.ndarray, windows: Windows | None) -> dict[str, float]:
-    """The scores of one split by name, such as `dev_accuracy` or `dev_f1`.
+    """Return the scores of one split by name, such as `dev_accuracy` or `dev_f1`.
 
-    logits_NLn: of each sample, in the order of the file. windows: those of SQuAD.
+    logits_NLn: logits of each sample, in the order of the file. windows: windows of SQuAD; None for other tasks.
 
     Raises ValueError for logits that are not finite.
     """
@@ -50,7 +51,7 @@ def scores_of(files: TaskFiles, split: str, logits_NLn: np.ndarray, windows: Win
 
 
 def choice_scores(examples: Sequence[Choice], chosen_N: np.ndarray) -> dict[str, float]:
-    """Accuracy, for RACE that of each level as well."""
+    """Return the accuracy, and for RACE that of each level as well."""
     right_N = chosen_N == np.array([example.label for example in examples])
     found = {"accuracy": float(right_N.mean())}
     for level in LEVELS:
@@ -66,11 +67,11 @@ def choice_scores(examples: Sequence[Choice], chosen_N: np.ndarray) -> dict[str,
 def answers(
     passages: Sequence[Passage], windows: Windows, logits_NLn: np.ndarray, *, may_refuse: bool
 ) -> dict[str, str]:
-    """The predicted text of each question, by its id; empty for no answer.
+    """Return the predicted text of each question by its id; empty if the prediction is that it has no answer.
 
-    logits_NLn: [windows, 2, S], scores of each position as the first and as the last token. A span scores the sum of
-    both. may_refuse: no answer scores as [CLS] in both places, in the window where that is lowest, and wins where it
-    is above all spans.
+    logits_NLn: [windows, 2, S], scores of each position as the first and as the last token. The score of a span is the
+    sum of both. may_refuse: "no answer" competes with the spans. Its score is that of [CLS] as first and as last token,
+    in the window where that is lowest, and it wins if it is above that of every span.
     """
     best: dict[int, tuple[float, int, int, int]] = {}
     none: defaultdict[int, float] = defaultdict(lambda: np.inf)
@@ -90,7 +91,7 @@ def answers(
 
 
 def best_span(first_n: np.ndarray, last_n: np.ndarray) -> tuple[float, int, int]:
-    """(score, first token, last token) of the best span of at most `LONGEST_ANSWER` tokens."""
+    """Return (score, first token, last token) of the best span of at most `LONGEST_ANSWER` tokens."""
     tokens, best = len(first_n), (-np.inf, 0, 0)
     for further in range(min(LONGEST_ANSWER, tokens)):
         sums = first_n[: tokens - further] + last_n[further:]
@@ -100,17 +101,17 @@ def best_span(first_n: np.ndarray, last_n: np.ndarray) -> tuple[float, int, int]
 
 
 def words_of_answer(text: str) -> list[str]:
-    """The words that SQuAD compares."""
+    """Return the words that SQuAD compares."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def exact_match(prediction: str, truth: str) -> float:
-    """1 if both have the same words in the same order."""
+    """Return 1 if both have the same words in the same order, else 0."""
     return float(words_of_answer(prediction) == words_of_answer(truth))
 
 
 def f1(prediction: str, truth: str) -> float:
-    """Harmonic mean of precision and recall over words."""
+    """Return the harmonic mean of precision and recall over words."""
     ours, theirs = words_of_answer(prediction), words_of_answer(truth)
     if not ours or not theirs:
         return float(ours == theirs)
@@ -119,7 +120,8 @@ def f1(prediction: str, truth: str) -> float:
 
 
 def squad_scores(passages: Sequence[Passage], predicted: Mapping[str, str]) -> dict[str, float]:
-    """F1 and exact match over all questions, and apart for those with and without an answer if there are both."""
+    """Return F1 and exact match over all questions, and separately for those with and without an answer if there are
+    both."""
     by_kind: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for passage in passages:
         texts = [text for text, _ in passage.answers if words_of_answer(text)] or [""]

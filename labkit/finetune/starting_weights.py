@@ -1,7 +1,7 @@
 """The pre-trained weights: a checkpoint of labkit, of any layout, or a model in Hugging Face's safetensors.
 
-Every rank reads its parts alone. The heads of the pre-training are not read, except the pooler, which the pair head
-goes on with. A model without a pooler starts with a drawn one.
+Every rank reads only its own shards. The heads of the pre-training are not read, except for the pooler, with which the
+pair head continues. If the model has no pooler, a randomly initialised one is used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from labkit.train.checkpoint.rank_state import Piece, RankWeights
 from labkit.train.checkpoint.shard_files import Reader
 
 NEW = ("task_head.",)
-"""Starts of names of weights that no pre-trained model has."""
+"""Prefixes of the names of weights that no pre-trained model has."""
 MAY_BE_NEW = ("binary_head.pooler.",)
-"""Starts of names of weights that a pre-trained model may lack."""
+"""Prefixes of the names of weights that a pre-trained model may lack."""
 
 
 class Weights(Protocol):
@@ -42,7 +42,7 @@ class Weights(Protocol):
         """Copy the elements `box` of a tensor into `into`."""
 
     def problems(self, rank: int, ranks: int) -> list[str]:
-        """One sentence for each fault in this rank's share of the files."""
+        """Return a sentence for each fault in this rank's share of the files."""
         ...
 
 
@@ -77,9 +77,9 @@ class _Export:
 
 
 def weights_at(path: Path, step: int | None = None) -> Weights:
-    """The weights at `path`. step: of a folder of checkpoints; None is the latest.
+    """Return the weights at `path`. step: which checkpoint of a folder of them; None is the latest.
 
-    Raises CheckpointError if there is none and for a damaged one, ConfigError for a model that is no BERT.
+    Raises CheckpointError if there is no model or a damaged one, ConfigError if it is not a BERT.
     """
     found: Weights = _Export(path) if is_export(path) else _Checkpoint(path, step)
     if found.model.family != "bert":
@@ -88,9 +88,9 @@ def weights_at(path: Path, step: int | None = None) -> Weights:
 
 
 def load_weights(chunks: list[nn.Module], groups: ParallelGroups, weights: Weights) -> None:
-    """Fill the parameters of this rank's chunks, all but those of the task's head. All ranks call this together.
+    """Fill the parameters of this rank's chunks except the new ones of the task's head. All ranks call this together.
 
-    Raises CheckpointError on all ranks for damaged files, and for tensors that are missing or of another shape.
+    Raises CheckpointError on all ranks if files are damaged, or if tensors are missing or of another shape.
     """
     pieces, own = list(_to_fill(chunks, groups, weights)), weights.problems(groups.world.rank, groups.world.size)
     for piece in pieces:

@@ -1,8 +1,8 @@
 """Table 6 of Megatron-LM's paper (arXiv 1909.08053, appendix A): batch, learning rate and epochs of each fine-tuning.
 
-The table calls its largest model 3.8B, and Table 4 calls the same model 3.9B. Here the name is Table 4's. The paper
-gives no other number of the procedure, and says that it follows RoBERTa. Warm-up, linear decay and weight decay are
-RoBERTa's (arXiv 1907.11692, table 10). Dropout is that of the paper's pre-training (section 4.2).
+The table calls its largest model 3.8B, but Table 4 calls the same model 3.9B, and so does labkit. The paper gives no
+other number of the procedure, but says that it follows RoBERTa. So warm-up, linear decay and weight decay are RoBERTa's
+(arXiv 1907.11692, table 10). Dropout is that of the paper's pre-training (section 4.2).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ WARMUP = 0.06
 WEIGHT_DECAY = {"mnli": 0.1, "qqp": 0.1, "race": 0.1, "squad1.1": 0.01, "squad2.0": 0.01}
 """AdamW's weight decay by task."""
 DROPOUT = 0.1
-"""After the embeddings, of attention probabilities, and before each residual addition."""
+"""Probability of dropout after the embeddings, of attention probabilities, and before each residual addition."""
 LENGTH = 512
-"""Tokens of a sample, as in Megatron-LM's scripts of these tasks; fewer where the model has fewer positions."""
+"""Tokens of a sample, as in Megatron-LM's scripts for these tasks; fewer if the model has fewer positions."""
 
 
 class Row(NamedTuple):
@@ -51,7 +51,7 @@ SIZES = tuple(TABLE_4)
 
 
 def size_of(model: ModelConfig) -> str:
-    """The size whose layers and width the model has. A model of no size of Table 4 gets the smallest, `336M`."""
+    """Return the size of Table 4 whose layers and width the model has; if there is none, the smallest, `336M`."""
     for size, row in TABLE_4.items():
         if (row.layers, row.hidden) == (model.layers, model.hidden):
             return size
@@ -59,5 +59,5 @@ def size_of(model: ModelConfig) -> str:
 
 
 def rows_of(task: str) -> list[Row]:
-    """The different rows of a task, over which a sweep goes."""
+    """Return the different rows of a task, which a sweep tries."""
     return list(dict.fromkeys(TABLE_6[task].values()))

@@ -10,11 +10,12 @@
 |         |                                                                         | `options` `answers`      |
 | `squad` | `train-v1.1.json`, `dev-v1.1.json`, or the two of v2.0                  | `context` `qas` `id` ... |
 
-MNLI and QQP choose a class for a pair of texts. RACE chooses one of four pairs. Both are a `Choice`. SQuAD asks for a
-part of a text, a `Passage`.
+MNLI and QQP choose a class for a pair of texts, and RACE chooses one of four pairs; an example of either is a `Choice`.
+SQuAD asks for a part of a text; its example is a `Passage`.
 
-A file without a needed column or key is refused by name. QQP's file has a few rows with too few columns, and some
-answers of a file may not stand where they should. Such rows are left out and counted; more than 1% of them are refused.
+A file without a required column or key is rejected with an error that names it. QQP's file has a few rows with too few
+columns, and some answers may not be in their text where the file says. Such rows are left out and counted, but a file
+with more than 1% of them is rejected.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ TASKS = ("mnli", "qqp", "race", "squad")
 MOST_LEFT_OUT = 0.01
 """Largest share of rows that may be left out."""
 MNLI_CLASSES = ("contradiction", "entailment", "neutral")
-"""In the order of the logits."""
+"""MNLI's classes, in the order of the logits."""
 LETTERS = "ABCD"
 """RACE's names of the four options."""
 LEVELS = ("middle", "high")
 """RACE's two levels of schools."""
 VERSIONS = ("1.1", "2.0")
-"""Of SQuAD."""
+"""Versions of SQuAD."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Choice:
     """Pairs of texts and the right answer: a class of the only pair, or the right one of several pairs."""
 
     pairs: tuple[tuple[str, str], ...]
-    """(first text, second text) of each."""
+    """(first text, second text) of each pair."""
     label: int
     """Class, or number of the right pair."""
     level: str = ""
-    """RACE: `middle` or `high`."""
+    """For RACE `middle` or `high`; empty for other tasks."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ class Passage:
 
 @dataclass
 class TaskFiles:
-    """Everything that was read."""
+    """Everything that was read from the files of a task."""
 
     row: str
     """Name in Table 6: the task, for SQuAD with its version."""
     train: Sequence[Any] = ()
     """The examples to learn."""
     splits: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Name -> examples to predict: `m` and `mm` of MNLI, else `dev`, and RACE's `test`."""
+    """Name -> examples to predict. The names are `m` and `mm` for MNLI, else `dev`, and for RACE also `test`."""
     files: list[Path] = field(default_factory=list)
     """Files that were read."""
     left_out: int = 0
@@ -84,12 +85,12 @@ class TaskFiles:
 
     @property
     def outputs(self) -> int | None:
-        """Scores of the head for one pair of texts; None where each token gets two, for the ends of a span."""
+        """Scores that the head gives one pair of texts; None if it gives each token two, for the ends of a span."""
         return {"mnli": len(MNLI_CLASSES), "qqp": 2, "race": 1}.get(self.row)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all files, the first 16 digits."""
+        """First 16 digits of the SHA-256 of all files' SHA-256."""
         sums = hashlib.sha256()
         for path in self.files:
             sums.update(hashlib.sha256(path.read_bytes()).digest())
@@ -99,11 +100,11 @@ class TaskFiles:
 def read_task(task: str, folder: str | Path, version: str | None = None) -> TaskFiles:
     """Read the files of a task.
 
-    version: of SQuAD; None takes the one whose files are in the folder.
+    version: version of SQuAD; None takes the one whose files are in the folder.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file has another form; the message names file, line and what is missing.
+        ValueError: a file has another form; the message names the file and the place, and what is wrong there.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -148,7 +149,7 @@ def _read_qqp(folder: Path) -> TaskFiles:
 def _tables(
     row: str, paths: dict[str, Path], columns: Sequence[str], example: Callable[[dict[str, str]], Choice | None]
 ) -> TaskFiles:
-    """The examples of several tables. columns: two texts and the label."""
+    """Return the examples of several tables. columns: names of the columns of the two texts and of the label."""
     _there(paths.values(), row)
     found, parts = TaskFiles(row, files=list(paths.values())), dict[str, list[Choice]]()
     for part, path in paths.items():
@@ -172,7 +173,8 @@ def _tables(
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | None]]:
-    """(line, its needed cells by column) of a table; None for a line with another number of cells than the header."""
+    """Yield (number, required cells by column) of each line of a table; None for a line whose number of cells is not
+    the header's."""
     with _published(path), path.open(encoding="utf-8-sig", newline="\n") as file:
         header = file.readline().strip("\r\n").split("\t")
         counts = [(header.count(column), column) for column in columns]
@@ -213,7 +215,7 @@ def _read_race(folder: Path) -> TaskFiles:
 
 
 def _race_file(path: Path, level: str) -> Iterator[Choice]:
-    """The questions of one article. An option fills the gap of its question, else it stands behind the question."""
+    """Yield the questions of one article. An option fills the gap of its question, or follows it if it has no gap."""
     read = _json(path)
     article = " ".join(read["article"].get("text").split())
     asked = [list(read[key]) for key in ("questions", "options", "answers")]
@@ -269,19 +271,19 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "an integer, 0 or more": lambda found: type(found) is int and found >= 0,
     "true or false": lambda found: isinstance(found, bool),
 }
-"""Words -> whether a value is of this kind."""
+"""Words for a kind of value -> function that says whether a value is of this kind."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of a JSON file. Every look at it says of which kind it must be, and raises ValueError where it is not."""
+    """A value of a JSON file. Every access says of which kind it must be, and raises ValueError if it is of another."""
 
     place: str
-    """The file, and the way to the value in it."""
+    """The file, and the path to the value in it."""
     found: Any
 
     def get(self, kind: str) -> Any:
-        """The value itself. kind: one of `_KINDS`."""
+        """Return the value itself. kind: one of `_KINDS`."""
         if not _KINDS[kind](self.found):
             raise ValueError(f"{self.place} is {shown(self.found)}, and must be {kind}, as in the published file")
         return self.found
@@ -312,7 +314,7 @@ def _json(path: Path) -> _Value:
 
 @contextmanager
 def _published(path: Path) -> Iterator[None]:
-    """Inside the block a file that cannot be read becomes a ValueError that names it."""
+    """In the block, turn the error of a file that cannot be read into a ValueError that names the file."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""BERT with the head of a task in the place of its own two, and the forward step that trains it.
+"""BERT with the head of a task in place of its own two, and the forward step that trains it.
 
 | head  | from         | scores                                        | task            |
 |-------|--------------|-----------------------------------------------|-----------------|
@@ -6,7 +6,7 @@
 | token | each token   | one as the first, one as the last of a span   | SQuAD           |
 
 The pair head begins with the pooler of the sentence-order head, whose pre-trained weights it takes. The loss is the
-cross-entropy of the right class, pair, first token or last token, the mean over labels and samples of a microbatch.
+cross-entropy of the right class, pair, first token or last token, averaged over the labels and samples of a microbatch.
 
 Shapes: B samples of a microbatch, C pairs of a sample, L labels of a sample, n scores of one label, S sequence, H
 hidden. Under sequence parallelism a rank holds S/t positions.
@@ -42,15 +42,15 @@ class PairHead(SentenceOrderHead):
         self.dropout = Dropout(build.config.hidden_dropout)
 
     def forward(self, x_SBH: Tensor, padding_mask_BS: Tensor | None = None) -> Tensor:
-        """[S, B, H] -> [B, outputs]."""
+        """Score pairs: [S, B, H] -> [B, outputs]."""
         return self.dense(self.dropout(self.pooled(x_SBH)))  # type: ignore[no-any-return]
 
 
 class TokenHead(nn.Module):
-    """dense(x) of every position: [S, B, H] -> [B, 2, S], as first and as last token. Padding gets the lowest number.
+    """dense(x) of every position: [S, B, H] -> [B, 2, S], its scores as first and as last token of the answer.
 
-    Under sequence parallelism a rank scores its own positions and gathers the scores, 2 numbers a position. Gradients
-    of the weights are then partial sums.
+    Padding gets the lowest number of the type. Under sequence parallelism a rank scores its own positions and gathers
+    the scores, 2 numbers per position, so its gradients of the weights are partial sums.
     """
 
     def __init__(self, build: Build) -> None:
@@ -61,7 +61,7 @@ class TokenHead(nn.Module):
         self.group, self.sequence_parallel = build.group, build.sequence_parallel
 
     def forward(self, x_SBH: Tensor, padding_mask_BS: Tensor | None = None) -> Tensor:
-        """[S, B, H] -> [B, 2, S]."""
+        """Score tokens: [S, B, H] -> [B, 2, S]."""
         scores_SB2 = self.dense(x_SBH)
         if self.sequence_parallel:
             with comm_scope(layer="task_head"):
@@ -75,13 +75,13 @@ class TokenHead(nn.Module):
 
 
 class BertForTask(BertModel):
-    """Layers of a BERT; the last stage ends in the head of a task.
+    """The layers of a BERT, after which the last stage has the head of a task.
 
-    The model has no output layer, so no weight is tied and a pipeline sums no copies.
+    The model has no output layer. So no weight is tied, and a pipeline has no gradients of two copies to sum.
     """
 
     def __init__(self, config: ModelConfig, groups: ParallelGroups, *, outputs: int | None, **options: Any) -> None:
-        """outputs: scores of a pair of texts; None for the head that scores tokens."""
+        """outputs: scores that the head gives a pair of texts; None for the head that scores tokens."""
         super().__init__(config, groups, **options)
         self.output = self.lm_head = self.binary_head = None
         self.head: PairHead | TokenHead | None = None
@@ -91,28 +91,28 @@ class BertForTask(BertModel):
     def forward(  # type: ignore[override]
         self, tokens_BS: Tensor | None, types_BS: Tensor | None = None, padding_mask_BS: Tensor | None = None
     ) -> Tensor:
-        """Hidden states [S, B, H] of a stage that is not the last; the last gives the scores of its head."""
+        """Return hidden states [S, B, H]; on the last stage, the scores of the head."""
         x_SBH = super().forward(tokens_BS, types_BS, padding_mask_BS)
         assert isinstance(x_SBH, Tensor), "without its own heads BERT returns hidden states"
         return x_SBH if self.head is None else self.head(x_SBH, padding_mask_BS)
 
 
 def task_provider(outputs: int | None) -> ModelProvider:
-    """The `model_provider` of a BERT with the head of a task on the last stage."""
+    """Return the `model_provider` of a BERT with the head of a task on the last stage."""
     return partial(build_model_chunk, kind=partial(BertForTask, outputs=outputs))
 
 
 def task_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    """The forward step: scores of the batch's pairs, and the function of their loss."""
+    """Run the forward step: return the scores of the next batch's pairs, and the function that computes their loss."""
     batch = next(data_iterator)
     tokens_BS, types_BS, mask_BS = (batch[f"{name}_BCS"].flatten(0, 1) for name in ("tokens", "types", "padding_mask"))
     return model(tokens_BS, types_BS=types_BS, padding_mask_BS=mask_BS), partial(task_loss, batch)
 
 
 def task_loss(batch: dict[str, Tensor], scores: Tensor, non_loss_data: bool = False) -> Any:
-    """(mean loss of the microbatch, what to report), the two-item form of a loss.
+    """Return (mean loss of the microbatch, what to report), the two-item form of a loss.
 
-    scores: [B C, n] of pairs, or [B, 2, S] of tokens. non_loss_data: give `logits_BLn` and `index_B` instead.
+    scores: [B C, n] of pairs, or [B, 2, S] of tokens. non_loss_data: return `logits_BLn` and `index_B` instead.
     """
     labels_BL = batch["labels_BL"]
     wide = torch.promote_types(torch.float32, scores.dtype)

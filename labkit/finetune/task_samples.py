@@ -1,10 +1,10 @@
-"""Examples as arrays of tokens: `[CLS] first text [SEP] second text [SEP]`, with padding behind.
+"""Examples as arrays of tokens: `[CLS] first text [SEP] second text [SEP]`, followed by padding.
 
-The end of the second text is cut where a pair is too long, as in Megatron-LM. For RACE the first text is the question
+If a pair is too long, the end of the second text is cut off, as in Megatron-LM. For RACE the first text is the question
 with one option, of at most 128 tokens, and the second the article. For SQuAD the first text is the question, of at most
-64 tokens. Its second text is a window of the passage. Windows begin every 128 tokens, as in the code of arXiv
-1810.04805, and overlap by half or more. So an answer that one window cuts stands whole in the next. A window without
-the answer points at [CLS].
+64 tokens, and the second a window of the passage. Windows begin every 128 tokens, as in the code of arXiv 1810.04805,
+and overlap by half or more, so an answer that one window cuts off is whole in the next. The label of a window without
+the whole answer is [CLS].
 
 A sample has these arrays. C counts pairs (RACE 4, else 1), L labels (SQuAD 2: first and last token; else 1), S tokens.
 
@@ -41,9 +41,9 @@ class Packer:
     """Turns pairs of texts into the arrays of a sample."""
 
     def __init__(self, tokenizer: str | None, length: int, vocab_size: int) -> None:
-        """tokenizer: its file; None is the bundled one. length: tokens of a sample.
+        """tokenizer: file of the tokenizer; None is the bundled one. length: tokens of a sample.
 
-        Raises ValueError for a tokenizer with more tokens than the model.
+        Raises ValueError if the tokenizer has more tokens than the model.
         """
         self.length, self._tokenizer = length, load_tokenizer(tokenizer)
         self.cls, self.sep, _ = special_tokens(DataConfig(tokenizer=tokenizer))
@@ -54,20 +54,20 @@ class Packer:
             )
 
     def ids(self, text: str, most: int | None = None) -> np.ndarray:
-        """Token ids of a text, the first `most` of them."""
+        """Return the token ids of a text, or only the first `most` of them."""
         return np.array(self._tokenizer.encode(text).ids[:most], dtype=np.int64)
 
     def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids [n], first character of each token and the one behind it [n, 2])."""
+        """Return (token ids [n], first character of each token and the one after its last [n, 2])."""
         encoding = self._tokenizer.encode(text)
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def room(self, first: int) -> int:
-        """Tokens of a second text that fit behind a first text of so many tokens."""
+        """Return how many tokens of a second text fit after a first text of `first` tokens."""
         return self.length - 3 - first
 
     def packed(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, types, padding mask), each [S]; the ends of texts that are too long are cut."""
+        """Return (tokens, types, padding mask), each [S]; texts that are too long lose their ends."""
         first = first[: self.length - 3]
         second = second[: self.room(len(first))]
         tokens = np.concatenate([[self.cls], first, [self.sep], second, [self.sep]])
@@ -76,7 +76,7 @@ class Packer:
         return np.pad(tokens, rest), np.pad(types, rest), np.pad(np.ones(len(tokens), dtype=np.int64), rest)
 
     def sample(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], labels: Sequence[int], index: int) -> Sample:
-        """The arrays of a sample of these pairs of token ids."""
+        """Return the arrays of a sample of these pairs of token ids."""
         tokens, types, mask = (np.stack(each) for each in zip(*(self.packed(*pair) for pair in pairs)))
         made = {"tokens_BCS": tokens, "types_BCS": types, "padding_mask_BCS": mask}
         return made | {"labels_BL": np.array(labels), "index_B": np.array(index)}
@@ -87,20 +87,20 @@ class TaskSamples:
     """The samples of one split: `ordered(n)` is the n-th of the endless sequence epoch 0, epoch 1, ..."""
 
     name: str
-    """Of the split, for messages."""
+    """Name of the split, for messages."""
     size: int
     """Samples of one epoch."""
     make: Callable[[int], Sample]
     """Makes sample `index`."""
     seed: int | None = None
-    """Of the order, another in each epoch; None is the order of the file."""
+    """Seed of the order, which is another one in each epoch; None is the order of the file."""
     _order: tuple[int, np.ndarray] = field(default=(-1, np.zeros(0, np.int64)), init=False, repr=False)
 
     def __len__(self) -> int:
         return self.size
 
     def ordered(self, position: int) -> Sample:
-        """Sample `position` of the sequence; the same in every layout."""
+        """Return sample `position` of the sequence; it is the same in every layout."""
         epoch, place = divmod(position, self.size)
         if self.seed is None:
             return self.make(place)
@@ -113,9 +113,9 @@ class TaskSamples:
 def samples_of(
     files: TaskFiles, packer: Packer, split: str, windows: Windows | None, seed: int | None = None
 ) -> TaskSamples:
-    """The samples of a split; `train` are the examples to learn.
+    """Return the samples of a split; that of the training examples is `train`.
 
-    windows: those of SQuAD. seed: of the order of the samples.
+    windows: windows of SQuAD; None for other tasks. seed: seed of the samples' order; None is the order of the file.
     """
     examples = files.train if split == "train" else files.splits[split]
     if windows is not None:
@@ -132,7 +132,7 @@ def samples_of(
 
 
 def windows_of(files: TaskFiles, packer: Packer, examples: Sequence[Passage]) -> Windows | None:
-    """The windows of SQuAD's passages; None for the other tasks."""
+    """Return the windows of SQuAD's passages; None for the other tasks."""
     return Windows(examples, packer, MOST_OF_QUESTION[files.row]) if files.outputs is None else None
 
 
@@ -145,7 +145,7 @@ class Place:
     start: int
     """First token of the passage in the window."""
     end: int
-    """Token of the passage behind the window."""
+    """Token of the passage after the window's last."""
     at: int
     """Position of the window's first token in the sample."""
 
@@ -154,9 +154,9 @@ class Windows:
     """The windows of passages."""
 
     def __init__(self, passages: Sequence[Passage], packer: Packer, most: int) -> None:
-        """most: tokens of a question that are kept.
+        """most: most tokens of a question; its end is cut off.
 
-        Raises ValueError for samples that are too short for a question and a window.
+        Raises ValueError if samples are too short for a question and a window.
         """
         self._passages, self._packer = passages, packer
         if packer.room(most) < 1:
@@ -177,14 +177,14 @@ class Windows:
             self.places += [Place(number, start, min(start + room, tokens), question + 2) for start in starts]
 
     def sample(self, index: int) -> Sample:
-        """The arrays of window `index`."""
+        """Return the arrays of window `index`."""
         place = self.places[index]
         ids, _ = self._texts[self._passages[place.passage].context]
         pair = (self._questions[place.passage], ids[place.start : place.end])
         return self._packer.sample([pair], self._labels(place), index)
 
     def _labels(self, place: Place) -> tuple[int, int]:
-        """Positions of the first and last token of the first answer; [CLS] where the window does not hold it whole."""
+        """Return the positions of the first answer's first and last token; [CLS] if the window lacks a part of it."""
         passage = self._passages[place.passage]
         if not passage.answers:
             return 0, 0
@@ -196,7 +196,8 @@ class Windows:
         return int(inside[0]) - place.start + place.at, int(inside[-1]) - place.start + place.at
 
     def text(self, index: int, first: int, last: int) -> str:
-        """The part of the passage from token `first` to token `last`, counted in window `index`."""
+        """Return the part of the passage from token `first` to token `last`, both counted from the start of window
+        `index`."""
         place = self.places[index]
         context = self._passages[place.passage].context
         _, offsets = self._texts[context]
