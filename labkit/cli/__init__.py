@@ -1,5 +1,5 @@
-"""The `labkit` command. `main` reads the command line and returns the exit code; `train_script` does so
-for a script that trains."""
+"""The `labkit` command. `main` runs a command line and returns the exit code; `train_script` does the same for a script
+that trains, and ends the process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Reading a command line in one pass: every problem at once, nearest names, no abbreviation, one value for an option.
+"""Read a command line in one pass: report all problems at once, with the nearest name for a wrong one.
 
-Options belong to a command; every field of the configuration is an option too where the command is `configurable`.
-Libraries of the kind stop at the first error, so the loop in `read` is labkit's own.
+Names cannot be abbreviated, and an option has one value.
+
+Options belong to a command; if the command is `configurable`, every field of the configuration is an option, too. The
+loop in `read` is labkit's own, because libraries for command lines stop at the first error.
 """
 
 from __future__ import annotations
@@ -18,36 +20,36 @@ from labkit.config.fields import KNOWN_NAMES, NOT_FIELDS, SPECS, Entry, Given, e
 
 @dataclass(frozen=True)
 class Option(FieldSpec):
-    """One option of a command. Names have dashes, aliases underscores; either is accepted for both."""
+    """One option of a command. Names have dashes, aliases underscores; users may write either for both."""
 
     pairs: bool = False
-    """Takes two words, a name and a value, or both as NAME=VALUE, and may be repeated."""
+    """Whether it takes two words, a name and a value, or both as NAME=VALUE, and may be repeated."""
 
     @property
     def key(self) -> str:
-        """Its name in `Arguments.options`."""
+        """The option's name in `Arguments.options`."""
         return self.name.replace("-", "_")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name under which it may be written, with underscores."""
+        """Every name by which it may be given, with underscores."""
         return (self.key, *self.aliases)
 
 
 class Action(NamedTuple):
-    """One of the things that a command with several does, such as `labkit data merge`."""
+    """One action of a command that has several, such as `labkit data merge`."""
 
     do: Callable[..., int]
-    """Does it and returns the exit code; the first line of its docstring is its help."""
+    """Function that performs it and returns the exit code; the first line of its docstring is the action's help."""
     words: str
-    """Names of the words after its own; one that ends with `...` stands for one or more."""
+    """Names of the words after its own; one that ends with `...` is one or more words."""
     options: tuple[str, ...] = ()
     """Keys of the options that it reads."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: `execute` does it and returns the exit code."""
+    """One subcommand: `execute` performs it and returns the exit code."""
 
     name: str
     summary: str
@@ -55,28 +57,28 @@ class Command:
     execute: Callable[[Arguments], int]
     example: str
     words: str = ""
-    """The name of its positional arguments, in capitals; empty where it takes none."""
+    """The name of its positional arguments, in capitals; empty if it takes none."""
     paths: bool = False
-    """These arguments may be paths."""
+    """Whether these arguments may be paths."""
     configurable: bool = False
-    """The command takes --config, --preset and every field of the configuration."""
+    """Whether the command takes --config, --preset and every field of the configuration."""
     program: str = "labkit"
     """First word of the command line: `labkit`, or `python` before the name of a script."""
     preset: str | None = None
-    """Preset of a command line that names neither a preset nor a file."""
+    """Preset that is used if the command line names neither a preset nor a file."""
     actions: Mapping[str, Action] = field(default_factory=dict)
-    """What a command does that does several things, by its first word."""
+    """The actions of a command that has several, by the word that names them."""
     extra_args_provider: type | None = None
-    """Fields of a script, which the command takes as well (`RunConfig.with_extra`)."""
+    """Fields of a script, which the command takes as options, too (`RunConfig.with_extra`)."""
 
     @property
     def called(self) -> str:
-        """`labkit train`."""
+        """The command as users write it, such as `labkit train`."""
         return f"{self.program} {self.name}"
 
     @property
     def all_options(self) -> tuple[Option, ...]:
-        """Its own options, behind those of a configuration."""
+        """Its own options, after those of a configuration."""
         return (*CONFIG_OPTIONS, *self.options) if self.configurable else self.options
 
 
@@ -88,21 +90,22 @@ class Arguments:
     words: list[str] = field(default_factory=list)
     config: RunConfig = field(default_factory=RunConfig)
     problems: list[str] = field(default_factory=list)
-    """Everything that is wrong so far."""
+    """Everything that was found wrong so far."""
     source: str = "labkit"
     print_config: bool = False
     typed: dict[str, str] = field(default_factory=dict)
-    """Name in a message, `parallel.tp` or `world_size` -> the other name that was typed, `--tp` or `--nproc`."""
+    """Name in a message, such as `parallel.tp` or `world_size` -> the name that the user typed, `--tp` or `--nproc`."""
 
     def refuse(self, extra: Sequence[str] = ()) -> None:
-        """ConfigError with every problem, if there is any. Empty and repeated sentences count for nothing."""
+        """Raise ConfigError with every problem, if there is one. Empty and repeated sentences are left out."""
         if problems := [*self.problems, *filter(None, dict.fromkeys(extra))]:
             raise ConfigError(list(map(self._as_typed, problems)), source=self.source)
 
     def action(self, command: Command) -> tuple[Action, list[str]]:
-        """The action that the first word names, and the words after it.
+        """Return the action that the first word names, and the words after it.
 
-        ConfigError where there is none, where it takes another number of words, and for options that it does not read.
+        Raises ConfigError if there is no such action, if it takes another number of words, and for options that it does
+        not read.
         """
         name, *words = self.words or [""]
         if name not in command.actions:
@@ -120,7 +123,7 @@ class Arguments:
         return action, words
 
     def _as_typed(self, problem: str) -> str:
-        """`--tp -1: must ...` for `parallel.tp = -1: must ...`."""
+        """Return `--tp -1: must ...` for `parallel.tp = -1: must ...`, if `--tp` is what the user typed."""
         name, equals, rest = problem.partition(" = ")
         written = self.typed.get(name) or self.typed.get(name.rpartition(".")[2])
         return f"{written} {rest}" if equals and written else problem
@@ -135,10 +138,10 @@ _WORD = FieldSpec("word", "str", path="any")
 
 
 def read(command: Command, argv: Sequence[str]) -> Arguments:
-    """The arguments of `command`, as far as they can be read.
+    """Return the arguments of `command`, as far as they can be read.
 
-    The problems are left in `problems`: the command adds those that it finds itself and refuses all of them at once.
-    ConfigError for an option or word that cannot be a path.
+    Problems are only collected in `problems`, so that the command can add its own and reject all of them at once.
+    Raises ConfigError for an option or word that cannot be a path.
     """
     by_name = {name: option for option in command.all_options for name in option.names}
     values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in command.all_options}
@@ -177,7 +180,7 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
         if len(taken) <= pairs:
             needed = "a name and a value, as in -p steps 5 or -p 10:steps=5" if pairs else "a value after it"
             if pairs and not equals and rest and not rest[0].startswith("-"):
-                rest.pop(0)  # the name without a value; it is no chapter
+                rest.pop(0)  # the name without a value, which is no chapter either
             problems.append(f"--{written}: needs {needed}")
         elif option is None:
             entries.append(Entry(f"--{written}", spec.dotted, taken[0]))
@@ -199,7 +202,7 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
                 problems.append(f"{words}: {rule}")
                 no_path = no_path or bool(option.path)
     if no_path:
-        arguments.refuse()  # at once: the command would say that the path is missing
+        arguments.refuse()  # at once, because the command would say that the path is missing
     if not command.words:
         rule = f"{command.called} takes no such word; options begin with --"
         problems += [f"{shown(word)}: {rule}" for word in arguments.words]
@@ -209,10 +212,10 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
 
 
 def _take(rest: list[str], count: int, *, is_bool: bool, words: str) -> list[str]:
-    """The words that belong to an option, taken off `rest`; empty where they are missing.
+    """Remove the words that belong to an option from `rest` and return them; empty if they are missing.
 
-    A bool may stand alone. A word after it is its value, unless the command takes `words`: then only `true`, `false`
-    and `null` are.
+    A bool needs no value. A word after it is its value, but if the command takes `words`, only `true`, `false` and
+    `null` are.
     """
     if is_bool and (
         not rest or rest[0].startswith("-") or (words and rest[0].lower() not in ("true", "false", "null"))
@@ -225,7 +228,7 @@ def _take(rest: list[str], count: int, *, is_bool: bool, words: str) -> list[str
 
 
 def _unknown(key: str, command: Command, why: str) -> str:
-    """Why there is no option of this name, with the nearest name."""
+    """Return why there is no option of this name, with the nearest name that there is."""
     if key in NOT_FIELDS:
         return NOT_FIELDS[key]
     if why and "unknown field" not in why:
@@ -240,7 +243,7 @@ def _unknown(key: str, command: Command, why: str) -> str:
 
 
 def _read_config(arguments: Arguments, entries: Sequence[Entry], command: Command) -> None:
-    """The preset, under the file, under the fields of the command line."""
+    """Read the configuration: the fields of the command line override the file, and the file overrides the preset."""
     from labkit.config import presets, yaml_text
 
     options, problems = arguments.options, arguments.problems

@@ -1,7 +1,7 @@
-"""The kernel that runs a chapter. Its sockets lie in a private folder, and it ends when `labkit run` ends.
+"""The kernel that runs a chapter. Its sockets are in a private folder, and it ends when `labkit run` ends.
 
-By default Jupyter opens sockets on ports, which any user of the machine may reach. It can also make them files in the
-working directory, which two runs share. Here they are files in a folder of this run alone.
+By default Jupyter opens sockets on ports, which any user of the machine can reach. It can also make them files in the
+working directory, but two runs may share that. So here they are files in a folder of this run alone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PATIENCE = 1.5
 
 
 class ChapterKernel:
-    """The kernel that papermill starts, and its end by Ctrl-C.
+    """The kernel that papermill starts, and how Ctrl-C ends it.
 
-    A KeyboardInterrupt in the middle of asyncio leaves tasks behind, and their tracebacks reach the screen. So Ctrl-C
-    only signals the kernel. The running cell fails with KeyboardInterrupt; papermill stores this and stops.
+    A KeyboardInterrupt in the middle of asyncio would leave tasks behind, whose tracebacks reach the screen. So Ctrl-C
+    only signals the kernel. The running cell then fails with KeyboardInterrupt, which papermill stores before it stops.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class ChapterKernel:
         self._pid: int | None = None
         self._ready = False
         self._alive_end = -1
-        """Writing end of a pipe. When this process ends, the system closes the pipe, and the kernel ends."""
+        """Writing end of a pipe. When this process ends, the system closes the pipe, and that ends the kernel."""
 
     def _manager_class(self) -> type[AsyncKernelManager]:
         kernel = self
@@ -69,7 +69,8 @@ class ChapterKernel:
         self._ready = True
 
     def interrupt(self, _number: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
-        """End the running cell. Kill a kernel that is still starting or does not end soon, or at the second Ctrl-C."""
+        """End the running cell. Kill the kernel if it is still starting, if the cell does not end soon, or at a second
+        Ctrl-C."""
         again, self.interrupted = self.interrupted, True
         logging.disable(logging.CRITICAL)  # Jupyter would report the dead kernel
         if self._pid is None:
@@ -88,7 +89,7 @@ class ChapterKernel:
             kill_family(self._pid)
 
     def last_words(self) -> str:
-        """The last lines that the kernel itself printed, indented. The notebook has the cells' output."""
+        """Return the last lines that the kernel itself printed, indented. The output of cells is in the notebook."""
         printed = self._words.read_text(errors="replace") if self._words.exists() else ""
         return "".join(f"\n  {line}" for line in printed.splitlines()[-4:])
 
@@ -101,7 +102,7 @@ class ChapterKernel:
 
 @contextlib.contextmanager
 def chapter_kernel() -> Iterator[ChapterKernel]:
-    """A kernel that Ctrl-C ends, in a private folder that is removed with it."""
+    """Make a kernel that Ctrl-C ends, in a private folder that is removed with it."""
     folder = LaunchFolder(RUN_PREFIX, parent_of_sockets())
     kernel = ChapterKernel(folder.path)
     before = signal.signal(signal.SIGINT, kernel.interrupt)
@@ -110,6 +111,6 @@ def chapter_kernel() -> Iterator[ChapterKernel]:
     finally:
         kernel.close()
         folder.remove()
-        sweep_all()  # Jupyter ends a kernel that has children by SIGTERM, after which folders of launches stay
+        sweep_all()  # Jupyter ends a kernel that has children by SIGTERM, which leaves the folders of launches
         logging.disable(logging.NOTSET)
         signal.signal(signal.SIGINT, before)

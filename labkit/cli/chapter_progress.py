@@ -1,7 +1,7 @@
 """The progress of a chapter on standard error: which cell runs, of how many, and for how long.
 
-On a terminal of 60 columns or more one line is drawn anew each second. It names the section and the first line of the
-cell, and disappears when the chapter is over. Anything else gets a whole line for each section that begins.
+On a terminal of 60 columns or more one line is redrawn each second. It names the section and the first line of the
+cell, and disappears when the chapter is over. Any other stream gets a whole line for each section that begins.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from labkit.cli.output import room
 
 NARROWEST = 60
-"""Fewest columns of a terminal for a line that is drawn again and again."""
+"""Fewest columns of a terminal for a line that is redrawn."""
 _FORMAT = "  {n_fmt}/{total_fmt} |{bar:12}| {elapsed}  {desc}"
 
 
 @contextmanager
 def showing_cells(chapter: str, cells: int) -> Iterator[Callable[..., None]]:
-    """Gives nbclient's hook `on_cell_start`, for a notebook of so many cells of any kind."""
+    """Yield a function for nbclient's hook `on_cell_start`. cells: all cells of the notebook, of any kind."""
     from tqdm.auto import tqdm
 
     bar = tqdm(

@@ -40,7 +40,7 @@ COMMANDS = {
 """Subcommand -> (module, its line in the help)."""
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell."""
+"""Exit code after Ctrl-C, the one that shells use."""
 SILENCE = 2.0
 """Seconds that a rank of torchrun waits before it prints an error that rank 0 probably prints too."""
 
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with readers_may_leave():
         code = exit_code(lambda: _dispatch(words), f"labkit {words[0]}" if words else "labkit")
         if code == INTERRUPTED and argv is None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter ends undisturbed by further ones
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one must not disturb the interpreter's end
         return code
 
 
 def exit_code(execute: Callable[[], int], called: str) -> int:
-    """The result of `execute`; its errors become a message, which begins with `called`, and an exit code."""
+    """Return the result of `execute`. Its errors become a message, which begins with `called`, and an exit code."""
     try:
         code = execute()
         sys.stdout.flush()
@@ -89,7 +89,8 @@ def exit_code(execute: Callable[[], int], called: str) -> int:
 
 
 def _errors_of_users() -> tuple[type[BaseException], ...]:
-    """Errors that a user can mend; the message says how. A module that was never imported raised none."""
+    """Return the classes of errors that a user can fix, as the message says. A module that was never imported raised
+    none."""
     return (
         ConfigError,
         *_loaded(("labkit.parallel.vocab.token_ids", "TokenIdError"), ("labkit.schedules.ir", "ScheduleError")),
@@ -97,7 +98,7 @@ def _errors_of_users() -> tuple[type[BaseException], ...]:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """Errors whose message needs no traceback."""
+    """Return the classes of errors whose message needs no traceback."""
     return (OSError, CommandFailedError, *_loaded(("labkit.launch.failure_report", "RankError")))
 
 
@@ -119,14 +120,14 @@ def _message(error: BaseException, called: str) -> str:
 def _say(message: str, code: int, *, may_be_everybodys: bool = False) -> int:
     """Print to stderr, under torchrun with the rank.
 
-    If every rank may have the same error, the first rank of a machine prints it, and torchrun ends the others. A rank
-    that still runs after `SILENCE` had an error of its own and prints it."""
+    If every rank may have the same error, only the first rank of a machine prints it at once, because torchrun then
+    ends the others. A rank that still runs after `SILENCE` had an error of its own, so it prints it."""
     sys.stdout.flush()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if may_be_everybodys and os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(SILENCE)
         show(f"rank {os.environ.get('RANK', '?')}: {message}", stream=sys.stderr)
-        os._exit(code)  # an orderly end would wait for ranks that wait for this one
+        os._exit(code)  # a normal exit would wait for ranks that wait for this one
     show(message, stream=sys.stderr)
     return code
 
@@ -151,7 +152,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def run_command(command: Command, rest: list[str]) -> int:
-    """Read the words behind the name of a command and execute it, or print its help or the configuration."""
+    """Read the words after the name of a command and execute it, or print its help or the configuration."""
     if any(word in ("-h", "--help") for word in rest):
         print(help_text(command, rest))
         return 0
@@ -164,9 +165,10 @@ def run_command(command: Command, rest: list[str]) -> int:
 
 
 def help_text(command: Command, given: Sequence[str] = ()) -> str:
-    """`labkit COMMAND --help`: every option, and every field with its text. Lines fit the terminal, or 80 columns.
+    """Return the text of `labkit COMMAND --help`: every option, and every field with its help. Lines fit the terminal,
+    or 80 columns.
 
-    given: the words of the command line. An action among them has a page of its own.
+    given: the words of the command line. If an action is among them, the text is about the action alone.
     """
     width = min(118, room() or 80)
     for name in [word for word in given if word in command.actions][:1]:
@@ -192,7 +194,7 @@ def help_text(command: Command, given: Sequence[str] = ()) -> str:
 
 
 def _row(spec: FieldSpec, width: int, short: str = "") -> list[str]:
-    """`  --option INT   its text`, the text on lines of its own behind a long option."""
+    """Return the lines `  --option INT   its text`; after a long option the text begins on a line of its own."""
     values = {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}
     value = " NAME VALUE" if short else values.get(spec.kind, f" {spec.kind.upper()}")
     word = f"  {short}--{spec.dotted}{value}"

@@ -104,7 +104,7 @@ def _merge(arguments: Arguments, words: Sequence[str]) -> int:
 
 @contextmanager
 def _bar(paths: Sequence[str], words: str) -> Iterator[Callable[[int], Any]]:
-    """A bar of bytes on a terminal, from its first advance on; gives the function that advances it."""
+    """Show a bar of bytes on a terminal, from its first advance on; yield the function that advances it."""
     from tqdm.auto import tqdm
 
     from labkit.data.documents import total_bytes
@@ -116,7 +116,7 @@ def _bar(paths: Sequence[str], words: str) -> Iterator[Callable[[int], Any]]:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Inside the block SIGTERM ends the command as Ctrl-C does, so that no half-written file stays."""
+    """In the block, let SIGTERM end the command as Ctrl-C does, so that no half-written file is left."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt("ended by SIGTERM; nothing was written")

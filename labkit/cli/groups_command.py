@@ -1,4 +1,4 @@
-"""`labkit groups`: every group of a layout, or those of one rank. Needs numpy and no torch."""
+"""`labkit groups`: every group of a layout, or those of one rank. It needs numpy but no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from labkit.config.errors import counted
 from labkit.config.rules import layout_problems
 
 MOST_LISTED_RANKS = 2**20
-"""Larger worlds are answered for one rank at a time (--rank), and larger groups by first, last, size and runs."""
+"""Larger worlds are printed for one rank at a time (--rank), and larger groups as first, last, size and runs."""
 SHOWN_MEMBERS = 16
-"""The text lists a group of this many ranks; of a larger one the first few and the last."""
+"""The text lists all ranks of a group of up to this many; of a larger one it lists the first few and the last."""
 FULLY_SHOWN_RANKS = 64
-"""Up to here the text lists every group; beyond it the first few of each kind. JSON lists all."""
+"""In a world of up to this many ranks the text lists every group; in a larger one, the first few of each kind. JSON
+lists all."""
 
 
 def execute(arguments: Arguments) -> int:
@@ -68,7 +69,7 @@ def _head(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 
 def _rank_lines(plan: dict[str, Sequence[int]], rank: int) -> list[str]:
-    """The groups of one rank; what a shortened list leaves out is said by its size and strides."""
+    """Return the groups of one rank; a shortened list is followed by its size and strides, which give the rest."""
     width = max(map(len, plan))
     lines = [f"groups of rank {rank}", ""]
     for kind, members in plan.items():
@@ -78,7 +79,7 @@ def _rank_lines(plan: dict[str, Sequence[int]], rank: int) -> list[str]:
 
 
 def _runs_words(members: Sequence[int]) -> str:
-    """`; 2,048 ranks, stride 16`, or `; 32 ranks: 8 at stride 1, 4 times at stride 32`; empty for a short group."""
+    """Return `; 2,048 ranks, stride 16`, or `; 32 ranks: 8 at stride 1, 4 times at stride 32`; "" for a short group."""
     from labkit.comm.mixed_radix import Members
 
     if len(members) <= SHOWN_MEMBERS or not isinstance(members, Members):
@@ -92,7 +93,7 @@ def _runs_words(members: Sequence[int]) -> str:
 
 
 def _as_json(groups: np.ndarray | Sequence[int]) -> list[Any] | dict[str, Any]:
-    """All groups of a kind or one group as a list; of a group that is too long its formula."""
+    """Return all groups of a kind, or one group, as a list; a group that is too long as its formula."""
     from labkit.comm.mixed_radix import Members
 
     if isinstance(groups, np.ndarray):
@@ -106,7 +107,8 @@ def _as_json(groups: np.ndarray | Sequence[int]) -> list[Any] | dict[str, Any]:
 
 
 def _world_lines(plan: dict[str, np.ndarray], parallel: ParallelConfig, world_size: int) -> list[str]:
-    """The groups of all ranks by kind; the first few of each in a large world. All of a kind have the same strides."""
+    """Return the groups of all ranks by kind, in a large world the first few of each. All of a kind have the same
+    strides, so these are printed once."""
     from labkit.comm.group_plan import members_of_rank
 
     width, first = max(map(len, plan)), members_of_rank(parallel.rank_offset, parallel, world_size)
@@ -121,7 +123,8 @@ def _world_lines(plan: dict[str, np.ndarray], parallel: ParallelConfig, world_si
 
 
 def _listed(head: str, words: Sequence[str]) -> list[str]:
-    """`head` and `words`. A terminal's line ends between two words; if one word is longer, each begins a line."""
+    """Return `head` and `words` in lines. On a terminal a line ends between two words; if one of them does not fit into
+    a line, each begins a line of its own."""
     wide = room()
     if wide and any(len(head + word) > wide for word in words):
         return [

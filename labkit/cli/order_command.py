@@ -1,6 +1,6 @@
-"""`labkit order`: print a pipeline schedule, with the order of each rank, its bubble and memory. Needs no torch.
+"""`labkit order`: print a pipeline schedule, with the order of each rank, its bubble and memory. It needs no torch.
 
-Numbers are those of the simulator at unit costs: F, I and W take 1, B takes 2, messages nothing.
+The numbers come from the simulator with unit costs: F, I and W take 1, B takes 2, and messages take no time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from labkit.schedules.tables import get_pp_rank_microbatches
 from labkit.schedules.verifier import interleaving_rules, verify
 
 MOST_SHOWN = 8192
-"""Most actions of a schedule that is printed. A larger one is only summed up; --rank and --csv give its rows."""
+"""Most actions of a schedule that is printed. Of a larger one only a summary is; --rank and --csv give its rows."""
 MOST_BUILT = 2**24
 """Most actions of a schedule (1.3 GB with its simulation), and most pairs of a rank and a stage."""
 SCREEN = 60
@@ -40,7 +40,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
 _TABLES = ("auto", "1f1b", "interleaved")
-"""Schedules whose warm-up follows from sizes alone."""
+"""Schedules whose warm-up follows from the sizes alone."""
 
 
 def execute(arguments: Arguments) -> int:
@@ -59,7 +59,7 @@ def execute(arguments: Arguments) -> int:
     except ValueError as error:  # sizes that do not fit each other
         arguments.refuse([str(error)])
         raise
-    written = _write(timeline, arguments)  # before any text, so that a failure to write comes alone
+    written = _write(timeline, arguments)  # before any text, so that a failure to write is all that is printed
     if options["rank"] is not None:
         # stdout has the list alone, to paste
         show("\n".join([f"rank {options['rank']}, {_legend(schedule)}", *written]), stream=sys.stderr)
@@ -71,7 +71,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def _check(arguments: Arguments) -> None:
-    """Refuse options whose problems show without a schedule."""
+    """Reject options whose problems can be seen without a schedule."""
     options = arguments.options
     problems = [*_missing_or_idle(arguments), *_words(options), *_files(options)]
     if not arguments.problems and options["verify"] is None:
@@ -84,7 +84,7 @@ def _dashed(name: str) -> str:
 
 
 def _missing_or_idle(arguments: Arguments) -> list[str]:
-    """Problems of missing options, and of options without effect."""
+    """Return the problems of missing options, and of options without effect."""
     options, problems = arguments.options, []
     if options["verify"] is not None:
         return [
@@ -114,12 +114,12 @@ def _interleaves(options: dict[str, Any]) -> bool:
 
 
 def _row(options: dict[str, Any]) -> NamedSchedule:
-    """What is known of the named schedule; that of `auto` where the name is unknown, which `_words` refuses."""
+    """Return what is known of the named schedule; for an unknown name, which `_words` rejects, that of `auto`."""
     return named_schedule(options["name"] if options["name"] in NAMES else "auto", options["vpp"] or 1)
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    """Problems of unknown names."""
+    """Return the problems of unknown names."""
     problems = []
     if options["name"] is not None and options["name"] not in NAMES:
         hint = nearest(options["name"], NAMES)
@@ -132,7 +132,7 @@ def _words(options: dict[str, Any]) -> list[str]:
 
 
 def _files(options: dict[str, Any]) -> list[str]:
-    """Problems of file names."""
+    """Return the problems of file names."""
     problems = []
     if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
         problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
@@ -148,7 +148,7 @@ def _files(options: dict[str, Any]) -> list[str]:
 
 
 def _too_large(options: dict[str, Any]) -> list[str]:
-    """Problems of sizes that would take too much memory or time."""
+    """Return the problems of sizes that would take too much memory or time."""
     row, pp = _row(options), options["pp"] or 1
     stages = pp * (row.chunks or options["vpp"] or 1)
     actions = stages * (options["microbatches"] or 1) * (3 if row.splits_backward else 2)
@@ -173,7 +173,7 @@ def _build(options: dict[str, Any]) -> Schedule:
 
 
 def _read(arguments: Arguments) -> Schedule:
-    """The schedule in the file of --verify."""
+    """Read the schedule in the file of --verify."""
     options, path = arguments.options, Path(arguments.options["verify"])
     try:
         schedule = read_schedule(path)
@@ -195,10 +195,12 @@ def _read(arguments: Arguments) -> Schedule:
 
 
 def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
-    """One line per transport, and the choice of a run. If one refuses, raises CommandFailedError with every verdict,
-    and pictures below."""
+    """Return one line per transport, and one on which of them training uses.
+
+    Raises CommandFailedError if the schedule does not run over one of them, with every verdict and a picture of each
+    failure."""
     asked = options["transport"] or ("posted",)
-    verify(schedule, "posted")  # a schedule that it refuses runs over no transport
+    verify(schedule, "posted")  # a schedule that fails over posted transfers runs over none
     verdicts, pictures = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
@@ -219,7 +221,7 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
 
 
 def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
-    """Megatron's number of warm-up microbatches of each rank; None for schedules that have no such number."""
+    """Return Megatron's number of warm-up microbatches of each rank; None for schedules without such a number."""
     if options["verify"] or (options["name"] or "auto") not in _TABLES:
         return None
     chunks, pp, group = schedule.num_stages // schedule.pp, schedule.pp, options["group_size"]
@@ -263,7 +265,7 @@ def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
 
 
 def _screenful(lines: list[str]) -> list[str]:
-    """The lines that fit `SCREEN` rows of the terminal, and where the others are; all of them in a file or pipe."""
+    """Return the lines that fit `SCREEN` rows of the terminal, and how to see the others; a file or pipe gets all."""
     width = room()
     rows = accumulate(len(folded(line, "", width)) for line in lines)
     fitting = sum(width is None or row <= SCREEN for row in rows)
@@ -272,13 +274,13 @@ def _screenful(lines: list[str]) -> list[str]:
 
 
 def _legend(schedule: Schedule) -> str:
-    """The meaning of the numbers of an order."""
+    """Return a sentence on the meaning of the numbers of an order."""
     halves = "" if (schedule.kinds != KINDS.index("W")).all() else ", -c-0.5 its weight gradient"
     return f"order: c is a forward of model chunk c (counted from 1), -c its backward{halves}"
 
 
 def _table(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
-    """Stages, warm-up, peak and idle time of each rank."""
+    """Return the stages, warm-up, peak and idle time of each rank as a table."""
     schedule, peaks, idle = timeline.schedule, timeline.peak_in_flight, split_timeline(timeline).idle
     by_rank = np.split(schedule.kinds != KINDS.index("F"), schedule.offsets[1:-1])
     before = [int(backward.argmax()) if backward.any() else len(backward) for backward in by_rank]
@@ -295,7 +297,7 @@ def _table(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
 
 
 def _order_words(order: list[int | float], warm_up: int) -> list[str]:
-    """The numbers, with `|` round the steady phase."""
+    """Return the numbers as words, with `|` before and after the steady phase."""
     words = [f"{number:g}" for number in order]
     if warm_up == 0 or warm_up * 2 == len(words):
         return words
@@ -303,7 +305,7 @@ def _order_words(order: list[int | float], warm_up: int) -> list[str]:
 
 
 def _rows(rows: list[list[str]]) -> list[str]:
-    """One line per rank, cells aligned."""
+    """Return one line per rank, with aligned cells."""
     width, label = max(len(word) for words in rows for word in words), len(f"rank {len(rows) - 1}")
     return [
         f"  {f'rank {rank}':<{label}} " + "".join(f" {word:>{width}}" for word in words)
@@ -312,12 +314,12 @@ def _rows(rows: list[list[str]]) -> list[str]:
 
 
 def _list(order: list[int | float]) -> str:
-    """A list that Python and JSON can read."""
+    """Return the order as a list that Python and JSON can read."""
     return f"[{', '.join(f'{number:g}' for number in order)}]"
 
 
 def _write(timeline: Timeline, arguments: Arguments) -> list[str]:
-    """Write the requested files; returns a line for each."""
+    """Write the requested files, and return a line for each."""
     written = []
     for name, write in _FILES.items():
         path = arguments.options[name]

@@ -1,11 +1,11 @@
-"""stdout and stderr of a command: lines that fit the terminal, and readers that may leave.
+"""stdout and stderr of a command: lines that fit the terminal, and pipes whose reader may leave.
 
 On a terminal a long line is broken at blanks, so that no number and no word is cut; `table` breaks inside its cells. A
 file or pipe gets whole lines, which are the same whatever the width of a terminal.
 
-A reader may leave, as `head` does in `labkit train ... | head -1`. The command goes on without printing, and ends with
-the same exit code as with a reader. So a run that writes files is not lost, and `parity` still answers by its exit
-code. Any other failure to write, such as a full disk, is raised once.
+The reader of a pipe may leave, as `head` does in `labkit train ... | head -1`. The command then goes on without
+printing, and ends with the same exit code as with a reader. So a run that writes files is not lost, and the exit code
+of `parity` still gives its answer. Any other failure to write, such as a full disk, is raised once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from itertools import zip_longest
 from typing import Any, TextIO
 
 _GAP = "  "
-"""Between columns of a table."""
+"""The blanks between two columns of a table."""
 
 
 def room(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal at `stream` (stdout by default), 80 if it does not tell; None for a file or pipe.
+    """Return the columns of the terminal at `stream` (stdout by default), 80 if it does not tell; None for a file or
+    pipe.
 
-    The variable COLUMNS replaces what the terminal tells."""
+    The environment variable COLUMNS overrides what the terminal tells."""
     target: TextIO = stream or sys.stdout
     if not target.isatty():
         return None
@@ -50,8 +51,8 @@ def loading(what: object) -> None:
 def folded(text: str, head: str = "", width: int | None = None) -> list[str]:
     """Return `head` and `text` in lines of at most `width` columns, broken at blanks; without a width in whole lines.
 
-    A line goes on below `text`; one without a head below its own first word, after a label such as `1.` or `rank 3`. A
-    word longer than the width stays whole.
+    A broken line continues below `text`. Without a head it continues below its own text after a label such as `1.` or
+    `rank 3`, or two blanks further in. A word longer than the width stays whole.
     """
     lines: list[str] = []
     for line in text.split("\n"):
@@ -65,11 +66,11 @@ def folded(text: str, head: str = "", width: int | None = None) -> list[str]:
 def table(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None, *, below: bool = False
 ) -> list[str]:
-    """Return aligned lines for `rows` of cells, the first of which has the heads; columns in `right` end together.
+    """Return aligned lines for `rows` of cells, the first of which has the heads; columns in `right` are right-aligned.
 
     If a line is longer than `width`, its widest cells are broken at blanks. If that is not enough, each cell gets a
-    line of its own, after its head. With `below`, the last column of a table that is too wide first goes below its
-    rows, without cells that are `none`.
+    line of its own, after its head. With `below`, the last column of a table that is too wide is first moved below its
+    rows, without the cells that are `none`.
     """
     kept, notes = [list(row) for row in rows], [""] * len(rows)
     columns = list(zip(*rows))
@@ -106,7 +107,7 @@ def _wrapped(text: str, width: int, head: str = "", indent: str = "") -> list[st
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
-    r"""A name that is not UTF-8 is printed with `\xff` for its byte, and no character ends a command."""
+    r"""Escape what a stream cannot encode, so that no character ends a command; a byte that is not UTF-8 as `\xff`."""
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
     return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", text), error.end
@@ -124,7 +125,8 @@ class _Pipe(io.FileIO):
         except BlockingIOError:
             raise
         except OSError as error:
-            # A stream must not keep text that it could not write: the interpreter would try again at its end, and fail.
+            # A stream must not keep text that it could not write, because the interpreter would try again at its end,
+            # and fail.
             self._discard()
             if isinstance(error, BrokenPipeError):
                 return memoryview(data).nbytes
@@ -139,9 +141,10 @@ class _Pipe(io.FileIO):
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """Inside the block this process's own stdout and stderr outlive their readers.
+    """In the block, let this process's own stdout and stderr outlive their readers.
 
-    A process that was started without them prints nothing. Streams that tests or notebooks put in their place stay."""
+    A process that was started without them prints nothing. Streams that tests or notebooks put in their place are left
+    alone."""
     before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,4 +1,4 @@
-"""`labkit parity`: layouts against one process, and the first tensor that differs."""
+"""`labkit parity`: compare layouts with a single process, and name the first tensor that differs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from labkit.train.parity import ParityRow
 
 STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
-"""Compared where neither --layouts nor the configuration names a layout."""
+"""The layouts that are compared if neither --layouts nor the configuration names one."""
 STANDARD_EXPERT_LAYOUTS = "ep=2;tp=2,sp;pp=2;dp=2;ep=4,tp=2,etp=1,sp"
-"""The same for a mixture of experts, which tp cuts under sequence parallelism only."""
+"""The same for a mixture of experts, which tp shards only under sequence parallelism."""
 _SHORT = {"sp": "parallel.sequence_parallel"}
-"""Words of the table that are no field's name; alone they switch it on."""
+"""Words of a layout that are not the name of a field -> the field, which the word alone switches on."""
 _COUNTS = ("dp", "world_size")
-"""Numbers of a layout that are no fields: both say how many ranks it has."""
+"""Numbers of a layout that are not fields: both say how many ranks it has."""
 _HOW_TO_NAME = "write axis=size, as in tp=2,pp=2;dp=2, or leave --layouts out"
 _FAULT_KEYS = ("operation", "group", "phase", "layer")
 
 
 def execute(arguments: Arguments) -> int:
-    """Compare, print each layout as soon as it is known, then the table; exit code 1 where one has a fault."""
+    """Compare the layouts, print each verdict as soon as it is known, then the table. The exit code is 1 if a layout
+    has a fault."""
     options, config = arguments.options, arguments.config
     problems = config.problems()
     text = options["layouts"]
@@ -48,7 +49,7 @@ def execute(arguments: Arguments) -> int:
     from labkit.train import compare
     from labkit.train.reporting.progress_bar import ProgressBar
 
-    bar = ExitStack()  # of the run that is under way
+    bar = ExitStack()  # the progress bar of the current run
 
     def begin(name: str, ranks: int) -> Callable[[dict[str, Any]], None]:
         bar.close()
@@ -76,7 +77,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: str) -> list[str]:
-    """Problems of the files that the configuration and its layouts name, and of the devices that they need."""
+    """Return the problems of the files that the configuration and its layouts name, and of the devices they need."""
     from labkit.train.device_rules import machine_problems
     from labkit.train.run_schedule import schedule_problem
 
@@ -95,7 +96,7 @@ def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: st
 def read_layouts(
     text: str | None, config: RunConfig, default_world_size: int | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Layouts written as `tp=2,pp=2;dp=2`, and what is wrong with them; None is the layout of `config` alone.
+    """Return the layouts written as `tp=2,pp=2;dp=2`, and what is wrong with them; None is the layout of `config`.
 
     Each is a dict of changes to `config`; `dp` becomes a world size, and what is not named stays as it is. A layout
     that names neither dp nor world_size runs on `default_world_size` ranks, or on as few as it can.
@@ -132,7 +133,7 @@ def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -
 
 
 def _read_items(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Values of one layout by dotted name, `dp` or `world_size`, and what is wrong with them."""
+    """Return the values of one layout by dotted name, `dp` or `world_size`, and what is wrong with them."""
     given = Given()
     problems: list[str] = []
     for item in filter(None, (item.strip() for item in text.split(","))):
@@ -160,7 +161,7 @@ def _read_items(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
-    """`operation=all_reduce,group=tp` as the arguments of `labkit.comm.fault_injection.dropped`."""
+    """Return `operation=all_reduce,group=tp` as arguments of `labkit.comm.fault_injection.dropped`, and problems."""
     if text is None:
         return None, []
     from labkit.train.parity.comparison_plan import fault_problems

@@ -1,4 +1,4 @@
-"""`labkit run`: chapters through papermill, with parameters that are checked first, and as HTML through nbconvert."""
+"""`labkit run`: run chapters with papermill, after a check of their parameters, and write HTML with nbconvert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from labkit.config.fields import Given
 from labkit.output_files import appearing, naming
 
 OUTPUT_PARAMETER = "output_dir"
-"""A chapter with this parameter writes its files there; it is set to --out unless -p names it."""
+"""A chapter with this parameter writes its files into the folder that it names: --out, unless -p names another."""
 REPORT = "report.json"
 
 
@@ -31,7 +31,7 @@ class Chapter(NamedTuple):
 
 
 def execute(arguments: Arguments) -> int:
-    """Check chapters and parameters, run them one after the other, say where the results are."""
+    """Check chapters and parameters, run the chapters one after another, and say where the results are."""
     options = arguments.options
     folder = notebook_folder(options["notebooks"])
     out = Path(options["out"])
@@ -57,7 +57,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def notebook_folder(given: str | None) -> Path:
-    """--notebooks, or `notebooks` here, or the one beside the package (a checkout)."""
+    """Return the folder of --notebooks, or `notebooks` here, or the one next to the package (in a checkout)."""
     if given is not None:
         return Path(given)
     here = Path("notebooks")
@@ -65,7 +65,8 @@ def notebook_folder(given: str | None) -> Path:
 
 
 def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]]:
-    """Notebooks for `00`, `00_tour`, a path, or `all`; and a sentence for each word that names none."""
+    """Return the notebooks for words such as `00`, `00_tour`, a path, or `all`; and a sentence for each word that names
+    none."""
     known = {path.stem: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     listed = f"chapters in {folder}: {', '.join(known) or 'none'}"
     if not words:
@@ -91,7 +92,7 @@ def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]
 def by_chapter(
     given: list[tuple[str, str]], sources: list[Path], folder: Path
 ) -> tuple[dict[Path, list[tuple[str, str]]], list[str]]:
-    """The parameters of each chapter, and what is wrong with the chapters that they name.
+    """Return the parameters of each chapter, and what is wrong with the chapters that they name.
 
     `10:steps` is for chapter 10 alone, where it replaces a `steps` for all of them.
     """
@@ -115,9 +116,9 @@ def by_chapter(
 def check_parameters(
     source: Path, given: list[tuple[str, str]], out: Path, *, alone: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
-    """Typed parameters of one chapter, and what is wrong with their names, types, and values.
+    """Return the typed parameters of one chapter, and what is wrong with their names, types and values.
 
-    papermill itself ignores a name that the notebook does not have, and exits with 0.
+    This check is needed because papermill ignores a name that the notebook does not have, and exits with 0.
     """
     try:
         known = declared(parameter_cell(source))
@@ -142,14 +143,14 @@ def check_parameters(
     everything = {name: parameter.default for name, parameter in known.items()} | values
     for name, rule in broken_rules(known.values(), everything).items():
         if name == OUTPUT_PARAMETER and name not in written:
-            continue  # --out itself is looked at
+            continue  # `execute` has checked --out itself
         value = written.get(name, f"{name} {shown(everything[name])}{' (the default)' if name not in values else ''}")
         problems.append(f"{value}: {rule} in {source.stem}")
     return values, problems
 
 
 def parameter_cell(notebook: Path) -> str:
-    """Source of the cell that is tagged `parameters`; empty where there is none."""
+    """Return the source of the cell that is tagged `parameters`; empty if there is none."""
     content = json.loads(notebook.read_text(encoding="utf-8"))
     cells = content.get("cells", []) if isinstance(content, dict) else []
     tagged = [cell for cell in cells if "parameters" in cell.get("metadata", {}).get("tags", [])]
@@ -157,7 +158,7 @@ def parameter_cell(notebook: Path) -> str:
 
 
 def _typed(parameter: Parameter, text: str) -> Any:
-    """`text` as the type that the notebook declares; JSON where that is none of the simple ones."""
+    """Return `text` as the type that the notebook declares; if that is not a simple one, the text is read as JSON."""
     if parameter.kind in SIMPLE:
         path = "any" if parameter.rule == "a folder" else ""
         return FieldSpec(parameter.name, parameter.kind, path=path).convert(text, text=True)
@@ -168,7 +169,8 @@ def _typed(parameter: Parameter, text: str) -> Any:
 
 
 def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
-    """Execute one chapter; the files it leaves. A failed cell becomes one message, the notebook up to it is kept."""
+    """Execute one chapter and return the files that it leaves. A failed cell becomes one message, and the notebook up
+    to it is kept."""
     from labkit.cli.command_line import CommandFailedError
 
     print(f"{chapter.source.stem}: running", file=sys.stderr, flush=True)
@@ -181,7 +183,8 @@ def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
 
 
 def _execute(chapter: Chapter, timeout: float) -> str:
-    """Why it failed, or an empty string. Raises KeyboardInterrupt with what was kept."""
+    """Execute one chapter and return why it failed, or an empty string. Raises a KeyboardInterrupt that says what was
+    kept."""
     import warnings
 
     import papermill
@@ -231,11 +234,11 @@ PAGE = """{% extends 'lab/index.html.j2' %}
 </div>
 {% endblock data_png %}
 """
-"""nbconvert's page, on which a figure's sentence is its alternative text: a screen reader reads it."""
+"""nbconvert's page, but with a figure's sentence as its alternative text, so that a screen reader can read it."""
 
 
 def as_page(notebook: Path) -> Path:
-    """The notebook as a page, without solutions: a page cannot collapse them."""
+    """Write the notebook as a page, without solutions, because a page cannot collapse them; return the file."""
     from jinja2 import DictLoader
     from nbconvert import HTMLExporter
     from traitlets.config import Config
@@ -249,7 +252,7 @@ def as_page(notebook: Path) -> Path:
 
 
 def summary(out: Path, written: list[Path], started: float) -> list[str]:
-    """The folder of the results, and what the tour's report says, if this run wrote one."""
+    """Return lines with the files of the results, and with what the tour's report says, if this run wrote one."""
     report = out / REPORT
     fresh = [p for p in sorted(out.iterdir()) if p.is_file() and p not in written and p.stat().st_mtime >= started - 1]
     lines = ["results", *(f"  {path}" for path in [*written, *fresh])]
@@ -260,7 +263,7 @@ def summary(out: Path, written: list[Path], started: float) -> list[str]:
 
 
 def report_lines(content: dict[str, Any]) -> list[str]:
-    """The lines that `report.json` asks to be shown: its `summary`, a sentence or a list of them."""
+    """Return the lines of `report.json` that are to be shown: its `summary`, a sentence or a list of them."""
     shown_lines = content.get("summary", [])
     return [shown_lines] if isinstance(shown_lines, str) else [str(line) for line in shown_lines]
 

@@ -28,7 +28,7 @@ DEVICE = Option(
     choices=("auto", "cpu", "cuda"),
     synonyms={"gpu": "cuda"},
 )
-"""An option of every command that starts ranks."""
+"""The option of every command that starts ranks."""
 WEEK = 7 * 24 * 3600
 TIMEOUT = Option(
     "timeout",
@@ -38,15 +38,16 @@ TIMEOUT = Option(
     gt=0,
     le=WEEK,
 )
-"""An option of `labkit train` and `labkit parity`."""
+"""The option of `labkit train` and `labkit parity`."""
 ROOM = 30
-"""Bytes at the end of a file name for what labkit appends while the file is not finished."""
+"""Bytes that must be free at the end of a file name for what labkit appends while the file is not finished."""
 MOST_READ_TWICE = 1_000_000
-"""Bytes of a text that is tokenised here as well as in the ranks; a longer one is not too short."""
+"""Most bytes of a text that is tokenised here as well as in the ranks, to see whether it is long enough to train on; a
+longer one is taken to be."""
 
 
 class Refusal(NamedTuple):
-    """Users' mistakes that only the ranks could see, such as a tokenizer larger than the vocabulary."""
+    """A user's mistakes that only the ranks could see, such as a tokenizer larger than the vocabulary."""
 
     problems: list[str]
 
@@ -69,25 +70,25 @@ class Trained(NamedTuple):
     losses: list[float]
     metrics: list[dict[str, Any]]
     events: Sequence[Event] = ()
-    """For --trace."""
+    """The recorded events, for --trace."""
     resumed_after: int = 0
-    """Steps that a checkpoint had finished."""
+    """Steps that were finished in the checkpoint from which the run resumed; 0 without one."""
 
 
 def train_script(doc: str, *, preset: str | None = None, families: Sequence[str] = (), **providers: Any) -> NoReturn:
-    """The command line of a script that trains: that of `labkit train`, with the same checks and the same progress.
+    """Run the command line of a script that trains: that of `labkit train`, with the same checks and the same progress.
 
         if __name__ == "__main__":
             train_script(__doc__, preset="tiny", model_provider=model_provider)
 
     doc: the docstring of the script; its first line is in `--help`.
-    preset: taken where the command line has neither `--preset` nor `--config`.
+    preset: used if the command line has neither `--preset` nor `--config`.
     families: values of `model.family` that the script trains; empty for all.
     providers: arguments of `labkit.train.pretrain`.
 
-    Ends the process by its exit code.
+    Ends the process with the exit code.
     """
-    from labkit.models.chunks import check_provider  # imports torch, which a script has imported
+    from labkit.models.chunks import check_provider  # it imports torch, as a script has done already
 
     check_provider(providers.get("model_provider", lambda *_, **__: None))
 
@@ -108,7 +109,7 @@ def train_script(doc: str, *, preset: str | None = None, families: Sequence[str]
 
 
 def execute(arguments: Arguments, **providers: Any) -> int:
-    """Check everything, launch, show progress, print the final losses. providers: arguments of `pretrain`."""
+    """Check everything, launch, show progress, and print the final losses. providers: arguments of `pretrain`."""
     config = arguments.config
     if "model_type" in providers:
         config = config.override({"model.model_type": providers["model_type"]})
@@ -155,7 +156,7 @@ def execute(arguments: Arguments, **providers: Any) -> int:
 
 
 def saved_words(config: RunConfig) -> str:
-    """`; the same command goes on from ...` for the line of an interrupt; empty for a run that saves nothing."""
+    """Return `; the same command goes on from ...` for the message of an interrupt; empty if the run saves nothing."""
     from labkit.train.checkpoint.manifest import CheckpointError
     from labkit.train.checkpoint.resume import to_try
     from labkit.train.run_folder.contents import saves_into
@@ -170,9 +171,9 @@ def saved_words(config: RunConfig) -> str:
 
 
 def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()) -> list[str]:
-    """Problems of a file that a command will write, before there is something to write.
+    """Return the problems of a file that a command will write, so that they are known before the work is done.
 
-    name: of the argument. made: folders that the command makes, with those above them.
+    name: name of the argument. made: folders that the command will make, with those above them.
     """
     if path is None or not first_rank():
         return []
@@ -191,14 +192,14 @@ def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()
     try:
         if os.path.exists(path):
             open(path, "ab").close()
-        TemporaryFile(dir=folder).close()  # a draft of it is written there
+        TemporaryFile(dir=folder).close()  # because a draft of the file is written there
         return []
     except OSError as error:
         return [f"{given}: {error.strerror or error}; give a path that can be written"]
 
 
 def data_problem(config: RunConfig) -> str:
-    """Why there would be nothing to train on, or an empty string."""
+    """Return why the run could not train on its data, or an empty string."""
     from labkit.data.datasets import build_datasets
     from labkit.data.gpt_data import check_vocabulary
 
@@ -214,7 +215,7 @@ def data_problem(config: RunConfig) -> str:
 
 
 def ranks_to_use(arguments: Arguments) -> int | None:
-    """--nproc, or torchrun's number of ranks, or the fewest that the layout allows; None where that has no answer."""
+    """Return --nproc, or torchrun's number of ranks, or the fewest that the layout allows; None if it has problems."""
     asked = arguments.options["nproc"]
     if started_by_torchrun():
         from labkit.launch import info
@@ -261,8 +262,9 @@ def launch(
 
 @contextmanager
 def refusing_arguments() -> Iterator[None]:
-    """A launcher's ValueError is about its arguments, so the user's; under torchrun it may come from the code as well
-    and keeps its traceback."""
+    """In the block, turn a ValueError of the launcher into a ConfigError, because it is about the user's arguments.
+
+    Under torchrun it may come from the ranks' code as well, so there it keeps its traceback."""
     try:
         yield
     except ConfigError:
@@ -274,7 +276,7 @@ def refusing_arguments() -> Iterator[None]:
 
 
 def train_on_rank(config: RunConfig, **providers: Any) -> Trained | Refusal | NoCheckpoint | Stopped:
-    """Runs inside a rank. Data come first: what is wrong with them is the same on every rank, so all of them return."""
+    """Train on a rank. The data come first: what is wrong with them is so on every rank, so all of them return."""
     from labkit.data.datasets import build_datasets
     from labkit.launch import report_progress
     from labkit.train import RunInterrupted, pretrain
@@ -286,14 +288,14 @@ def train_on_rank(config: RunConfig, **providers: Any) -> Trained | Refusal | No
     except (ValueError, OSError) as error:
         return Refusal([str(error)])
 
-    def provided(_: RunConfig) -> Any:  # asked for once the model is there
+    def provided(_: RunConfig) -> Any:  # called once the model has been built
         report_progress({"stage": "first step"})
         return datasets
 
     report_progress({"stage": "building the model"})
     try:
         result = pretrain(config, **{**providers, "datasets_provider": provided})
-    except ConfigError as error:  # the same on every rank as well: what a machine cannot do
+    except ConfigError as error:  # what a machine cannot do is the same on every rank, too
         return Refusal(error.problems)
     except CheckpointError as error:
         return NoCheckpoint(str(error))
@@ -303,14 +305,14 @@ def train_on_rank(config: RunConfig, **providers: Any) -> Trained | Refusal | No
 
 
 def refuse_if_any(results: list[Any], source: str = "labkit train") -> None:
-    """ConfigError with what the ranks refused."""
+    """Raise ConfigError with the mistakes that the ranks found, if there are any."""
     problems = list(dict.fromkeys(p for r in results if isinstance(r, Refusal) for p in r.problems))
     if problems:
         raise ConfigError(problems, source=source)
 
 
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
-    """The final losses, the load of experts, and where the files are."""
+    """Return lines with the final losses, the load of experts, and where the files are."""
     from labkit.train.reporting.progress_line import FIELDS
     from labkit.train.run_folder.contents import saves_into
 
@@ -340,7 +342,7 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
 
 
 def write_trace_of(results: Sequence[Trained], path: Path) -> None:
-    """All ranks' Events as a file for ui.perfetto.dev, and a line that says which steps it holds."""
+    """Write all ranks' Events into a file for ui.perfetto.dev, and print a line that says which steps it has."""
     from labkit.viz.pipeline.trace import write_trace
 
     events = [event for result in results for event in result.events]
@@ -350,7 +352,9 @@ def write_trace_of(results: Sequence[Trained], path: Path) -> None:
 
 
 def graph_words(held: Mapping[str, tuple[int, int]]) -> str:
-    """`CUDA graphs of each rank: 4 to 8; static inputs 16,384 to 32,768 bytes; pool at its peak 65,536 bytes`."""
+    """Return `CUDA graphs of each rank: 4 to 8; static inputs 16,384 to 32,768 bytes; pool at its peak 65,536 bytes`.
+
+    A single number means that it is the same on all ranks."""
     shown = {name: f"{least:,}" if least == most else f"{least:,} to {most:,}" for name, (least, most) in held.items()}
     return (
         f"CUDA graphs of each rank: {shown['graphs']}; static inputs {shown['static_input_bytes']} bytes; pool at its "
@@ -359,7 +363,7 @@ def graph_words(held: Mapping[str, tuple[int, int]]) -> str:
 
 
 def never_captured(config: RunConfig) -> list[str]:
-    """A line where graphs were asked for and every training step was a warm-up."""
+    """Return a line that says so if CUDA graphs were requested but every training step was a warm-up step."""
     steps, eager = config.train.steps, config.graph.cuda_graph_warmup_steps
     if config.graph.cuda_graph_impl == "none" or eager < steps:
         return []
@@ -368,19 +372,19 @@ def never_captured(config: RunConfig) -> list[str]:
 
 
 def started_by_torchrun() -> bool:
-    """True where this process is one of the ranks that torchrun started."""
+    """Return True if this process is one of the ranks that torchrun started."""
     from labkit.launch.info import under_torchrun
 
     return under_torchrun()
 
 
 def first_rank() -> bool:
-    """True where this process speaks for the run; under torchrun every rank executes the command."""
+    """Return True if this process prints for the run; under torchrun every rank executes the command."""
     return not started_by_torchrun() or os.environ["RANK"] == "0"
 
 
 def on_first_rank(line: str) -> None:
-    """Print once, however many ranks execute the command."""
+    """Print a line once, however many ranks execute the command."""
     if first_rank():
         show(line)
 

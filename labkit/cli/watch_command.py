@@ -1,8 +1,8 @@
-"""`labkit watch`: live or finished runs on a terminal, from the files in their folders alone. Needs no torch.
+"""`labkit watch`: live or finished runs on a terminal, from the files in their folders alone. It needs no torch.
 
-Each run has a line with its state and its last step, and a plot of its loss by step. The plots of several runs stand
-side by side and share their axes. A terminal shows all of it anew every few seconds until the runs are over. A file or
-pipe gets it once.
+Each run has a line with its state and its last step, and a plot of its loss by step. The plots of several runs are next
+to each other and share their axes, so that they can be compared. A terminal is redrawn every few seconds until the runs
+are over. A file or pipe gets the picture once.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from labkit.train.reporting.progress_line import all_lines, one_line
 from labkit.train.reporting.run_records import RunRecords, names_of, pause, runs_in
 
 NARROWEST = 38
-"""Fewest columns of a plot, and of a terminal that is drawn anew."""
+"""Fewest columns of a plot, and of a terminal that is redrawn."""
 HIGHEST, LOWEST = 10, 3
-"""Rows of a plot."""
+"""Most and fewest rows of a plot."""
 _AXIS = 10
-"""Columns left of a plot: a number and the line."""
+"""Columns to the left of a plot, for a number and the line of the axis."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a braille character by row and column of its dots; Unicode has it at U+2800 plus the sum of its bits."""
 
 
 class Watched:
-    """The runs in the given folders."""
+    """The runs in the given folders, as far as their files have been read."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         self._folders, self._by_path = folders, dict[Path, RunRecords]()
         self.runs: list[RunRecords] = []
 
     def refresh(self) -> list[str]:
-        """Read what is new, also runs that have begun since. Return a sentence for each folder without a run."""
+        """Read what is new, including runs that have begun since. Return a sentence for each folder without a run."""
         found, problems = runs_in(self._folders)
         known = {path: self._by_path.get(path) or RunRecords(path) for path in found}
         self._by_path = known | {path: run for path, run in self._by_path.items() if path not in known}
@@ -50,7 +50,7 @@ class Watched:
 
 
 def execute(arguments: Arguments) -> int:
-    """Show the runs once, or until they are over. Ctrl-C ends quietly."""
+    """Show the runs once, or until they are over. Ctrl-C ends the command without a message."""
     if not arguments.words:
         arguments.problems.append("DIR: nothing to watch; give the train.output_dir of one or more runs")
     watched = Watched(arguments.words)
@@ -66,7 +66,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def is_screen() -> bool:
-    """True if standard output is a terminal on which lines can be drawn anew."""
+    """Return True if standard output is a terminal on which lines can be redrawn."""
     return (columns(sys.stdout) or 0) >= NARROWEST and os.environ.get("TERM") != "dumb"
 
 
@@ -92,7 +92,7 @@ def follow(watched: Watched, interval: float) -> None:
 def frame(runs: Sequence[RunRecords], width: int | None = None, height: int | None = None) -> list[str]:
     """Return the lines of the picture, at most `height` of at most `width` columns.
 
-    Without a width the line of a run stays whole, and plots take the width that COLUMNS gives, or 100.
+    If width is None, the line of a run stays whole, and plots take the width that COLUMNS gives, or 100.
     """
     names = names_of([run.folder for run in runs])
     if len(runs) == 1 and width is not None:
@@ -140,7 +140,7 @@ def _short(name: str, longest: int) -> str:
 
 
 def plots(runs: Sequence[RunRecords], names: Sequence[str], width: int, room: int | None) -> list[str]:
-    """Return a plot of the loss of each run that has one, as many beside each other as fit, in at most `room` lines."""
+    """Return a plot of the loss of each run that has one, as many in a row as fit, in at most `room` lines."""
     drawn = [(run, name, points) for run, name in zip(runs, names, strict=True) if (points := _finite(run))]
     if not drawn:
         return []
@@ -222,7 +222,7 @@ def _dots(
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return the place of a value between two ends, 0 to 1; the middle if the ends are equal."""
+    """Return where a value is between two ends, from 0 to 1; 0.5 if the ends are equal."""
     return (value - low) / (high - low) if high > low else 0.5
 
 

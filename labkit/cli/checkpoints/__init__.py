@@ -1,1 +1,1 @@
-"""Subcommands that begin with a checkpoint: `checkpoint`, `eval`, `generate`."""
+"""Subcommands that begin with a checkpoint: `checkpoint`, `eval`, `finetune`, `generate`."""

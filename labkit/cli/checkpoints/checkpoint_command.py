@@ -17,13 +17,13 @@ from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_f
 from labkit.train.run_folder.contents import checkpoints_in
 
 WEIGHTS = "model.safetensors"
-"""Name of the weights in a folder that transformers loads."""
+"""Name of the file of weights in a folder that transformers can load."""
 DTYPES = ("fp32", "bf16", "fp16")
-"""Words of --dtype."""
+"""Values of --dtype."""
 
 
 def execute(arguments: Arguments) -> int:
-    """Check the words and options of the action, and do it."""
+    """Check the words and options of the action, and perform it."""
     action, words = arguments.action(COMMAND)
     return action.do(arguments, *map(Path, words))
 
@@ -56,7 +56,7 @@ def _verify(arguments: Arguments, folder: Path) -> int:
 
 
 def _problems(path: Path) -> Iterator[str]:
-    """A sentence for each problem of one checkpoint; a good one is printed."""
+    """Yield a sentence for each problem of one checkpoint. If there is none, print a line that says so."""
     from labkit.train.checkpoint.shard_files import Reader
 
     try:
@@ -106,7 +106,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
 
 
 def _in_the_way(out: Path, target: Path, *, as_file: bool, overwrite: bool) -> list[str]:
-    """Problems of the place of an export."""
+    """Return the problems of the place to which the weights will be exported."""
     name = shown(str(out), 200)
     if as_file and not out.parent.is_dir():
         return [f"OUT {name}: there is no folder {shown(str(out.parent), 200)}; make it first"]

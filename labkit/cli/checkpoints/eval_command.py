@@ -28,7 +28,7 @@ _ONLY = {"stride": "wikitext", "raw": "wikitext", "loose": "lambada"}
 
 
 def execute(arguments: Arguments) -> int:
-    """Check words and options, evaluate each checkpoint, print its row."""
+    """Check words and options, evaluate each checkpoint, and print its row."""
     from labkit.evaluate.tasks import TASKS
 
     options, words = arguments.options, arguments.words
@@ -65,7 +65,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def _checkpoints(arguments: Arguments) -> list[str]:
-    """The checkpoints to evaluate, oldest first."""
+    """Return the checkpoints to evaluate, oldest first."""
     if not arguments.options["all"]:
         return [str(checkpoint_of(arguments))]
     try:
@@ -76,7 +76,7 @@ def _checkpoints(arguments: Arguments) -> list[str]:
 
 
 def evaluate_on_rank(checkpoints: list[str], layout: dict[str, int], task: dict[str, Any], out: str | None) -> Any:
-    """Runs inside a rank: the row of each checkpoint, or a `Refused`."""
+    """Evaluate on a rank: return the row of each checkpoint, or a `Refused`."""
     from labkit.evaluate.model import CheckpointModel
     from labkit.evaluate.records import Records, agreed
     from labkit.evaluate.tasks import Task, evaluate
@@ -96,7 +96,7 @@ def evaluate_on_rank(checkpoints: list[str], layout: dict[str, int], task: dict[
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A result in words."""
+    """Return a result in words."""
     if row["task"] == "lambada":
         share = f"{100 * row['accuracy']:.2f}% right (95%: {100 * row['low']:.2f} to {100 * row['high']:.2f})"
         return f"{row['checkpoint']}: {share}, {row['right']:,} of {counted(row['passages'], 'passage')}"
@@ -104,7 +104,7 @@ def line_of(row: dict[str, Any]) -> str:
     by_word, low, high, adjusted, by_token = (
         f"{row[name]:,.0f}" if row[name] >= 999.95 else f"{row[name]:#.4g}" for name in names
     )
-    interval = "" if row["low"] == row["high"] else f" (95%: {low} to {high})"  # one window has none
+    interval = "" if row["low"] == row["high"] else f" (95%: {low} to {high})"  # a text of one window has no interval
     return (
         f"{row['checkpoint']}: perplexity {by_word}{interval} by {counted(row['original_words'], 'word')}; Megatron's "
         f"adjusted perplexity {adjusted}; perplexity per token {by_token}, {counted(row['tokens'], 'token')}"

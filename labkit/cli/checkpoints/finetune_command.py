@@ -33,7 +33,7 @@ SETTINGS = (
 
 
 def execute(arguments: Arguments) -> int:
-    """Check words and options, train every seed, print a line for each run and one for all."""
+    """Check words and options, train with every seed, and print a line for each run and one for all."""
     options = arguments.options
     arguments.refuse(problems_of(arguments))
     [task] = arguments.words
@@ -58,7 +58,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def problems_of(arguments: Arguments) -> list[str]:
-    """A sentence for everything that is wrong with the words and options."""
+    """Return a sentence for everything that is wrong with the words and options."""
     options, words = arguments.options, arguments.words
     problems = option_problems(arguments)
     if words not in [[task] for task in TASKS]:
@@ -78,12 +78,12 @@ def problems_of(arguments: Arguments) -> list[str]:
 
 
 def _ranks(asked: int | None) -> int | None:
-    """The number of ranks: torchrun's, or the one asked for; None is tp x pp."""
+    """Return the number of ranks: torchrun's, or the requested one; None is tp x pp."""
     return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else asked
 
 
 def _tokenizer(arguments: Arguments) -> str | None:
-    """The tokenizer's file. A model of Hugging Face names none here, so --tokenizer must."""
+    """Return the tokenizer's file. A model in Hugging Face's form does not name it here, so --tokenizer must."""
     path, given = Path(arguments.options["checkpoint"]), arguments.options["tokenizer"]
     if not is_export(path):
         return tokenizer_of(arguments, checkpoint_of(arguments))
@@ -93,7 +93,7 @@ def _tokenizer(arguments: Arguments) -> str | None:
 
 
 def finetune_on_rank(settings: dict[str, Any], many: dict[str, Any], out: str | None) -> Any:
-    """Runs inside a rank: the rows, a `Refused`, or the sentence of a run that was asked to stop."""
+    """Fine-tune on a rank: return the rows, a `Refused`, or the sentence of a run that was asked to stop."""
     from labkit.evaluate.records import Records
     from labkit.finetune.finetuning import Settings
     from labkit.finetune.repeated_runs import finetune
@@ -109,7 +109,7 @@ def finetune_on_rank(settings: dict[str, Any], many: dict[str, Any], out: str | 
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A result in words."""
+    """Return a result in words."""
     numbers = Row(row["batch"], row["lr"], row["epochs"]).words
     if "scores" in row:
         left_out = f"; {counted(row['left_out'], 'row')} left out" if row["left_out"] else ""

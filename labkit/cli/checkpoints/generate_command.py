@@ -26,7 +26,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
 
 def execute(arguments: Arguments) -> int:
-    """Check words and options, generate, print each text. One prompt alone is printed while it grows."""
+    """Check words and options, generate, and print each text; that of a single prompt is printed as it grows."""
     options = arguments.options
     problems = option_problems(arguments)
     prompts = list(arguments.words)
@@ -53,7 +53,8 @@ def execute(arguments: Arguments) -> int:
 
 
 def _whole(prompt: str) -> str:
-    """The prompt. ValueError where it has half of a surrogate pair, with which Python stands for a foreign byte."""
+    """Return the prompt. Raises ValueError for half a surrogate pair, which is how Python represents a byte that is not
+    UTF-8."""
     if byte := re.search("[\udc80-\udcff]", prompt):
         number = ord(byte[0]) - 0xDC00
         raise ValueError(f"{shown(prompt)}: a prompt is UTF-8 text, and this has the byte 0x{number:02x}; convert it")
@@ -61,7 +62,7 @@ def _whole(prompt: str) -> str:
 
 
 def _refusing(arguments: Arguments, read: Callable[[], Any]) -> Any:
-    """The result of `read`; its ValueError is a problem of the command line."""
+    """Return the result of `read`. Its ValueError becomes a ConfigError, as a problem of the command line."""
     try:
         return read()
     except ValueError as error:
@@ -73,7 +74,7 @@ def generate_on_rank(
     checkpoint: str, layout: dict[str, int], precision: str, tokenizer: str | None, prompts: list[str],
     new: int | None, sampling: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Runs inside a rank: `prompt`, `text`, `tokens` and `ended` (by the model) for each prompt; or a `Refused`."""
+    """Generate on a rank: return `prompt`, `text`, `tokens` and `ended` (by the model) per prompt, or a `Refused`."""
     from labkit.data.text import end_tokens
     from labkit.evaluate.continuation import Continuation
     from labkit.evaluate.generation import generate
@@ -105,13 +106,13 @@ def generate_on_rank(
 
 
 class _Stream:
-    """Prints one text while it grows, and its prompt with the first token: what is refused prints nothing."""
+    """Prints one text as it grows. Its prompt comes with the first token, so that a rejected request prints nothing."""
 
     def __init__(self, prompt: str) -> None:
         self._waiting, self._text = prompt, ""
 
     def update(self, values: dict[str, Any]) -> None:
-        """Print what the new token adds."""
+        """Print the text that the new token adds."""
         if (added := values.get("text")) is not None:
             print(self._waiting + added, end="", flush=True)
             self._waiting, self._text = "", self._text + added

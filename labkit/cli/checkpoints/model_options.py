@@ -1,6 +1,6 @@
 """What the commands on the model of a checkpoint share: options for checkpoint and layout, the launch, progress bars.
 
-None of them takes a configuration: the checkpoint's manifest has the model, and the layout is tp x pp.
+None of them takes a configuration, because the checkpoint's manifest describes the model, and the layout is tp x pp.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ MODEL_OPTIONS = (
 
 
 class Refused(NamedTuple):
-    """The problems that the ranks refused, the same on all of them."""
+    """The problems that the ranks found, the same on all of them."""
 
     problems: list[str]
     failed: bool = False
-    """The request was right, and the checkpoint is not."""
+    """True if the request was right but the checkpoint is not."""
 
 
 def layout_of(arguments: Arguments) -> dict[str, int]:
-    """The layout, as `CheckpointModel` takes it."""
+    """Return the layout, as `CheckpointModel` takes it."""
     return {name: arguments.options[name] for name in ("tp", "pp")}
 
 
 def option_problems(arguments: Arguments) -> list[str]:
-    """A sentence where no checkpoint is named, and where the file of results cannot be written."""
+    """Return a sentence if no checkpoint is named, and one if the file of results cannot be written."""
     problems = output_problems("--out", arguments.options.get("out"))
     if arguments.options["checkpoint"] is None:
         problems.append("--checkpoint: give the folder of a run or of its checkpoints, or one step")
@@ -60,7 +60,7 @@ def option_problems(arguments: Arguments) -> list[str]:
 
 
 def checkpoint_of(arguments: Arguments) -> Path:
-    """The checkpoint that the options name. ConfigError if there is none."""
+    """Return the checkpoint that the options name. Raises ConfigError if there is none."""
     try:
         return chosen(Path(arguments.options["checkpoint"]), arguments.options["step"])
     except CheckpointError as error:
@@ -69,9 +69,9 @@ def checkpoint_of(arguments: Arguments) -> Path:
 
 
 def tokenizer_of(arguments: Arguments, checkpoint: Path) -> str | None:
-    """The tokenizer's file: --tokenizer, or that of the run; None is the bundled one.
+    """Return the tokenizer's file: --tokenizer, or that of the run; None is the bundled one.
 
-    ConfigError for a checkpoint that names none, such as an imported one.
+    Raises ConfigError for a checkpoint that names none, such as an imported one.
     """
     given = arguments.options["tokenizer"]
     if given is not None:
@@ -94,7 +94,7 @@ def launch(
 ) -> Any:
     """Run `fn` on `world_size` ranks (tp x pp), or on torchrun's, and return rank 0's result.
 
-    Raises what the ranks refused."""
+    Raises ConfigError or CommandFailedError with the problems that the ranks found."""
     from labkit.launch import run
 
     tp, pp, device = (arguments.options[name] for name in ("tp", "pp", "device"))
@@ -111,12 +111,12 @@ def launch(
 
 
 def _call(_: ParallelConfig, fn: Callable[..., Any], *args: Any) -> Any:
-    """In a rank: `fn(*args)`. The layout is for the launcher (`labkit.launch.info.variables_of`)."""
+    """Call `fn(*args)` on a rank. The layout is an argument only for `labkit.launch.info.variables_of`."""
     return fn(*args)
 
 
 def refusing(work: Callable[[], Any]) -> Any:
-    """In a rank: the result of `work`, or a `Refused` with the errors that all ranks have alike."""
+    """On a rank, return the result of `work`, or a `Refused` with the errors that all ranks have in common."""
     try:
         return work()
     except ConfigError as error:
