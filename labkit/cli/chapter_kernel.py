@@ -111,6 +111,6 @@ def chapter_kernel() -> Iterator[ChapterKernel]:
     finally:
         kernel.close()
         folder.remove()
-        sweep_all()  # Jupyter ends a kernel that has children by SIGTERM, which leaves the folders of launches
+        sweep_all()  # Jupyter sends SIGTERM to a kernel with children, which leaves the folders of launches
         logging.disable(logging.NOTSET)
         signal.signal(signal.SIGINT, before)

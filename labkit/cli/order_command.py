@@ -205,7 +205,7 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
             verify(schedule, transport)
-            verify(without_backward(schedule), transport)  # validations run it
+            verify(without_backward(schedule), transport)  # this is what validation runs
             verdicts.append(f"{transport}: yes, it runs")
         except ScheduleError as error:
             sentence, _, picture = str(error).partition("\n")

@@ -263,7 +263,7 @@ def summary(out: Path, written: list[Path], started: float) -> list[str]:
 
 
 def report_lines(content: dict[str, Any]) -> list[str]:
-    """Return the lines of `report.json` that are to be shown: its `summary`, a sentence or a list of them."""
+    """Return the lines that `report.json` has for the user: its `summary`, a sentence or a list of them."""
     shown_lines = content.get("summary", [])
     return [shown_lines] if isinstance(shown_lines, str) else [str(line) for line in shown_lines]
 

@@ -145,7 +145,7 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     refuse_if_any(results, arguments.source)
     if failed := [result.error for result in results if isinstance(result, NoCheckpoint)]:
         raise CommandFailedError(failed[0])
-    if isinstance(results[0], Stopped):  # then on every rank
+    if isinstance(results[0], Stopped):  # and then every rank is
         on_first_rank(results[0].said)
         return interruption.EXIT_CODE
     for line in final_lines(results[0], config):

@@ -71,7 +71,7 @@ class GPTDataset:
     name: str = "train"
     """Name of this split, for messages."""
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
-    """The epoch that was asked for last, and its order."""
+    """The epoch that was read most recently, and its order."""
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch."""

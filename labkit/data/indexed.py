@@ -336,7 +336,7 @@ class IndexedDatasetBuilder:
 
     def abort(self) -> None:
         """Remove what was written. After `finalize` nothing is left to remove."""
-        with suppress(OSError):  # a full disk refuses the rest of its buffer once more
+        with suppress(OSError):  # on a full disk closing fails, too, because the buffer is not empty
             self._bin.close()
         if not self._done:
             for path in (self._partial_bin, self._partial_idx):

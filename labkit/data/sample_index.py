@@ -1,8 +1,8 @@
 """The three index arrays of a GPT's data, equal to megatron-core's for the same seed, and the indices of a blend.
 
-A GPT reads one long stream: the documents of all epochs in a shuffled order, one after the other. Sample k is the
+A GPT reads one long stream: the documents of all epochs in a shuffled order, one after another. Sample k is the
 `seq_length + 1` tokens of the stream from token `k x seq_length` on, so neighbouring samples share one token. No token
-is copied; three arrays say where each sample lies:
+is copied; three arrays say where each sample is:
 
     document_index  int32, one entry for each document of each epoch: the stream's order of documents
     sample_index    one row more than samples: the place in `document_index` and the offset in that document, of the

@@ -54,8 +54,8 @@ _TRAINING_ONLY = (
 )
 """Fields of the model that an evaluation leaves at their defaults."""
 _OF_A_BATCH = ("input_jitter", "capacity_factor", "drop_policy", "pad_to_capacity")
-"""Fields of experts that it leaves there, too: with a capacity the tokens of a batch compete for places, so a score
-would depend on the batch."""
+"""Fields of experts that it leaves at their defaults, too: with a capacity the tokens of a batch compete for places, so
+a score would depend on the batch."""
 
 
 def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: str) -> RunConfig:

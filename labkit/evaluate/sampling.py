@@ -91,7 +91,7 @@ class Sampler:
         draws_B1 = torch.rand(len(probabilities_BV), 1, generator=self._generator, dtype=torch.float64)
         ids_B1 = torch.searchsorted(probabilities_BV.cumsum(dim=-1), draws_B1, right=True)
         last_B1 = (probabilities_BV > 0).long().mul(torch.arange(probabilities_BV.shape[-1])).amax(-1, keepdim=True)
-        return torch.minimum(ids_B1, last_B1)[:, 0]  # a sum below 1 by rounding ends at the last
+        return torch.minimum(ids_B1, last_B1)[:, 0]  # rounding may leave the sum below 1; then the last one is drawn
 
 
 def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:

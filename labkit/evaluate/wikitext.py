@@ -6,8 +6,8 @@ first is scored once.
 
 Two perplexities are reported. `perplexity`, the paper's, divides the sum of losses by the number of original words,
 T_o, so that models with different tokenizers can be compared. `adjusted_perplexity` is that of Megatron's code: exp of
-the mean loss per token times (T - 1) / (T_o - 1), for a text of T tokens. The two differ because the first token is not
-scored: the sum has T - 1 losses.
+the mean loss per token times (T - 1) / (T_o - 1), for a text of T tokens. Because T - 1 tokens are scored, that is
+exp(sum of losses / (T_o - 1)), so the two differ only by the one token that is not scored.
 
 WikiText's files are in a tokenised form (`Mr. Smith 's dog , @-@`). `detokenized` undoes that before the tokenizer
 reads the text, but T_o counts the words of the file as it is (`original_words`).

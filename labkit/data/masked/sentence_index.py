@@ -84,7 +84,7 @@ def _add_document(rows: array[int], ends: list[int], first: int, targets: Iterat
     count, begin, target = len(ends) - 1, 0, next(targets)
     while begin < count:
         last = max(bisect_left(ends, ends[begin] + target, begin + 1) - 1, begin + least - 1)
-        if last > count - 3:  # none would be left, or a single one
+        if last > count - 3:  # else no sentence would be left, or only one
             last = count - 1
         rows.extend((first + begin, first + last + 1, target))
         begin, target = last + 1, next(targets)
