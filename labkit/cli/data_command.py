@@ -19,7 +19,7 @@ from labkit.config.errors import counted
 
 
 def execute(arguments: Arguments) -> int:
-    """Check the words and options of the action, and do it."""
+    """Check the words and options of the action, and perform it."""
     action, words = arguments.action(COMMAND)
     if "overwrite" in action.options:
         ending = "" if action.do is _clean else ".bin"

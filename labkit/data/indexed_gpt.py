@@ -145,8 +145,8 @@ class IndexedSource:
     """The indexed datasets of a configuration, opened once; `split` makes the dataset of each split."""
 
     def __init__(self, config: RunConfig, build: PartBuilder, count: Callable[[IndexedDataset], int] = len) -> None:
-        """build: makes the samples of one split of one dataset. count: number of documents in a dataset, among which
-        the splits are shared out.
+        """build: makes the samples of one split of one dataset. count: number of documents of a dataset, which are
+        divided among the splits.
 
         Raises FileNotFoundError and ValueError as `IndexedDataset` does."""
         self.config, self._build, self._count = config, build, count

@@ -140,7 +140,7 @@ SPECIAL_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 
 
 def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
-    """Return the tokenizer of a file; None is the bundled tokenizer. The ending of the file's name says of which kind.
+    """Return the tokenizer of a file; None is the bundled tokenizer. The file's name says of which kind it is.
 
     `vocab.json`: GPT-2's byte-level BPE, with `merges.txt` next to it (`gpt2-vocab.json` has `gpt2-merges.txt`).
     `vocab.txt`: BERT's WordPiece, one token per line, `##` before parts that continue a word. It lowercases the text if
