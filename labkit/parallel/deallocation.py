@@ -17,7 +17,8 @@ from torch.autograd import Variable
 def deallocate_output_tensor(output: Tensor | None, deallocate_pipeline_outputs: bool = True) -> None:
     """Shrink a sent activation to one element; its graph stays for the backward.
 
-    Left alone are a view, whose storage belongs to another tensor, and a stage's own input handed on unchanged.
+    A view is left alone, because its storage belongs to another tensor, and so is a stage's input that it handed on
+    unchanged.
     """
     if output is None or not deallocate_pipeline_outputs or output._is_view() or output.is_leaf:
         return
@@ -26,15 +27,16 @@ def deallocate_output_tensor(output: Tensor | None, deallocate_pipeline_outputs:
 
 @cache
 def _one_element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The tensor that all shrunk activations of a kind share: nobody reads or writes it."""
+    """Return the tensor that all shrunk activations of one type and device share, because nobody reads or writes it."""
     return torch.empty(1, dtype=dtype, device=device)
 
 
 def custom_backward(output: Tensor | Sequence[Tensor], grad_output: Tensor | Sequence[Tensor] | None) -> None:
     """Run the backward of `output`, which may have been shrunk, with the gradient of its full shape.
 
-    Of several outputs, each with its gradient, in one pass: their graphs may share nodes. One that needs no gradient is
-    left out. `torch.autograd.backward` would compare the shapes; the engine below it knows them from the graph.
+    Several outputs, each with its gradient, take one pass, because their graphs may share nodes. An output that needs
+    no gradient is left out. `torch.autograd.backward` would compare the gradient's shape with that of the shrunk
+    output, so this calls the engine below it, which knows the shapes from the graph.
     """
     outputs = [output] if isinstance(output, Tensor) else list(output)
     if grad_output is None:

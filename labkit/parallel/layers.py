@@ -1,11 +1,11 @@
 """Linear layers cut by columns or by rows over the tensor-parallel group (arXiv 1909.08053, section 3).
 
-"Column" and "row" speak of the paper's A in Y = XA. Weights are stored as torch stores them, [output, input], which is
+"Column" and "row" refer to the paper's A in Y = XA. Weights are stored as torch stores them, [output, input], which is
 A's transpose. A column-parallel layer followed by a row-parallel one needs one all-reduce forward (g, after the second)
 and one backward (f, before the first). The dimension that is cut never has to be whole in between.
 
-f and g could stand around a plain linear function (`mappings.py`). Here they are inside: f's all-reduce then hides
-behind the product that makes the weight gradient. The file goes from the inside out: the three products (`Gemms`), the
+f and g could wrap a plain linear function (`mappings.py`). Here they are inside it, so that f's all-reduce overlaps
+with the product that makes the weight gradient. The file goes from the inside out: the three products (`Gemms`), the
 autograd functions that add communication, the layers that hold the weights.
 
 Shapes: S sequence, B batch, I input size, O output size; t = size of the group; N = S x B.
@@ -45,7 +45,7 @@ class Gemms:
     """The three products of one linear layer, in the type of its tensors. `labkit.fp8` has another kind."""
 
     def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
-        """Turn x into the form that the products take; here nothing is to be done.
+        """Turn x into the form that the products take; here x has that form already.
 
         kind: `input`, or `grad` for the gradient of the output.
         gathered_over: the group whose parts of the sequence are joined before the product; None where x is whole.
@@ -54,7 +54,7 @@ class Gemms:
         return (x,)
 
     def for_wgrad(self, packed: Packed) -> Packed:
-        """The part of a packed tensor that `wgrad` reads: backward keeps no more of an input."""
+        """Return the part of a packed tensor that `wgrad` reads, because backward keeps no more of an input."""
         return packed
 
     def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ class Gemms:
     def wgrad(
         self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
     ) -> Tensor | None:
-        """dy^T x, [O, I]; with `main_grad` it is added there, with `replace` put there, and None returned."""
+        """Return dy^T x, [O, I]. With `main_grad` add it there, or with `replace` write it there, and return None."""
         grad_NO, x_NI = grad[0].reshape(-1, grad[0].shape[-1]), x[0].reshape(-1, x[0].shape[-1])
         return weight_gradient(grad_NO, x_NI, main_grad, replace=replace)
 
@@ -80,7 +80,7 @@ class Precision:
     """Makes the context in which the forward of all layers of one microbatch runs."""
 
     def gemms(self, name: str) -> Gemms:
-        """The products of the layer `name`."""
+        """Return the products of the layer `name`."""
         return Gemms()
 
     def end_step(self) -> None:
@@ -117,18 +117,18 @@ class LinearPlan:
         return self.group if self.sequence_parallel else None
 
     def booked(self, phase: str | None = None) -> AbstractContextManager[Any]:
-        """Tell an open ledger that this layer communicates in `phase`; None: the phase already set, or `forward`."""
+        """Book the block's communication under this layer and `phase`; None is the phase already set, or `forward`."""
         if not watchers and not is_collecting():  # a weight gradient put off may be observed
             return _UNOBSERVED
         return comm_scope(self.name, phase or current_scope().phase or "forward")
 
     def timed(self, kind: str) -> AbstractContextManager[None]:
-        """Record the block as an Event where somebody records."""
+        """Record the block as an Event if somebody is recording."""
         return span(f"{self.name} {kind}", kind) if watchers else _UNOBSERVED
 
 
 class _LocalLinear(Function):
-    """y = x W^T + b on a rank that is alone in its group: neither f nor g.
+    """y = x W^T + b on a rank that is alone in its group, so there is neither f nor g.
 
     forward   y = x W^T + b              [S, B, I] x [O, I] -> [S, B, O]
     dgrad     dx = dy W                  [S, B, O] x [O, I] -> [S, B, I]
@@ -160,7 +160,7 @@ class _LocalLinear(Function):
 
 
 class _ColumnLinear(Function):
-    """y = x W^T + b with f inside, so that its all-reduce hides behind a GEMM.
+    """y = x W^T + b with f inside, so that its all-reduce overlaps with a GEMM.
 
     forward   y_r = x W_r^T + b_r            [S, B, I] x [O/t, I] -> [S, B, O/t]
     dgrad     dx = sum_r dy_r W_r            [S, B, O/t] x [O/t, I] -> [S, B, I], all-reduce started, not awaited
@@ -211,7 +211,7 @@ class _RowLinear(Function):
     dgrad     dx_r = dy W_r                  [S, B, O] x [O, I/t] -> [S, B, I/t]
     wgrad     dW_r = dy^T x_r, db = sum dy   [O, N] x [N, I/t] -> [O, I/t]
 
-    Under sequence parallelism y is reduce-scattered to [S/t, B, O], dy gathered, and db the sum over this rank's part.
+    Under sequence parallelism y is reduce-scattered to [S/t, B, O], dy is gathered, and db sums over this rank's part.
 
     While a `WeightGradStore` collects, wgrad waits for W and keeps the gathered dy, which dgrad needed at once.
     """
@@ -240,11 +240,11 @@ class _RowLinear(Function):
 
 
 Trained = tuple[Tensor | None, Tensor | None]
-"""Weight and bias, or their gradients; None for one that wants none."""
+"""Weight and bias, or their gradients; None for one that needs no gradient."""
 
 
 def _parameter_gradients(ctx: Any, grad: Packed, bias_grad: Tensor, x: Packed | Callable[[], Packed]) -> Trained:
-    """The gradients of weight and bias, or (None, None) if a `WeightGradStore` has put them off.
+    """Return the gradients of weight and bias, or (None, None) if a `WeightGradStore` has postponed them.
 
     bias_grad: gradient of the tensor that the bias was added to. x: the whole input, or a function that gathers it.
     """
@@ -272,14 +272,14 @@ def _parameter_gradients(ctx: Any, grad: Packed, bias_grad: Tensor, x: Packed | 
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """y = x W^T + b cut by columns: for `ColumnParallelLinear`, or a weight held elsewhere (a tied output layer)."""
+    """Return y = x W^T + b cut by columns, for `ColumnParallelLinear` or a weight held elsewhere (a tied output)."""
     if plan.group.size == 1:
         return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), False)  # type: ignore[no-any-return]
     return _ColumnLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """y = x W^T + b cut by rows: for `RowParallelLinear`, or a weight held elsewhere."""
+    """Return y = x W^T + b cut by rows, for `RowParallelLinear` or a weight held elsewhere."""
     if plan.group.size == 1:
         return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), True)  # type: ignore[no-any-return]
     return _RowLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
@@ -308,7 +308,7 @@ def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x A + b with A cut by columns, f inside: every rank sees all of x and makes its part of y.
+    """y = x A + b with A cut by columns and f inside, so every rank sees all of x and makes its part of y.
 
     Holds `weight` [O/t, I] and `bias` [O/t].
 
@@ -317,14 +317,14 @@ class ColumnParallelLinear(nn.Module):
         input_size: I.
         output_size: O; must be a multiple of t x partition_stride.
         group: tensor-parallel group.
-        bias: the layer has one; it starts at 0.
+        bias: whether the layer has a bias, which starts at 0.
         gather_output: return the whole output, [S, B, O], on every rank.
         skip_bias_add: return the bias instead of adding it, so that the caller can fuse it with what follows.
         sequence_parallel: x is this rank's part of the sequence, [S/t, B, I].
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
         precision: gives the three products (`Gemms`).
         seed, std: seed and standard deviation of the initial weight: it is drawn from N(0, std) by (seed, name).
-        partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
+        partition_stride: number of blocks of the output, each cut by itself (2 for [gate; up]).
         replicated: columns of the output that neighbouring ranks share, such as a key and a value. y and the
             parameters then have these columns besides this rank's own, so more than O/t.
 
@@ -379,9 +379,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x A + b with A cut by rows, g inside: every rank has its part of x and makes a partial sum.
+    """y = x A + b with A cut by rows and g inside, so every rank has its part of x and makes a partial sum.
 
-    Holds `weight` [O, I/t] and `bias` [O]. The bias is whole and alike on every rank, and is added once, after the sum.
+    Holds `weight` [O, I/t] and `bias` [O]. The bias is whole and equal on every rank, and is added once, after the sum.
 
     Args: those of `ColumnParallelLinear`, except
         input_size: I; must be a multiple of t. The output size may be any.

@@ -15,7 +15,7 @@ the forward of one is the backward of the other.
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
 The sequence-parallel operators are those of arXiv 2205.05198; there g is the gather and g-bar the reduce-scatter. Ranks
-may hold parts of unequal sizes. `comm/in_flight.py` starts an all-to-all early. A group of size 1 needs none.
+may hold parts of unequal sizes. `comm/in_flight.py` starts an all-to-all early. A group of size 1 needs none of these.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """
@@ -255,7 +255,7 @@ def all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> Tensor:
-    """Differentiable `collectives.all_to_all`: rows of x, cut by `input_splits`, go to the ranks of the group."""
+    """Send rows of x, cut by `input_splits`, to the group's ranks: the differentiable `collectives.all_to_all`."""
     if group.size == 1:
         return x
     return _AllToAll.apply(x, group, output_splits, input_splits)  # type: ignore[no-any-return]

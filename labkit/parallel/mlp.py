@@ -1,9 +1,9 @@
 """The feed-forward block of a transformer layer: column-parallel, activation, row-parallel.
 
-A first matrix cut by rows would need a synchronisation before the activation, because the activation is not linear.
+A first matrix cut by rows would need a synchronisation before the activation, because the activation is not linear:
 GeLU(X1 A1 + X2 A2) is not GeLU(X1 A1) + GeLU(X2 A2). With a cut by columns, each rank applies the activation to its own
-columns. The second matrix, cut by rows, takes these columns directly. The block needs one all-reduce forward and one
-backward (arXiv 1909.08053, section 3).
+columns, and the second matrix, cut by rows, takes these columns directly. So the block needs only one all-reduce
+forward and one backward (arXiv 1909.08053, section 3).
 
 Shapes: S sequence, B batch, H hidden, F ffn_hidden; t = size of the tensor-parallel group.
 """
@@ -21,7 +21,7 @@ from labkit.parallel.layers import ColumnParallelLinear, LinearOptions, RowParal
 
 
 def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """activation(gate) * up of x = [gate, up] along the last dimension, [.., 2F] -> [.., F] (arXiv 2002.05202)."""
+    """Return activation(gate) * up of x = [gate, up] along the last dim, [.., 2F] -> [.., F] (arXiv 2002.05202)."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate) * up
 

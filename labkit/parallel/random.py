@@ -52,8 +52,8 @@ class RngTracker:
     """Named states of this device's default generator.
 
     On the host a state is a tensor of bytes, swapped in and saved again. On a GPU a state is a generator, and the
-    default generator is pointed at its state ("graph-safe" in torch). During a capture bytes can be neither read nor
-    written.
+    default generator is pointed at its state ("graph-safe" in torch), because during a capture bytes can be neither
+    read nor written.
 
     Args:
         device: device of the generator; None is the host.
@@ -65,7 +65,7 @@ class RngTracker:
         self._seeds: set[int] = set()
 
     def _on_gpu(self) -> torch.Generator | None:
-        """The GPU's default generator; None on the host."""
+        """Return the GPU's default generator; None on the host."""
         if self._device.type != "cuda":
             return None
         torch.cuda.init()
@@ -140,7 +140,7 @@ class RngTracker:
             recorded_call(leave)
 
     def get_states(self) -> dict[str, Tensor]:
-        """Copies of all states, for checkpoints and recomputation."""
+        """Return copies of all states, for checkpoints and recomputation."""
         states = self._states.items()
         return {name: s.get_state() if isinstance(s, torch.Generator) else s.clone() for name, s in states}
 
@@ -166,7 +166,6 @@ def seed_default_generators(seed: int, groups: ParallelGroups) -> int:
 
 def model_parallel_seed(seed: int, groups: ParallelGroups, *, device: torch.device | str | None = None) -> RngTracker:
     """Seed torch's default generator and make the three named states for this rank, by the table of this module.
-
 
     Args:
         seed: seed of the run.

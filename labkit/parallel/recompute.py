@@ -51,7 +51,7 @@ class RandomStates:
 
     @classmethod
     def now(cls, rng: RngTracker | None) -> RandomStates:
-        """Copies of the current states. Raises GraphCaptureError during a capture, when a GPU's cannot be read."""
+        """Return copies of the current states. Raises GraphCaptureError during a capture: no GPU state can be read."""
         refuse_host_sync("reading random states")
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return cls(torch.get_rng_state(), device, {} if rng is None else rng.get_states())
@@ -66,7 +66,7 @@ class RandomStates:
 
 
 def _autocast_now() -> list[dict[str, Any]]:
-    """Arguments of `torch.autocast` that restore the current state, for each device that has one."""
+    """Return the arguments of `torch.autocast` that restore the current state, for each device that has one."""
     kinds = ("cuda", "cpu") if torch.cuda.is_initialized() else ("cpu",)
     cached = torch.is_autocast_cache_enabled()
     return [
@@ -115,7 +115,7 @@ _current = _Current()
 
 
 def once(make: Callable[[], T]) -> T:
-    """`make()`. In the second run of a recomputed part, the result of the same call in the first run.
+    """Return `make()`, or in the second run of a recomputed part the result of the same call in the first run.
 
     Use it for work that must happen once for each forward of a microbatch. Both runs must call it equally often, in the
     same order. Outside recomputed parts, as in evaluation, it is a plain call.
@@ -124,7 +124,7 @@ def once(make: Callable[[], T]) -> T:
 
 
 def will_run_again() -> bool:
-    """True in the first run of a recomputed part: backward will run this code again."""
+    """Return True in the first run of a recomputed part, because backward will run this code again."""
     return _current.run is not None and not _current.run.second
 
 
@@ -140,7 +140,7 @@ class _Again:
         self.notes: list[Any] = []
 
     def first(self, *args: Any) -> Any:
-        """The first run."""
+        """Run the function for the first time."""
         with _Run(self.notes, second=False), RefusesDraws() if self.in_graph else nullcontext():
             return self.function(*args)
 
@@ -159,7 +159,7 @@ class _Again:
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Random states, autocast, ledger scope and notes of the first run."""
+        """Restore the first run's random states, autocast, ledger scope and notes inside the block."""
         with ExitStack() as stack:
             stack.enter_context(self._same_numbers())
             stack.enter_context(comm_scope(*self.scope))
@@ -226,7 +226,7 @@ class _Checkpoint(Function):
 
 
 def _own_part(x: Tensor, group: Group) -> Tensor:
-    """A copy of this rank's 1/t of the elements of x."""
+    """Return a copy of this rank's 1/t of the elements of x."""
     if x.numel() % group.size:
         raise ValueError(
             f"an input of shape {tuple(x.shape)} has {x.numel()} elements, which the {group.size} ranks of "
@@ -241,7 +241,7 @@ def checkpoint(
     rng: RngTracker | None = None,
     distribute_saved_activations: Group | None = None,
 ) -> Any:
-    """`function(*args)`. Only the tensors in `args` are kept for backward, which computes everything else again.
+    """Return `function(*args)`, keeping only the tensors in `args` for backward, which computes the rest again.
 
     Outside grad mode it is a plain call. Gradients, also of parameters inside, are bit-equal to those without
     recomputation. This also holds under `WeightGradStore` and with dropout.

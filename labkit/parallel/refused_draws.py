@@ -1,8 +1,8 @@
 """A recomputed part of a CUDA graph must not draw random numbers.
 
 Backward computes such a part again, and the second run must draw what the first drew. So the generators are set back in
-between. But while a GPU captures, their states can be neither read nor set. The second run would draw other numbers,
-and give gradients of a forward that never was. An emulated capture could set them back, but keeps the rule of a GPU.
+between. But while a GPU captures, their states can be neither read nor set, so the second run would draw other numbers
+and give gradients of a forward that never ran. An emulated capture could set them back, but keeps the rule of a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class RefusesDraws(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention is marked as random whether it drops or not; dropout, whether it is in training or not."""
+    """Return False if the arguments turn the drawing off: torch also marks attention that drops nothing as random, and
+    dropout outside training."""
     for name, off in (("dropout_p", 0), ("train", False)):
         if (place := _place(func, name)) is not None:
             given = args[place] if place < len(args) else kwargs.get(name, func._schema.arguments[place].default_value)
@@ -49,5 +50,5 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @cache
 def _place(func: Any, name: str) -> int | None:
-    """The place of the argument with this name among the arguments of `func`, or None."""
+    """Return the place of the argument with this name among the arguments of `func`, or None."""
     return next((i for i, argument in enumerate(func._schema.arguments) if argument.name == name), None)

@@ -1,16 +1,17 @@
-"""Weight gradients put off: the half of a backward for which no other stage waits.
+"""Postponed weight gradients: the half of a backward that no other stage waits for.
 
 The backward of a linear layer y = x W^T is two GEMMs of the same size. The stage before waits for dx = dy W; only the
 optimizer needs dW = dy^T x. Zero-bubble schedules (arXiv 2401.10241) run the first as action I and fill their idle time
 with the second, action W.
 
 While a store is collecting, a layer's backward hands its weight gradient over as a closure (`deferred`). Autograd sees
-no gradient for that parameter. W runs the closures. Put off are the weights and biases of the linear layers, the output
-layer inside the fused loss, and the embedding table. Everything else (norms, position embeddings, a reader's own
+no gradient for that parameter. W runs the closures. This postpones the weights and biases of the linear layers, the
+output layer inside the fused loss, and the embedding table. Everything else (norms, position embeddings, a user's own
 nn.Linear) gets its gradient in I, as autograd gives it.
 
-A closure keeps x and dy alive, so activations die with W. Communication that only dW needs (the sequence-parallel
-gather of x) moves into W with it; none is added. The all-reduce of dx has nothing left in I to hide behind.
+A closure keeps x and dy alive, so activations are freed only by W. Communication that only dW needs (the
+sequence-parallel gather of x) moves into W with it, and none is added. But the all-reduce of dx then has nothing left
+in I to overlap with.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Compute = Callable[[], Sequence[Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """One layer's weight gradients, and on whose behalf they will communicate."""
+    """One layer's weight gradients, and the ledger scope under which they will communicate."""
 
     parameters: tuple[Tensor | None, ...]
     compute: Compute
@@ -40,19 +41,20 @@ class _Deferred:
 
 
 _collecting: list[_Deferred] | None = None
-"""Gradients that the running I has put off. Of the process, not of a thread: on a GPU autograd has its own threads."""
+"""Gradients that the running I has postponed. The list belongs to the process, not to a thread, because on a GPU
+autograd has its own threads."""
 
 
 def is_collecting() -> bool:
-    """True while a store may take weight gradients."""
+    """Return True while a store may take weight gradients."""
     return _collecting is not None
 
 
 def deferred(parameters: Sequence[Tensor | None], compute: Compute) -> bool:
-    """Called by a layer's backward: True if a store took `compute`, which then must not be run now.
+    """Offer `compute` to the collecting store, in a layer's backward. Do not run it now if this returns True.
 
-    parameters: whose gradients `compute` returns; None stands for one that needs none. A parameter that is not a leaf
-        is refused, because its gradient has to travel on through the graph.
+    parameters: those whose gradients `compute` returns; None stands for one that needs none. A parameter that is not a
+        leaf is refused, because its gradient has to travel on through the graph.
     """
     if _collecting is None or not all(p is None or p.is_leaf for p in parameters):
         return False
@@ -67,7 +69,7 @@ class WeightGradStore:
         self._pending: dict[Hashable, list[_Deferred]] = {}
 
     def __len__(self) -> int:
-        """Number of backward passes that still lack their W."""
+        """Return the number of backward passes that still lack their W."""
         return len(self._pending)
 
     @property
@@ -77,7 +79,7 @@ class WeightGradStore:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Run a backward inside, and the weight gradients wait for `run(key)`. A backward that raises leaves nothing.
+        """Postpone the weight gradients of the backward in the block until `run(key)`; one that raises leaves nothing.
 
         Raises:
             ValueError: `key` already waits for its W, or another I is running.
@@ -95,7 +97,7 @@ class WeightGradStore:
         self._pending[key] = taken
 
     def run(self, key: Hashable) -> None:
-        """W: compute the gradients of `key` in the order in which its backward met them, and let its activations go.
+        """Run W: compute the gradients of `key` in the order in which its backward met them, and free its activations.
 
         They arrive as in a whole backward: bit for bit, in `main_grad` or `.grad`, with the hooks of the parameters.
 
@@ -117,7 +119,7 @@ class WeightGradStore:
 
 
 def _run_one(item: _Deferred, uses: Counter[int], sums: dict[int, Tensor]) -> None:
-    """Compute one layer's gradients; a parameter's are accumulated with its last use, as autograd does."""
+    """Compute one layer's gradients; those of a parameter are accumulated at its last use, as autograd does."""
     with comm_scope(*item.scope):
         gradients = item.compute()
     for parameter, gradient in zip(item.parameters, gradients, strict=True):
@@ -137,7 +139,7 @@ def _run_one(item: _Deferred, uses: Counter[int], sums: dict[int, Tensor]) -> No
 
 
 def _tell(parameter: Tensor) -> None:
-    """The layer has added to `main_grad` itself, so no engine calls the hook of the data-parallel wrapper."""
+    """Call the data-parallel wrapper's hook: the layer added to `main_grad` itself, so no autograd engine calls it."""
     hook = record_of(parameter).on_gradient
     if hook is not None:
         hook(parameter)

@@ -31,12 +31,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of sums over blocks: float32 for half precision, else the type itself."""
+    """Return the type of sums over blocks: float32 for half precision, else the type itself."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fused: bool = True) -> tuple[Tensor, Tensor]:
-    """Forward of one block: q [1, n, S, D], kv [1, m, T, D] -> out [1, n, S, D], lse [1, n, S]."""
+    """Run the forward of one block: q [1, n, S, D], kv [1, m, T, D] -> out [1, n, S, D], lse [1, n, S]."""
     kernel = _kernel(q, fused)
     if kernel == "host":
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fused: bool = True)
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one block, in the shapes of q, k, v. `out` and `lse` belong to the whole row."""
+    """Return dq, dk, dv of one block, in the shapes of q, k, v. `out` and `lse` belong to the whole row."""
     kernel = _kernel(q, fused)
     if kernel == "host":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -72,7 +72,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def has_kernel(q: Tensor) -> bool:
-    """A kernel computes blocks of these queries where `fused` asks for it."""
+    """Return True if `fused` runs a kernel for blocks of these queries."""
     return _kernel(q, True) != "explicit"
 
 
@@ -85,12 +85,12 @@ def _kernel(q: Tensor, fused: bool) -> str:
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [1, m, T, D], repeated for each of their query heads: [1, n, T, D]."""
+    """Repeat keys or values [1, m, T, D] for each of their query heads: [1, n, T, D]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """s [1, n, S, T], and k and v as every query head sees them, in the type of sums."""
+    """Return s [1, n, S, T], and k and v as every query head sees them, in the type of sums."""
     wide = accumulator_dtype(q.dtype)
     k_n, v_n = (_per_query_head(x, q.shape[1]).to(wide) for x in (k, v))
     scores = (q.to(wide) / math.sqrt(q.shape[-1])) @ k_n.transpose(-1, -2)
@@ -103,7 +103,7 @@ def _scores(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 def _explicit_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The equations at the top, one after the other."""
+    """Compute the equations at the top of this file, one after the other."""
     scores, k_n, v_n = _scores(q, k, v, causal)
     p = (scores - lse[..., None]).exp()
     grad, out_n = grad.to(p.dtype), out.to(p.dtype)

@@ -7,15 +7,15 @@
 | `all_gather_attention`   | all-gather of KV | all-gather of KV,                       | all           |
 |   (arXiv 2407.21783)     |                  | reduce-scatter of dK and dV             |               |
 
-Both compute the rectangles of `ring_plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
-transfers. Step i of the ring computes while the keys of step i + 1 arrive. The all-gather runs behind the rank's own
-block. Two transfers have no work to hide behind. One is the ring's last hop, which brings the sums of dK and dV home.
-The other is the reduce-scatter of the all-gather form.
+Both compute the rectangles of `ring_plan.py` and join them by their log-sum-exps (`attention_block.py`). Both overlap
+transfers with computation: step i of the ring computes while the keys of step i + 1 arrive, and the all-gather runs
+while the rank computes its own block. Two transfers have no work to overlap with. One is the ring's last hop, which
+brings the sums of dK and dV home. The other is the reduce-scatter of the all-gather form.
 
 Each rank saves its q, k, v, output and one number per row for backward, and fetches the KV of other ranks again. So the
 ring has 3/cp of all keys and values in memory, forward and backward. These are the rank's own keys and values, the ones
-that it works on, and the ones that arrive. Backward also holds up to four sums of dK and dV, in the
-type of sums. Two of them travel; the others are the rank's next share, and the share of its own keys.
+that it works on, and the ones that arrive. Backward also holds up to four sums of dK and dV, in the type of sums. Two
+of them travel; the others are the rank's next share, and the share of its own keys.
 
 KV travel as one tensor [2, 1, m, L, D], so a step is one message each way.
 
@@ -53,7 +53,7 @@ def ring_attention(
     layout: Layout = "zigzag",
     fused: bool = True,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the whole sequence, KV passed round the ring of `group`.
+    """Compute softmax(q k^T / sqrt(D)) v over the whole sequence by passing KV round the ring of `group`.
 
     Args:
         q: this rank's queries, [1, n, L, D].
@@ -83,7 +83,7 @@ def all_gather_attention(
     layout: Layout = "zigzag",
     fused: bool = True,
 ) -> Tensor:
-    """`ring_attention` with KV of the whole sequence on every rank; arguments and result are the same."""
+    """Like `ring_attention`, but with KV of the whole sequence on every rank; arguments and result are the same."""
     return _attention(_AllGatherAttention, q, k, v, group, causal, layout, fused)
 
 
@@ -107,7 +107,7 @@ class _Rows:
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, block: Block | None, k: Tensor, v: Tensor) -> None:
-        """Attend to a block of the keys k; None is no work."""
+        """Attend to a block of the keys k; with None there is nothing to do."""
         if block is None:
             return
         rows, columns = block.rows(self.chunk), block.columns(self.chunk)
@@ -228,8 +228,8 @@ class _RingAttention(Function):
 def _add_and_pass_on(gradients: _Gradients, block: Block | None, kv: Tensor, sums: _Ring, *, first: bool) -> None:
     """Add this rank's share of dK and dV to the sums of the ranks before it, and send the sums on.
 
-    The rank computes its share before it waits for the sums, so the sums travel behind the computation. The sums of the
-    last step have no computation to travel behind.
+    The rank computes its share before it waits for the sums, so the sums travel during the computation. The sums of the
+    last step have no computation to overlap with.
     """
     share = sums.held if first else torch.zeros_like(sums.held)
     gradients.add(block, kv, share)
@@ -287,5 +287,5 @@ class _AllGatherAttention(Function):
 
 
 def _in_sequence(gathered: Tensor, group: Group, layout: Layout) -> Tensor:
-    """KV [2, 1, m, S, D] in the order of ranks -> in the order of the sequence."""
+    """Bring KV [2, 1, m, S, D] from the order of ranks into the order of the sequence."""
     return join_sequence(gathered.chunk(group.size, dim=3), 3, layout)

@@ -37,15 +37,15 @@ class Block:
     """Row i sees rows 0 .. i only; such a block is square."""
 
     def rows(self, chunk: int) -> slice:
-        """The queries' rows, for chunks of `chunk` positions."""
+        """Return the queries' rows, for chunks of `chunk` positions."""
         return slice(self.queries[0] * chunk, self.queries[1] * chunk)
 
     def columns(self, chunk: int) -> slice:
-        """The keys' rows."""
+        """Return the keys' rows."""
         return slice(self.keys[0] * chunk, self.keys[1] * chunk)
 
     def pairs(self, chunk: int) -> int:
-        """Number of (query, key) pairs that the block computes, each 4 D multiply-adds forward."""
+        """Return the number of (query, key) pairs that the block computes, each 4 D multiply-adds forward."""
         height, width = ((end - start) * chunk for start, end in (self.queries, self.keys))
         return height * (height + 1) // 2 if self.causal else height * width
 
@@ -54,7 +54,7 @@ BOTH = (0, 2)
 
 
 def chunks_of_rank(cp: int, rank: int, layout: Layout = "zigzag") -> tuple[int, int]:
-    """The two chunks that a rank holds, in the order in which it holds them.
+    """Return the two chunks that a rank holds, in the order in which it holds them.
 
     Raises:
         ValueError: no such rank or layout.
@@ -67,7 +67,7 @@ def chunks_of_rank(cp: int, rank: int, layout: Layout = "zigzag") -> tuple[int, 
 
 
 def ring_block(cp: int, rank: int, source: int, *, causal: bool = True, layout: Layout = "zigzag") -> Block | None:
-    """The block that `rank` computes against the keys of `source`; None if every pair is masked."""
+    """Return the block that `rank` computes against the keys of `source`; None if every pair is masked."""
     if not causal:
         return Block(BOTH, BOTH)
     if source == rank:
@@ -78,13 +78,13 @@ def ring_block(cp: int, rank: int, source: int, *, causal: bool = True, layout: 
 
 
 def ring_plan(cp: int, rank: int, *, causal: bool = True, layout: Layout = "zigzag") -> list[Block | None]:
-    """The blocks that `rank` computes at the cp steps; at step i it holds the keys of rank (rank - i) mod cp."""
+    """Return the blocks that `rank` computes at the cp steps; at step i it holds the keys of rank (rank - i) mod cp."""
     chunks_of_rank(cp, rank, layout)
     return [ring_block(cp, rank, (rank - step) % cp, causal=causal, layout=layout) for step in range(cp)]
 
 
 def gathered_plan(cp: int, rank: int, *, causal: bool = True, layout: Layout = "zigzag") -> list[Block]:
-    """The blocks that `rank` computes against keys in the order of the sequence, beyond its own causal block.
+    """Return the blocks that `rank` computes against keys in the order of the sequence, beyond its own causal block.
 
     The rectangles of the ring join: the keys of all lower ranks are one run of chunks, and so are those of all higher
     ranks. Without a causal mask one block covers everything, including the rank's own keys.
@@ -99,7 +99,7 @@ def gathered_plan(cp: int, rank: int, *, causal: bool = True, layout: Layout = "
 
 
 def ring_load(seq_length: int, cp: int, *, causal: bool = True, layout: Layout = "zigzag") -> list[list[int]]:
-    """(query, key) pairs of every rank at every step, [rank][step].
+    """Return the number of (query, key) pairs of every rank at every step, [rank][step].
 
     Zigzag and causal, every rank has L(L + 1)/2 at step 0 and L^2/2 at the other steps, L = S / cp. Contiguous and
     causal, rank r has L(L + 1)/2 at step 0, L^2 up to step r and 0 after it.
@@ -113,12 +113,12 @@ def ring_load(seq_length: int, cp: int, *, causal: bool = True, layout: Layout =
 
 
 def ring_time(load: list[list[int]]) -> int:
-    """Duration of the ring in pairs. Ranks wait for each other at every step, so the largest block sets its length."""
+    """Return the ring's duration in pairs: ranks wait for each other at every step, so the largest block decides."""
     return sum(max(step) for step in zip(*load, strict=True))
 
 
 def chunk_length(seq_length: int, cp: int) -> int:
-    """Positions of one chunk, S / (2 cp).
+    """Return the number of positions in one chunk, S / (2 cp).
 
     Raises:
         ValueError: a length that 2 cp does not divide.

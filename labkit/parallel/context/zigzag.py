@@ -19,7 +19,7 @@ from labkit.parallel.context.ring_plan import Layout, chunk_length, chunks_of_ra
 
 
 def split_sequence(x: Tensor, cp: int, rank: int, dim: int, layout: Layout) -> Tensor:
-    """This rank's two chunks of `dim`, one after the other; with cp 1 x itself.
+    """Return this rank's two chunks of `dim`, one after the other; with cp 1 return x itself.
 
     Raises:
         ValueError: a length that 2 cp does not divide, an unknown rank or layout.
@@ -32,7 +32,7 @@ def split_sequence(x: Tensor, cp: int, rank: int, dim: int, layout: Layout) -> T
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
-    """The whole sequence from the parts of ranks 0 .. cp - 1: the inverse of `split_sequence`."""
+    """Return the whole sequence from the parts of ranks 0 .. cp - 1: the inverse of `split_sequence`."""
     cp = len(parts)
     order = [chunk for rank in range(cp) for chunk in chunks_of_rank(cp, rank, layout)]
     chunks = [chunk for part in parts for chunk in part.chunk(2, dim)] if cp > 1 else list(parts)
@@ -42,25 +42,25 @@ def join_sequence(parts: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
 def sequence_positions(
     seq_length: int, cp: int, rank: int, layout: Layout, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Positions, in the whole sequence, of this rank's rows: int64 [L]. Raises ValueError as `split_sequence` does."""
+    """Return the positions of this rank's rows in the whole sequence, int64 [L]. ValueError as in `split_sequence`."""
     return split_sequence(torch.arange(seq_length, device=device), cp, rank, 0, layout)
 
 
 def zigzag_split(x: Tensor, cp: int, rank: int, dim: int) -> Tensor:
-    """Chunks `rank` and `2 cp - 1 - rank` of `dim` (Megatron's split). See `split_sequence`."""
+    """Return the chunks `rank` and `2 cp - 1 - rank` of `dim` (Megatron's split). See `split_sequence`."""
     return split_sequence(x, cp, rank, dim, "zigzag")
 
 
 def zigzag_positions(seq_length: int, cp: int, rank: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Positions of this rank's rows under the zigzag split: int64 [S / cp]."""
+    """Return the positions of this rank's rows under the zigzag split: int64 [S / cp]."""
     return sequence_positions(seq_length, cp, rank, "zigzag", device=device)
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor | None], group: Group) -> dict[str, Any]:
-    """This rank's part of a batch whose tensors are [B, S, ...] (an `attention_mask` [B, 1, S, S] is cut by queries).
+    """Return this rank's part of a batch whose tensors are [B, S, ...].
 
-    Position ids in the batch are cut like everything else. Without them the model takes `zigzag_positions`. None stays
-    None. With a group of size 1 the tensors are the given tensors.
+    An `attention_mask` [B, 1, S, S] is cut by queries. Position ids in the batch are cut like everything else. Without
+    them the model takes `zigzag_positions`. None stays None. With a group of size 1 the tensors are the given tensors.
 
     Raises:
         ValueError: a length that 2 cp does not divide.

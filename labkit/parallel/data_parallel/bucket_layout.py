@@ -2,7 +2,7 @@
 
 Pure numbers, no torch: a laptop draws and tests a layout for a thousand ranks.
 
-Parameters stand in reverse order of registration, because a backward fills their gradients in about that order. A
+Parameters are in reverse order of registration, because a backward fills their gradients in about that order. A
 bucket is closed as soon as it holds `bucket_size` elements. Sizes [100, 300, 50], four ranks, no limit:
 
     without the distributed optimizer   | p2 0-50 | p1 50-350 | p0 350-450 |
@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PARAMETER_ALIGNMENT = 64
-"""A parameter starts at a multiple of so many elements: 128 bytes at two bytes an element."""
+"""A parameter starts at a multiple of this many elements: 128 bytes at two bytes per element."""
 BUCKET_ALIGNMENT = 128
-"""A bucket's length is a multiple of so many elements: 256 bytes at two bytes an element, for cuBLAS and NCCL."""
+"""A bucket's length is a multiple of this many elements: 256 bytes at two bytes per element, for cuBLAS and NCCL."""
 BANDWIDTH_ALIGNMENT = 1 << 16
 """`pad` of large data-parallel groups (Megatron's `pad_buckets_for_high_nccl_busbw`). NCCL's rings reach full bandwidth
 with messages whose length a high power of two divides."""
@@ -114,7 +114,7 @@ def plan_buckets(
     Args:
         parameters: parameters in the order of registration.
         dp: number of ranks that reduce each bucket, and that share it under the distributed optimizer.
-        bucket_size: a bucket is closed when it holds so many elements; None makes a single bucket.
+        bucket_size: a bucket is closed when it holds this many elements; None makes a single bucket.
         distributed_optimizer: align parameters, pad buckets, give shared embeddings a bucket of their own.
         pad: with the distributed optimizer, bucket lengths are multiples of `pad` too (`BANDWIDTH_ALIGNMENT`).
 
@@ -127,7 +127,7 @@ def plan_buckets(
     ranges: dict[str, tuple[int, int]] = {}
     buckets: list[Bucket] = []
     names: list[str] = []
-    start = end = 0  # of the open bucket
+    start = end = 0  # bounds of the open bucket
 
     def close() -> None:
         nonlocal start, end

@@ -1,4 +1,4 @@
-"""Data parallelism with gradient buckets: a full bucket is reduced behind the rest of the backward.
+"""Data parallelism with gradient buckets: a full bucket is reduced while the rest of the backward runs.
 
 This is Megatron's `DistributedDataParallel`; the idea is in arXiv 2006.15704.
 
@@ -68,7 +68,7 @@ class DistributedDataParallel(ChunkWrapper):
         average_in_collective: let the collective average, instead of scaling first and summing.
         calculate_per_token_loss: do not average. The loss is a sum over tokens, and `finalize_model_grads` divides.
         distributed_optimizer: reduce-scatter; each rank keeps its part of every bucket.
-        overlap_param_gather: gather parameters behind the next forward (distributed optimizer).
+        overlap_param_gather: gather parameters during the next forward (distributed optimizer).
         num_distributed_optimizer_instances: parts into which the replicas are cut; see `grad_buffers`.
         check_for_nan_in_grad: before each reduction, note if this rank's own gradients are finite.
         earlier_chunks: the wrappers of this rank's earlier chunks, which keep their parameters.
@@ -116,10 +116,10 @@ class DistributedDataParallel(ChunkWrapper):
             bucket.reduced.mul_(factor)
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
-        """Parameters that may have had a bad gradient on this rank before the last reduction; waits for the device.
+        """Return the parameters that may have had a bad gradient on this rank before the last reduction.
 
         They are those of buckets with a bad gradient, and of buckets that nobody reduces (experts without replicas).
-        None if `check_for_nan_in_grad` is off.
+        The host waits for the device. None if `check_for_nan_in_grad` is off.
         """
         if all(bucket.not_finite is None for bucket in self.buckets):
             return None

@@ -108,7 +108,7 @@ class DistributedOptimizer:
         return [owned for pieces in self.pieces for owned in pieces]
 
     def updated_parts(self) -> Iterator[UpdatedPart]:
-        """This rank's pieces, with a copy in each instance."""
+        """Yield this rank's pieces, with a copy in each instance."""
         for owned in self._all_pieces():
             instances = owned.instances
             first = owned.piece.offset_in_parameter
@@ -119,7 +119,7 @@ class DistributedOptimizer:
         return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:
-        """The other gradients of this rank."""
+        """Return the other gradients of this rank, which do not count in the norm."""
         return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[1]]
 
     @torch.no_grad()
@@ -127,9 +127,9 @@ class DistributedOptimizer:
         """Update this rank's parts from `factor` times their gradients, at learning rate `lr` times each group's
         factor, and gather all parameters.
 
-        Chunks wrapped with `overlap_param_gather` gather behind the next forward, others at once.
+        Chunks wrapped with `overlap_param_gather` gather during the next forward, others at once.
         """
-        finish_param_sync(self._chunks)  # of modules that no forward has called since the last update
+        finish_param_sync(self._chunks)  # gathers modules that no forward has called since the last update
         for group, pieces, state in zip(self.groups, self.pieces, self.adamw.param_groups):
             state["lr"] = lr * group.lr_factor
             give_gradients([owned.master for owned in pieces], [owned.gradient for owned in pieces], factor)
@@ -148,8 +148,8 @@ class DistributedOptimizer:
             gather.finish()
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by content, as `Optimizer.state_bytes`: whole parameters and gradients, and the state of this rank's
-        parts. `padding` is the cost of the alignment of all buffers together."""
+        """Return bytes by content, as `Optimizer.state_bytes` does: whole parameters and gradients, and the state of
+        this rank's parts. `padding` is the cost of the alignment of all buffers together."""
         parameters = [p for shard in self._shards for p in shard.buffer.parameters]
         pieces = self._all_pieces()
         masters = sum(owned.master.nbytes for owned in pieces if owned.master.dtype != owned.parameter.dtype)
@@ -162,7 +162,7 @@ class DistributedOptimizer:
         return sizes | {"padding": self._allocated() - sizes["parameter"] - sizes["gradient"] - masters}
 
     def _allocated(self) -> int:
-        """Bytes of all buffers and of the fp32 copies."""
+        """Return the number of bytes in all buffers and fp32 copies."""
         total = 0
         for shard in self._shards:
             assert shard.buffer.param_data is not None
@@ -201,7 +201,7 @@ def _shard(buffer: GradBuffer) -> _Shard:
 
 
 def _pieces(shard: _Shard, layout: ParallelGroups) -> list[OwnedPiece]:
-    """The pieces of a buffer that this rank owns, in the order of the buffer."""
+    """Return the pieces of a buffer that this rank owns, in the order of the buffer."""
     buffer = shard.buffer
     group, first_instance = buffer.group, buffer.reduction.across.rank == 0
     parameters = dict(zip(buffer.names, buffer.parameters))

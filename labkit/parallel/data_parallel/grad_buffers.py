@@ -82,7 +82,7 @@ class Reduction:
 
 
 def own_part(data: Tensor, group: Group) -> Tensor:
-    """This rank's part of a flat tensor, which the group cuts into equal parts: a view."""
+    """Return this rank's part of a flat tensor, which the group cuts into equal parts: a view."""
     return data.view(group.size, -1)[group.rank]
 
 
@@ -250,7 +250,7 @@ class GradBuffer:
         return self.reduction.within
 
     def view(self, data: Tensor, name: str) -> Tensor:
-        """The range of parameter `name` in a tensor with the buffer's layout, in the parameter's shape."""
+        """Return the range of parameter `name` in a tensor with the buffer's layout, in the parameter's shape."""
         start, end = self.plan.ranges[name]
         return data[start:end].view(self._by_name[name].shape)
 
@@ -275,7 +275,7 @@ def build_buffers(
     check_finite: bool,
     held_elsewhere: set[int],
 ) -> list[GradBuffer]:
-    """The buffers of a module, dense ones first; the options are those of `DistributedDataParallel`.
+    """Return the buffers of a module, dense ones first; the options are those of `DistributedDataParallel`.
 
     held_elsewhere: ids of parameters that another wrapper of this rank has in its buffers.
     """
@@ -306,7 +306,7 @@ Kind = tuple[torch.dtype, torch.dtype, bool]
 def _by_kind(
     module: nn.Module, grad_dtype: torch.dtype | None, elsewhere: set[int]
 ) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
-    """The parameters of each buffer, dense ones first."""
+    """Return the parameters of each buffer, dense ones first."""
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in _named_parameters(module):
         if id(parameter) not in elsewhere:
@@ -318,7 +318,7 @@ def _by_kind(
 
 
 def _averaging(groups: ParallelGroups, is_expert: bool, in_collective: bool, per_token: bool) -> tuple[float, str]:
-    """(factor before the collective, operation of the collective), as the module's docstring says."""
+    """Return the factor before the collective and the collective's operation, as the module's docstring explains."""
     replicas = groups.dp_cp.size
     if per_token:
         return 1.0, "sum"
@@ -328,7 +328,7 @@ def _averaging(groups: ParallelGroups, is_expert: bool, in_collective: bool, per
 
 
 def in_backward_order(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[GradBucket]:
-    """The buckets of all buffers; buckets of the parameters registered last come first."""
+    """Return the buckets of all buffers; buckets of the parameters registered last come first."""
     place = {id(p): i for i, p in enumerate(module.parameters())}
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     return sorted(buckets, key=lambda bucket: -min(place[id(p)] for p in bucket.parameters))

@@ -78,7 +78,7 @@ class NaiveDataParallel(ChunkWrapper):
             buffer.mul_(factor)
 
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:
-        """Does nothing but check: `finish_grad_sync` reduces everything."""
+        """Only check that a synchronisation is allowed, because `finish_grad_sync` reduces everything."""
         self._check_may_sync("start_grad_sync")
 
     def finish_grad_sync(self) -> None:
@@ -93,10 +93,10 @@ class NaiveDataParallel(ChunkWrapper):
                     all_reduce(buffer, group)
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
-        """Parameters whose gradient may not have been finite on this rank before the reduction. Waits for the device.
+        """Return the parameters whose gradient may not have been finite on this rank before the reduction.
 
         A buffer is checked whole: they are all dense parameters or none, and all experts' parameters or none. A buffer
-        that nobody reduced counts as bad. None if there was no reduction.
+        that nobody reduced counts as bad. None if there was no reduction. The host waits for the device.
         """
         if all(found is None for found in self._not_finite):
             return None
@@ -105,7 +105,7 @@ class NaiveDataParallel(ChunkWrapper):
 
 
 def _grad_dtype(params: list[nn.Parameter]) -> torch.dtype:
-    """fp32 for 16-bit parameters, else the widest dtype among them."""
+    """Return fp32 for 16-bit parameters, else the widest dtype among them."""
     widest = torch.float32
     for param in params:
         if param.dtype.itemsize > 2:

@@ -35,7 +35,7 @@ Condition = Callable[[str, nn.Parameter], bool]
 
 
 def is_bias_or_norm(name: str, param: nn.Parameter) -> bool:
-    """The default `no_wd_decay_cond`: true for biases and norm weights, which are one-dimensional."""
+    """Return True for biases and norm weights, which are one-dimensional: the default `no_wd_decay_cond`."""
     return param.ndim == 1 or name.endswith(".bias")
 
 
@@ -123,11 +123,11 @@ class MegatronOptimizer(Protocol):
     """torch's optimizer over the masters."""
 
     def updated_parts(self) -> Iterator[UpdatedPart]:
-        """All elements that this rank updates."""
+        """Yield all elements that this rank updates."""
         ...
 
     def gradient_pieces(self) -> list[Tensor]:
-        """Finalised gradients that this rank counts in the global norm.
+        """Return the finalised gradients that this rank counts in the global norm.
 
         Over all ranks of `norm_groups`, each element of the model occurs exactly once: no replica, no copy of a tied
         weight.
@@ -135,7 +135,7 @@ class MegatronOptimizer(Protocol):
         ...
 
     def uncounted_pieces(self) -> list[Tensor]:
-        """The other finalised gradients of this rank, which add nothing to the norm.
+        """Return the other finalised gradients of this rank, which add nothing to the norm.
 
         If one of them is not finite, no rank may take the step.
         """
@@ -146,7 +146,7 @@ class MegatronOptimizer(Protocol):
         ...
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes on this rank by use: `parameter`, `gradient`, `master`, `moments` and `padding`."""
+        """Return the bytes on this rank by use: `parameter`, `gradient`, `master`, `moments` and `padding`."""
         ...
 
 
@@ -167,7 +167,7 @@ class Optimizer:
         self.adamw = adamw(self.groups, self.masters, optim)
 
     def updated_parts(self) -> Iterator[UpdatedPart]:
-        """Every parameter as a whole, with a copy on each data-parallel rank."""
+        """Yield every parameter as a whole, with a copy on each data-parallel rank."""
         for group, masters in zip(self.groups, self.masters):
             for param, master in zip(group.params, masters):
                 copies = self._layout.dp_cp if record_of(param).allreduce else self._layout.edp
@@ -177,11 +177,11 @@ class Optimizer:
         return [param for group in self.groups for param in group.params]
 
     def gradient_pieces(self) -> list[Tensor]:
-        """Gradients that count in the norm, once over tp x pp; only the first data-parallel replica has any."""
+        """Return gradients that count in the norm, once over tp x pp; only the first data-parallel replica has any."""
         return [grad for param in self._parameters() for grad in self._split(param)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:
-        """Gradients that `gradient_pieces` leaves out: those of replicas and of the copy of a tied weight."""
+        """Return the gradients that `gradient_pieces` leaves out: those of replicas and of a tied weight's copy."""
         return [grad for param in self._parameters() for grad in self._split(param)[1]]
 
     def _split(self, param: nn.Parameter) -> tuple[list[Tensor], list[Tensor]]:
@@ -202,7 +202,7 @@ class Optimizer:
                     param.copy_(master)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by use. `master` is 0 if AdamW updates the parameter itself.
+        """Return bytes by use. `master` is 0 if AdamW updates the parameter itself.
 
         Adam's two moments have their master's type. They count before the first step creates them, too.
         """

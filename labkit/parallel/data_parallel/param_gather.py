@@ -1,6 +1,6 @@
 """All-gather of parameters: each rank has updated its part of a bucket, and the gather makes the bucket whole again.
 
-The gather runs at once, or behind the next forward (Megatron's `overlap_param_gather`). Then a hook before each
+The gather runs at once, or during the next forward (Megatron's `overlap_param_gather`). Then a hook before each
 module's forward waits for the buckets of the module's own parameters, and starts the next bucket. Buckets are gathered
 in the order in which a forward needs them, the reverse of the order in which a backward fills them:
 
@@ -93,7 +93,7 @@ class ParamGather:
             self._start(min(self._stale))
 
     def _need(self, place: int) -> None:
-        """Wait for a bucket and start the next, which travels behind the following computation."""
+        """Wait for a bucket and start the next, which travels during the following computation."""
         if place in self._stale:
             self._start(place)
         if (pending := self._under_way.pop(place, None)) is not None:
@@ -127,7 +127,7 @@ class ParamGather:
         return wait
 
     def _readers(self, module: nn.Module) -> dict[nn.Module, set[int]]:
-        """Module with a hook -> buckets that it waits for."""
+        """Return module with a hook -> buckets that it waits for."""
         readers: dict[nn.Module, set[int]] = {}
 
         def visit(inner: nn.Module, around: nn.Module, staged: bool) -> None:
@@ -162,12 +162,12 @@ class ParamGather:
 
 
 def _has_no_forward(module: nn.Module) -> bool:
-    """True for a container, or a module that only holds parameters: calling it is an error."""
+    """Return True for a container, or a module that only holds parameters, because calling it is an error."""
     return type(module).forward is nn.Module.forward
 
 
 def param_gathers(chunks: Sequence[Any]) -> Iterator[ParamGather]:
-    """The `ParamGather` of each chunk that has one."""
+    """Yield the `ParamGather` of each chunk that has one."""
     for chunk in chunks:
         gather = getattr(chunk, "param_gather", None)
         if gather is not None:

@@ -26,11 +26,11 @@ class ChunkWrapper(nn.Module):
         """Gathers the parameters that other ranks have updated; None without the distributed optimizer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever the module returns."""
+        """Return whatever the module returns."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper lacks are the module's, so that a wrapped chunk answers like a bare one."""
+        """Look attributes that the wrapper lacks up in the module, so that a wrapped chunk answers like a bare one."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -60,7 +60,7 @@ class ChunkWrapper(nn.Module):
             self.param_gather.start()
 
     def finish_param_sync(self) -> None:
-        """Wait until every parameter may be read; forwards wait by themselves, all other readers call this."""
+        """Wait until every parameter may be read. Forwards wait by themselves; all other readers call this."""
         if self.param_gather is not None:
             self.param_gather.finish()
 
@@ -70,6 +70,6 @@ class ChunkWrapper(nn.Module):
             self.param_gather.disable_hooks()
 
     def enable_forward_pre_hook(self) -> None:
-        """Put them back."""
+        """Put the hooks back that `disable_forward_pre_hook` has removed."""
         if self.param_gather is not None:
             self.param_gather.enable_hooks()

@@ -102,7 +102,7 @@ torch.serialization.add_safe_globals([ParameterRecord, Replicated])
 
 
 def record_of(parameter: Tensor) -> ParameterRecord:
-    """The record of a parameter."""
+    """Return the record of a parameter."""
     try:
         return parameter.record  # pyright: ignore[reportAttributeAccessIssue]
     except AttributeError:
@@ -111,7 +111,7 @@ def record_of(parameter: Tensor) -> ParameterRecord:
 
 
 def name_of(parameter: Tensor, otherwise: str = "a parameter") -> str:
-    """The parameter's name in the whole model, or `otherwise` for a parameter that labkit did not make."""
+    """Return the parameter's name in the whole model, or `otherwise` for a parameter that labkit did not make."""
     return getattr(parameter, "full_name", otherwise)
 
 
@@ -153,17 +153,17 @@ def put_gradient(gradient: Tensor, main_grad: Tensor, *, replace: bool) -> None:
 
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
-    """The device has GEMMs that read 16-bit operands and add in fp32; torch has them on GPUs from Ampere on."""
+    """Return True if GEMMs of the device read 16-bit operands and add in fp32, as torch has them from Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def weight_gradient(
     grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, *, replace: bool = False
 ) -> Tensor | None:
-    """dL/dW = grad^T x, [O, I]. With `main_grad` the product is added there, or with `replace` put there, and None is
-    returned.
+    """Return dL/dW = grad^T x, [O, I]. With `main_grad` add the product there, or with `replace` write it there, and
+    return None.
 
-    The GEMM itself adds: no gradient tensor is made, and an fp32 `main_grad` takes products of 16-bit operands
+    The GEMM itself adds, so no gradient tensor is made, and an fp32 `main_grad` takes products of 16-bit operands
     unrounded. Without a GEMM of two types, as on a CPU, the product is made in 16 bits first.
     """
     if main_grad is None:
@@ -192,7 +192,7 @@ def call_on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) ->
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:
-    """The gradient for the optimizer, made by the data-parallel wrapper."""
+    """Return the gradient for the optimizer, made by the data-parallel wrapper."""
     grad: Tensor | None = getattr(parameter, "main_grad", None)
     assert grad is not None, f"{name_of(parameter)} has no main_grad: wrap the model first"
     return grad

@@ -2,7 +2,7 @@
 
 Every weight is a function of (seed, name, full shape): each rank draws the same full tensor and keeps its slice. So a
 model starts from the same numbers on one process and on any tp x pp x dp. A difference between layouts is a fault.
-The draw costs a host thread some nanoseconds a number, a minute and more for ten billion. A run that compares no
+The draw costs a host thread some nanoseconds per number, so a minute and more for ten billion. A run that compares no
 layouts can use a `DeviceSeed`, which draws only a rank's slice, on its device.
 
 `tag_parameter` writes a parameter's part of the model into its record (`parameter_record.py`).
@@ -24,7 +24,7 @@ from labkit.parallel.parameters.parameter_record import Replicated, record_of
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for one parameter: the same for the same (seed, name), unrelated otherwise."""
+    """Return a 63-bit seed for one parameter: the same for the same (seed, name), unrelated otherwise."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -76,7 +76,7 @@ def draw(
 def tensor_part(
     full: Tensor, rank: int, size: int, dim: int, stride: int = 1, replicated: Replicated | None = None
 ) -> Tensor:
-    """Rank `rank`'s part of a full tensor: its 1/size of each of `stride` equal blocks along `dim`.
+    """Return the part of rank `rank` of a full tensor: its 1/size of each of `stride` equal blocks along `dim`.
 
     `replicated` describes another cut, in which neighbours hold rows alike.
     """
@@ -120,7 +120,7 @@ def _drawn_part(
     dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> Tensor:
-    """A rank's part of a normal draw, the same for all layouts; with a `DeviceSeed` a draw of its own."""
+    """Return a rank's part of a normal draw, the same for all layouts; with a `DeviceSeed` a draw of its own."""
     if isinstance(seed, DeviceSeed):
         part = _drawn_here(name, full_shape, cut, padded_rows, seed=seed.value, std=std, dtype=dtype, device=device)
     else:
@@ -144,7 +144,7 @@ def _drawn_here(name: str, full_shape: Sequence[int], cut: _Cut, padded_rows: in
 
 
 def _padded(full: Tensor, rows: int | None) -> Tensor:
-    """`full` with zeros behind it along dimension 0, up to `rows`."""
+    """Pad `full` with zeros along dimension 0, up to `rows`."""
     if rows is None or rows <= full.shape[0]:
         return full
     return torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
@@ -165,7 +165,7 @@ def make_parameter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
-    """This rank's part of a parameter, drawn by (seed, name) or filled.
+    """Return this rank's part of a parameter, drawn by (seed, name) or filled.
 
     Args:
         name: name in the whole model.
@@ -221,10 +221,10 @@ def make_expert_parameter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
-    """The weights of this rank's experts, stacked along dimension 0. `ep` cuts the stack, `etp` cuts each expert.
+    """Return the weights of this rank's experts, stacked along dimension 0.
 
-    Expert e is drawn as `<name>.<e>.<part>`, so its values depend neither on ep nor on the number of experts. With a
-    number as seed they do not depend on the layout at all.
+    `ep` cuts the stack, `etp` cuts each expert. Expert e is drawn as `<name>.<e>.<part>`, so its values depend neither
+    on ep nor on the number of experts. With a number as seed they do not depend on the layout at all.
 
     Args:
         name: name of the experts in the whole model, `layers.3.mlp.experts`.
@@ -278,7 +278,7 @@ def tag_parameter(
     partition_stride: int = 1,
     replicated: Replicated | None = None,
 ) -> nn.Parameter:
-    """Name the parameter, and write its part of the model into its record; returns the parameter."""
+    """Name the parameter, write its part of the model into its record, and return the parameter."""
     parameter.full_name = full_name  # pyright: ignore[reportAttributeAccessIssue]
     record = record_of(parameter)
     record.full_shape, record.tensor_model_parallel = tuple(full_shape), tensor_model_parallel
@@ -303,7 +303,7 @@ def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor
 def gather_expert_parameter(tensor: Tensor, like: nn.Parameter, *, etp: Group, ep: Group) -> Tensor:
     """Gather the full stack [E, ..] from the ranks' parts; the inverse of the cut of `make_expert_parameter`.
 
-    `tensor` as in `gather_parameter`. All ranks of etp x ep call this.
+    `tensor` is as in `gather_parameter`. All ranks of etp x ep call this.
     """
     experts, record = tensor.detach().contiguous(), record_of(like)
     if record.tensor_model_parallel:

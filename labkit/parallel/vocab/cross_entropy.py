@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that lie cut along the vocabulary, alone or fused with the output layer.
+"""Cross-entropy of logits that are cut along the vocabulary, alone or fused with the output layer.
 
 Fused with the output layer, the loss communicates a few numbers per token instead of V' logits (arXiv 1909.08053,
 section 3). They are the MAX of the logits, then the SUMs of exp(logit - max) and of the label's logit, which travel
@@ -37,11 +37,11 @@ class ChunkSizes:
     """How many logits one chunk of tokens has. Sums are taken by chunks, so another size rounds in another order."""
 
     given: int
-    """Where the logits are given and only read."""
+    """Logits of a chunk where they are given and only read."""
     forward: int
-    """Where a GEMM makes the logits. It reads the weight again for each chunk."""
+    """Logits of a chunk where a GEMM makes them. It reads the weight again for each chunk."""
     gradient: int
-    """Where backward makes their gradients. It adds to the whole weight gradient for each chunk."""
+    """Logits of a chunk where backward makes their gradients. It adds to the whole weight gradient for each chunk."""
 
 
 CHUNKS = {
@@ -121,13 +121,13 @@ def _local_statistics(logits_NV: Tensor, shard: _Shard, rows: slice, into: Tenso
     into[2] = real.gather(1, shard.labels_N[rows, None]).squeeze(1) * shard.own_N[rows]
     if shard.smoothing:
         torch.sum(real, dim=1, out=into[3])
-    logits_NV.sub_(into[0].unsqueeze(1)).exp_()  # whole rows, which lie without gaps
+    logits_NV.sub_(into[0].unsqueeze(1)).exp_()  # whole rows, which are contiguous
     logits_NV[:, shard.columns :].zero_()
     torch.sum(real, dim=1, out=into[1])
 
 
 def _combine(statistics_4N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Loss per token, and the factor that turns exp(logit - local max) into the softmax over the whole vocabulary."""
+    """Return the loss per token, and the factor that turns exp(logit - local max) into the whole softmax."""
     local_max, sums = statistics_4N[0], statistics_4N[1:]
     maximum, rescale = local_max, 1.0
     if shard.group.size > 1:
@@ -148,7 +148,7 @@ Pick = Callable[[Tensor], Tensor]
 
 
 def _logit_gradient(exp_NV: Tensor, scale_N: Tensor, grad_N: Tensor, shard: _Shard, pick: Pick) -> Tensor:
-    """grad x (softmax - (1-s) onehot - s/K) of the tokens that `pick` chooses, as a new tensor [chosen, V]."""
+    """Return grad x (softmax - (1-s) onehot - s/K) of the tokens that `pick` chooses, as a new tensor [chosen, V]."""
     grad = pick(exp_NV) * (pick(scale_N) * pick(grad_N)).unsqueeze(-1)
     if shard.smoothing:
         grad[..., : shard.columns].sub_((pick(grad_N) * (shard.smoothing / shard.vocab_size)).unsqueeze(-1))
@@ -158,7 +158,7 @@ def _logit_gradient(exp_NV: Tensor, scale_N: Tensor, grad_N: Tensor, shard: _Sha
 
 
 def chunk_sizes(device: torch.device) -> ChunkSizes:
-    """Those of `CHUNKS` for this device."""
+    """Return the chunk sizes of `CHUNKS` for this device."""
     return CHUNKS.get(device.type, CHUNKS["cpu"])
 
 
@@ -172,7 +172,7 @@ def _working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _CrossEntropy(Function):
-    """Loss of logits that lie cut along the vocabulary.
+    """Loss of logits that are cut along the vocabulary.
 
     forward   L = log sum_v exp(l_v) - l_label      [N, V] -> [N]; MAX of [N], then SUM of [2, N]
     backward  dl_v = dL (softmax_v - [v = label])   [N] -> [N, V]; no communication
@@ -209,10 +209,10 @@ def vocab_parallel_cross_entropy(
     padded_vocab_size: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy per token of logits cut along the vocabulary; half precision is computed in float32.
+    """Return the cross-entropy per token of logits cut along the vocabulary; half precision is computed in float32.
 
     Args:
-        logits_SBV: this rank's columns, padding included. Not gathered logits: those are refused.
+        logits_SBV: this rank's columns, padding included. Gathered logits are rejected.
         labels_SB: global token ids.
         group: tensor-parallel group.
         vocab_size: whole vocabulary before padding.
@@ -293,7 +293,7 @@ class _LinearCrossEntropy(Function):
             return collectives.all_gather_async(hidden_NH, shard.group) if plan.sequence_parallel else None
 
         def all_wgrad() -> tuple[Tensor | None, Tensor | None]:
-            """Makes the logit gradients again from the exponentials, which takes no GEMM."""
+            """Compute the postponed wgrad. It makes the logit gradients again from the exponentials, without a GEMM."""
             regathering, into = gathering(), _accumulators(weight, bias, plan)
             for rows in chunks:
                 wgrad(rows, dlogits(rows), hidden_NH if regathering is None else regathering.wait(), into)
@@ -316,12 +316,12 @@ class _LinearCrossEntropy(Function):
 
 
 def _rows_of_parts(rows: slice, parts: int) -> Pick:
-    """`rows` of each of `parts` equal parts of N tokens, as [parts, rows, ..]."""
+    """Pick `rows` of each of `parts` equal parts of N tokens, as [parts, rows, ..]."""
     return lambda x: x.unflatten(0, (parts, x.shape[0] // parts))[:, rows]
 
 
 class _InputGradient:
-    """dh of the output layer, chunk by chunk: a GEMM, then its sum over ranks, which runs behind what follows."""
+    """dh of the output layer, chunk by chunk: a GEMM, then the sum over ranks, which overlaps with what follows."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, plan: LinearPlan) -> None:
         self._grad_NH, self._weight_VH, self._plan = torch.empty_like(hidden_NH), weight_VH, plan
@@ -336,7 +336,7 @@ class _InputGradient:
         self._pending.append((rows, start(partial_NH, group)))
 
     def wait(self) -> Tensor:
-        """The whole gradient, of the form of the hidden states."""
+        """Wait for all sums and return the whole gradient, in the shape of the hidden states."""
         for rows, transfer in self._pending:
             part_NH = transfer.wait()
             if self._plan.sequence_parallel:  # an all-reduce has worked in place
@@ -345,7 +345,7 @@ class _InputGradient:
 
 
 class _Accumulators(NamedTuple):
-    """Tensors that add up the gradients of weight and bias; None for one that wants none."""
+    """Tensors that add up the gradients of weight and bias; None for one that needs no gradient."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -383,11 +383,11 @@ def linear_cross_entropy(
     check_ids: bool = True,
     name: str = "output",
 ) -> Tensor:
-    """Cross-entropy per token of `hidden @ weight.T + bias`, without ever gathering logits or keeping them twice.
+    """Return the cross-entropy per token of `hidden @ weight.T + bias`, without gathering logits or keeping them twice.
 
-    The operator f is included, as in `ColumnParallelLinear`: `hidden` is whole and alike on every rank, and its
+    The operator f is included, as in `ColumnParallelLinear`: `hidden` is whole and equal on every rank, and its
     gradient is complete. With `sequence_parallel` it is this rank's part of the sequence, [S/t, B, H], while labels and
-    loss are of all of it. The arguments are those of `vocab_parallel_cross_entropy` and of `ColumnParallelLinear`;
+    loss cover all of it. The arguments are those of `vocab_parallel_cross_entropy` and of `ColumnParallelLinear`;
     `check_ids` is False where the caller has compared the labels with the vocabulary (`check_token_ids`). The padding
     rows of `weight_VH` must be finite, since dgrad multiplies them by zeros; labkit's tables start them at zero.
 

@@ -1,15 +1,15 @@
-"""Token ids outside the vocabulary: refused where a model reads them, or on a GPU when the step ends.
+"""Token ids outside the vocabulary: rejected where a model reads them, or on a GPU when the step ends.
 
 An embedding cut over ranks looks up zeros for an id that nobody has, and training goes on with a plausible loss. So a
 model compares its ids with the vocabulary. On the host that takes one pass and is done at once. On a GPU the host would
-wait for the device, twice a microbatch, and the device would idle meanwhile. Inside a CUDA graph nobody can look.
+wait for the device, twice per microbatch, and the device would idle meanwhile. Inside a CUDA graph nobody can look.
 
-There the device looks: it notes the first bad id and its position. It goes on with ids clamped to the vocabulary, so
-that no lookup leaves its table. The host reads the notes where it waits anyway:
+So there the device looks: it notes the first bad id and its position, and goes on with ids clamped to the vocabulary,
+so that no lookup leaves its table. The host reads the notes where it waits anyway:
 
     with token_ids_checked_late(device) as ids:
         ...                    # forward and backward of all microbatches: no wait for ids
-    ids.look()                 # TokenIdError, to the letter that of a check at once; before the weights change
+    ids.look()                 # raises the TokenIdError of an immediate check, word for word; before weights change
 
 `train_step` and `evaluate` do so. Whoever calls a model outside such a block gets the error at once, on any device.
 """
@@ -39,7 +39,8 @@ class TokenIdError(ValueError):
 
 @dataclass(frozen=True)
 class _Note:
-    """Ids that were used. The numbers lie on their device; a replay of the graph that made them writes them anew."""
+    """The first bad id among ids that were used, if any. The numbers are on the ids' device, and a replay of the graph
+    that made them writes them again."""
 
     numbers: tuple[Tensor, Tensor, Tensor]
     """A flag that an id is bad, the position of the first bad one in the flattened ids, and the id that is there."""
@@ -56,10 +57,10 @@ class _Note:
 
 
 class TokenIdChecks:
-    """Ids that the device has compared with the vocabulary, and of which the host has yet to hear."""
+    """Ids that the device has compared with the vocabulary, and whose result the host has yet to read."""
 
     def __init__(self, *, late: bool = True, captured: bool = False) -> None:
-        """late: whether ids are noted at all; where they are not, bad ones have raised where they were used.
+        """late: whether ids are noted at all; if they are not, bad ones raise where they are used.
 
         captured: for the ids that a CUDA graph uses, noted while it is captured; `replayed` follows each replay.
         """
@@ -67,22 +68,22 @@ class TokenIdChecks:
         self._notes: list[_Note] = []
 
     def note(self, ids: Tensor, vocab_size: int, what: str) -> Tensor:
-        """Let the device look at `ids`; returns them clamped to the vocabulary. Four small kernels, no wait."""
+        """Let the device look at `ids`; return them clamped to the vocabulary. Takes four small kernels and no wait."""
         safe = ids.clamp(0, vocab_size - 1)
-        bad, position = (safe != ids).reshape(-1).max(dim=0)  # of several the first
+        bad, position = (safe != ids).reshape(-1).max(dim=0)  # the first of several
         self._notes.append(_Note((bad, position, ids.take(position)), tuple(ids.shape), vocab_size, what))
         return safe
 
     def alarm(self) -> list[Tensor]:
-        """One float64 number on the device, NaN if an id is bad and else 0, for an exchange of numbers that must be
-        finite; [] if nothing was noted."""
+        """Return one float64 number on the device, NaN if an id is bad and else 0, for an exchange of numbers that must
+        be finite; [] if nothing was noted."""
         if not self._notes:
             return []
         bad = torch.stack([note.numbers[0] for note in self._notes]).any()
         return [torch.zeros((), dtype=torch.float64, device=bad.device).masked_fill(bad, float("nan"))]
 
     def error(self) -> TokenIdError | None:
-        """The first bad id that this rank used, or None. One wait of the host for all notes."""
+        """Return the error of the first bad id that this rank used, or None. The host waits once for all notes."""
         if not self._notes:
             return None
         for note, (bad, position, token_id) in zip(self._notes, self._numbers().tolist(), strict=True):
@@ -98,7 +99,7 @@ class TokenIdChecks:
             raise error
 
     def look_together(self, group: Group) -> None:
-        """`look` on all ranks of `group`, which all call it: one error for all, of the first rank that has one."""
+        """`look` on all ranks of `group`, which all call it and all raise the error of the first rank that has one."""
         found = gather_objects(self.error(), group)
         self._notes.clear()
         for error in found:
@@ -106,7 +107,7 @@ class TokenIdChecks:
                 raise error
 
     def replayed(self) -> None:
-        """After a replay of the graph in which these notes are: hand a copy to the block around, or look at once."""
+        """After a replay of the graph that writes these notes, hand a copy to the enclosing block, or look at once."""
         outer = _Active.checks
         if outer is None or outer.captured:
             if (error := self.error()) is not None:
@@ -116,13 +117,13 @@ class TokenIdChecks:
             outer._notes += [replace(note, numbers=row.unbind()) for note, row in zip(self._notes, rows, strict=True)]
 
     def _numbers(self) -> Tensor:
-        """[notes, 3], int64, in memory of its own."""
+        """Return the numbers of all notes, [notes, 3] in int64, in memory of their own."""
         columns = zip(*(note.numbers for note in self._notes), strict=True)
         return torch.stack([torch.stack(column).to(torch.int64) for column in columns], dim=1)
 
 
 class _Active:
-    """The checks of this process. On CUDA a recomputed forward runs on another thread, that of autograd."""
+    """The checks of this process, not of a thread, because on CUDA a recomputed forward runs on autograd's thread."""
 
     checks: TokenIdChecks | None = None
 
@@ -146,10 +147,10 @@ def token_ids_checked_late(device: torch.device | str, *, captured: bool = False
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> Tensor:
-    """Refuse ids outside 0..vocab_size-1: the same error at every tp, and the same on every rank of a group.
+    """Reject ids outside 0..vocab_size-1, with the same error at every tp and on every rank of a group.
 
-    Inside `token_ids_checked_late` the error comes later. While a CUDA graph is captured that nobody asks for its ids,
-    as one of single layers, they go unchecked.
+    Inside `token_ids_checked_late` the error comes later. While a CUDA graph is captured whose ids nobody asks for,
+    such as a graph of single layers, they go unchecked.
 
     Returns:
         Ids that may be looked up: the given ones, or where the error comes later, these clamped to the vocabulary.

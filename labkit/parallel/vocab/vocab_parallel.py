@@ -29,7 +29,7 @@ from labkit.parallel.weight_grad_store import deferred
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """The vocabulary rounded up to a multiple of divisible_by x tp: 50257, 128, 8 -> 51200."""
+    """Return the vocabulary rounded up to a multiple of divisible_by x tp: 50257, 128, 8 -> 51200."""
     multiple = divisible_by * tp
     return -(-vocab_size // multiple) * multiple
 
@@ -43,7 +43,7 @@ def make_vocab_parameter(
     divisible_by: int = 128,
     **weight: Unpack[WeightOptions],
 ) -> nn.Parameter:
-    """This rank's rows of a vocabulary table, [V, H]: an embedding or an untied output layer."""
+    """Return this rank's rows of a vocabulary table, [V, H], for an embedding or an untied output layer."""
     weight.setdefault("std", 0.02)
     return make_parameter(
         name,
@@ -80,12 +80,12 @@ class _Lookup(Function):
 
 
 def table_lookup(ids: Tensor, weight: Tensor, name: str) -> Tensor:
-    """The rows of `weight` [O, I] that `ids` name, [.., I]: `F.embedding` whose gradient can be put off to W."""
+    """Return the rows of `weight` [O, I] that `ids` name, [.., I]: `F.embedding` whose gradient can wait for W."""
     return _Lookup.apply(ids, weight, name)  # type: ignore[no-any-return]
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a table cut along the vocabulary: each rank looks up its own ids, zeros stand for the rest, g adds up.
+    """Rows of a table cut along the vocabulary: each rank looks up its own ids, with zeros for the rest, and g sums.
 
     Args:
         name: name in the whole model; the parameter is `<name>.weight`, [V, H].
@@ -120,7 +120,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor, *, check_ids: bool = True) -> Tensor:
         """tokens [S, ..] -> [S, .., H], or [S/t, .., H]. TokenIdError for an id outside the vocabulary.
 
-        check_ids: False where the caller has done so (`check_token_ids`).
+        check_ids: False if the caller has checked them already (`check_token_ids`).
         """
         if check_ids:
             tokens = check_token_ids(tokens, self.vocab_size)
@@ -138,9 +138,9 @@ class VocabParallelEmbedding(nn.Module):
 def parallel_lm_logits(
     hidden_SBH: Tensor, weight_VH: Tensor, group: Group, *, sequence_parallel: bool = False, name: str = "output"
 ) -> Tensor:
-    """This rank's columns of the logits, [S, B, V]; f is included, so `hidden` is whole and alike on every rank.
+    """Return this rank's columns of the logits, [S, B, V]; f is included, so `hidden` is whole and equal on every rank.
 
-    sequence_parallel: `hidden` is this rank's part of the sequence instead, [S/t, B, H]; the logits are of all of it.
+    sequence_parallel: `hidden` is this rank's part of the sequence instead, [S/t, B, H]; the logits cover all of it.
     """
     plan = LinearPlan(name, group, sequence_parallel=sequence_parallel and group.size > 1)
     with comm_scope(layer=name):
