@@ -2,9 +2,9 @@
 
 The fused projection `qkv` has Megatron's order of columns, [q ... q k v] [q ... q k v] ...: a block for each key/value
 head, with the query heads that share it. Each rank holds whole blocks. With fewer key/value heads than ranks,
-neighbouring ranks share a block. Each has its own query heads and a copy of the key and value (`Replicated`); Megatron
-gathers the heads in every forward instead. The kernel takes the heads of all samples as one row of B x heads heads.
-So activations stay [S, B, ...], and nothing is transposed in memory.
+neighbouring ranks share a block: each has its own query heads and a copy of the key and value (`Replicated`), while
+Megatron gathers the heads in every forward instead. The kernel takes the heads of all samples as one row of B x heads
+heads, so activations stay [S, B, ...], and nothing is transposed in memory.
 
 Shapes: S sequence, B batch, H hidden, D head dimension; t = tensor-parallel size.
 """
@@ -20,7 +20,7 @@ from labkit.parallel.parameters.parameter_record import Replicated
 
 
 def kv_copies(config: ModelConfig, tp: int) -> int:
-    """Ranks of tp that hold the same key/value head: 1 where each rank has key/value heads of its own.
+    """Return how many ranks of tp hold the same key/value head: 1 where each rank has key/value heads of its own.
 
     Raises:
         ValueError: heads that cannot be shared out over tp.
@@ -35,10 +35,10 @@ def kv_copies(config: ModelConfig, tp: int) -> int:
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention on the normalised input; whole heads on each rank (arXiv 1909.08053, section 3).
+    """Self-attention on the normalised input, with whole heads on each rank (arXiv 1909.08053, section 3).
 
-    One all-reduce forward (after `proj`), one backward (before `qkv`), none between heads. The copies of a key/value
-    head add up their gradients once a step (`finalize_model_grads`).
+    It needs one all-reduce forward (after `proj`) and one backward (before `qkv`), because heads do not mix. The copies
+    of a key/value head add up their gradients once per step (`finalize_model_grads`).
 
     Raises:
         ValueError: heads that do not divide hidden, or that cannot be shared out over tp.
@@ -75,12 +75,12 @@ class ParallelAttention(nn.Module):
         return output
 
     def attend(self, mixed: Tensor, rotary: Rotary | None = None, *mask: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v of this rank's heads, from `qkv` [S, B, (heads + 2 kv_heads) D] -> [S, B, H/t]."""
+        """Attend with this rank's heads, softmax(q k^T / sqrt(D)) v: [S, B, (heads + 2 kv_heads) D] -> [S, B, H/t]."""
         length, batch, _ = mixed.shape
         per_group = mixed.view(length, batch * self.kv_heads, self.queries_per_kv + 2, self.head_dim)
         q, k, v = per_group.split((self.queries_per_kv, 1, 1), dim=2)
         if rotary is not None:
-            # The copy of v lets `mixed` go: otherwise it would be kept for backward beside the rotated q and k.
+            # With a copy of v, `mixed` can be freed; otherwise backward would keep it next to the rotated q and k.
             q, k, v = rotate(q, rotary), rotate(k, rotary), v.clone()
         elif self.queries_per_kv > 1:  # `q.reshape` copies; views k and v alone would keep all of `mixed` for backward
             k, v = k.clone(), v.clone()

@@ -70,22 +70,22 @@ class TransformerLayer(nn.Module):
         return self.forward_mlp(self.forward_attention(x_SBH, rotary, *mask))
 
     def forward_attention(self, x_SBH: Tensor, rotary: Rotary | None, *mask: Tensor) -> Tensor:
-        """The first half: x + attention(norm(x))."""
+        """Compute the first half, x + attention(norm(x))."""
         return x_SBH + self.dropout(self.attention(x_SBH, rotary, *mask))
 
     def forward_mlp(self, x_SBH: Tensor) -> Tensor:
-        """The second half: x + mlp(norm(x)). Backward computes norm or MLP again where configured."""
+        """Compute the second half, x + mlp(norm(x)). Backward computes norm or MLP again where configured."""
         norm: Any = self.mlp.norm
         mlp: Any = partial(self.recompute.part, self.part, self.mlp) if self.recomputes_mlp else self.mlp
         made_SBH = self.recompute.norm(norm, x_SBH, mlp) if self.recomputes_norm else mlp(norm(x_SBH))
         return self.add_mlp(made_SBH, x_SBH)
 
     def add_mlp(self, made_SBH: Tensor, residual_SBH: Tensor) -> Tensor:
-        """The residual stream behind the MLP."""
+        """Return the residual stream after the MLP: the residual plus the MLP's output, with dropout."""
         return residual_SBH + self.dropout(made_SBH)
 
     def parts(self) -> LayerParts:
-        """The halves of this layer."""
+        """Return the two halves of this layer, for CUDA graphs."""
         build = self._build
         over_cp = () if build.cp is None else (build.cp,)
         return LayerParts(
@@ -103,7 +103,7 @@ class TransformerLayer(nn.Module):
 
 
 def dense_mlp(name: str, build: Build) -> tuple[nn.Module, ParallelMLP]:
-    """The norm, and the MLP behind it."""
+    """Return the norm, and the MLP after it."""
     norm, column = build.norm_before(f"{name}.norm")
     mlp = ParallelMLP(
         name,
@@ -119,9 +119,9 @@ def dense_mlp(name: str, build: Build) -> tuple[nn.Module, ParallelMLP]:
 
 
 def moe_mlp(name: str, build: Build) -> tuple[nn.Module, MoELayer]:
-    """The norm, and the layer of experts behind it.
+    """Return the norm, and the layer of experts after it.
 
-    The norm is a module of its own in every spec: no linear layer could apply it for router and experts alike.
+    The norm is a module of its own in every spec, because no linear layer could apply it for both router and experts.
     """
     assert build.groups is not None, "experts are placed by all groups of the rank: give Build groups"
     layer = MoELayer(

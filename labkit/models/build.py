@@ -1,7 +1,7 @@
 """`LayerSpec`: the parts of a layer. `Build`: the arguments that every part of one model chunk is built with.
 
-Under sequence parallelism the parts outside the tensor-parallel regions see S/t positions. Each rank drops its own, and
-its gradients of such parameters are parts of a sum (`sequence_parallel`).
+Under sequence parallelism the parts outside the tensor-parallel regions see S/t positions. So each rank draws its own
+dropout there, and its gradients of such parameters are parts of a sum (`sequence_parallel`).
 
 Shapes: S sequence, B batch, H hidden; t = tensor-parallel size.
 """
@@ -50,13 +50,13 @@ class LayerSpec:
         return checkpoint
 
     def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
-        """The precision in which the linear layers of one model chunk compute."""
+        """Return the precision in which the linear layers of one model chunk compute."""
         return NATIVE
 
     def norm_before(
         self, name: str, config: ModelConfig, *, sequence_parallel: bool, **factory_kwargs: Any
     ) -> tuple[nn.Module, Callable[..., nn.Module]]:
-        """A norm, and the constructor of the column-parallel layer behind it, which may apply the norm itself."""
+        """Return a norm, and the constructor of the column-parallel layer after it, which may apply the norm itself."""
         return Norm(name, config, sequence_parallel=sequence_parallel, **factory_kwargs), ColumnParallelLinear
 
     def core_attention(
@@ -119,7 +119,7 @@ class Build:
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.group.size > 1)
 
     def half(self, prefix: str, spec: LayerSpec) -> Build:
-        """The same for one half of an encoder-decoder, with names and parts of its own; the halves share the rest."""
+        """Return the `Build` of one half of an encoder-decoder. It has its own names and parts and shares the rest."""
         made = replace(self, prefix=prefix, spec=spec)
         object.__setattr__(made, "recompute", self.recompute)
         object.__setattr__(made, "aux_loss_scale", self.aux_loss_scale)
@@ -136,7 +136,7 @@ class Build:
         }
 
     def linear(self, *, std: float | None = None) -> LinearOptions:
-        """The arguments that all linear layers share; `std` is init_std unless given."""
+        """Return the arguments that all linear layers share; `std` is init_std unless given."""
         options: LinearOptions = {
             "group": self.group,
             "bias": self.config.bias,
@@ -160,7 +160,7 @@ class Build:
         return self.group.size if self.sequence_parallel else 1
 
     def whole_here(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter that every rank holds whole, outside the tensor-parallel regions; marks what its gradient is."""
+        """Mark and return a parameter outside the tensor-parallel regions, which every rank holds whole."""
         record_of(parameter).sequence_parallel = self.sequence_parallel
         return parameter
 
@@ -170,18 +170,19 @@ class Build:
         return self.config.init_std / math.sqrt(2 * self.config.layers)
 
     def norm_before(self, name: str) -> tuple[nn.Module, Callable[..., nn.Module]]:
-        """A norm, and the constructor of the column-parallel layer behind it, which may apply the norm itself."""
+        """Return a norm, and the constructor of the column-parallel layer after it, which may apply the norm itself."""
         return self.spec.norm_before(name, self.config, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
 
     def norm(self, name: str) -> Norm:
-        """A norm that stands before no single linear layer."""
+        """Return a norm that is not followed by a single linear layer."""
         return Norm(name, self.config, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
 
     def dropout(self, p: float) -> nn.Module:
-        """Dropout between tensor-parallel regions; nothing where p is 0.
+        """Return the dropout between tensor-parallel regions, which does nothing if p is 0.
 
-        The ranks of a group hold the same activations and must drop the same of them: the default state. Under sequence
-        parallelism they hold different positions, and each must drop its own: the model-parallel state.
+        The ranks of a group hold the same activations and must drop the same ones, so they draw from the default state.
+        Under sequence parallelism they hold different positions and each must drop its own, so they draw from the
+        model-parallel state.
         """
         if not p:
             return nn.Identity()

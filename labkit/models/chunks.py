@@ -55,7 +55,7 @@ def build_model_chunk(
     """Build one stage of the configured model. This is the default `model_provider` of `pretrain`.
 
     pre_process: the stage embeds tokens. Of an encoder-decoder the first stage of each half does.
-    post_process: the stage ends in the loss.
+    post_process: the stage ends with the loss.
     chunk: the stage, as a `model_provider` gets it; `dataclasses.replace(chunk, spec=...)` for other parts of layers.
     kind: makes the module, in the place of the class of the model's family: a subclass with layers of its own.
 
@@ -83,7 +83,7 @@ ModelProvider = Callable[..., Any]
 
 
 def check_provider(model_provider: ModelProvider) -> None:
-    """Raise ValueError for a function that cannot be called for a stage, such as one of (config, groups)."""
+    """Raise ValueError for a function that cannot be called for a stage, such as `model_provider(config, groups)`."""
     form = "model_provider(config, groups, *, pre_process, post_process, chunk)"
     if not callable(model_provider):
         raise ValueError(f"model_provider is {shown(model_provider)}; give a function {form}, as build_model_chunk")
@@ -155,10 +155,10 @@ def model_type(family: str) -> type[GPTModel]:
 
 
 def embedding_ends(config: RunConfig, schedule: Schedule) -> tuple[int, int]:
-    """Return the pipeline ranks of the first and the last stage that hold the word embedding; the output layer may be a
-    copy.
+    """Return the pipeline ranks of the first and the last stage that hold the word embedding.
 
-    An encoder-decoder with an output layer of its own has its second copy on the decoder's first stage.
+    The last one may hold it as the output layer. An encoder-decoder with an output layer of its own has its second copy
+    on the decoder's first stage.
     """
     split, last = config.parallel.split_rank, schedule.placement(schedule.num_stages - 1)
     untied = config.model.untie_embeddings_and_output_weights

@@ -62,9 +62,10 @@ def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], gro
 
 
 def gather_full_state(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[str, Tensor]:
-    """The inverse of `load_full_state`: whole tensors of this rank's chunks, by `full_name`, on each rank of the stage.
+    """Return whole tensors of this rank's chunks, by `full_name`, on each rank of the stage.
 
-    All ranks of the stage call this."""
+    This is the inverse of `load_full_state`. All ranks of the stage call it.
+    """
     return {
         name_of(parameter): gather_expert_parameter(parameter, parameter, etp=groups.etp, ep=groups.ep)
         if record_of(parameter).expert_parallel
@@ -104,15 +105,15 @@ GPT2_PARTS = {
 
 
 class HuggingFaceState(Mapping[str, Tensor]):
-    """The whole model's tensors under our names, each made of theirs when somebody asks for it.
+    """The whole model's tensors under our names, each made from theirs when somebody asks for it.
 
     So a state that reads its tensors from a file is converted one tensor after the other.
     """
 
     IGNORED = (".attn.bias", ".attn.masked_bias", ".embeddings.position_ids")
-    """Ends of names of tensors that follow from the configuration."""
+    """Suffixes of the names of tensors that follow from the configuration."""
     RATES = ".rotary_emb.inv_freq"
-    """End of the name of another one, which old files of Llama have: it must be that of the `rope_theta`."""
+    """Suffix of another one, which old files of Llama have; its values must be those of the `rope_theta`."""
 
     def __init__(self, config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None) -> None:
         """state: of `GPT2LMHeadModel`, `LlamaForCausalLM`, `BertForPreTraining` or `T5ForConditionalGeneration`; with
@@ -149,7 +150,7 @@ class HuggingFaceState(Mapping[str, Tensor]):
             raise ValueError(f"no place for the tensors {first}; is the model config the right one?")
 
     def _copies(self) -> Iterator[tuple[str, str | None]]:
-        """(short name, that of the tensor which it is once more); None for tensors that nothing reads."""
+        """Yield (short name of a copy, short name of its original), with None for tensors that nothing reads."""
         (word,) = self._recipes["embedding.word.weight"].theirs
         family, tied = self._config.family, not self._config.untie_embeddings_and_output_weights
         if family == "bert":
@@ -160,7 +161,7 @@ class HuggingFaceState(Mapping[str, Tensor]):
             yield from ((WORDS[0], word), (WORDS[1], word), (UNUSED, None))
 
     def _check_same(self, name: str, other: str) -> None:
-        """ValueError unless two of their tensors are equal."""
+        """Raise ValueError unless two of their tensors are equal."""
         if name == other:
             return
         one, two = self._state[name], self._state[other]
@@ -173,7 +174,7 @@ class HuggingFaceState(Mapping[str, Tensor]):
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their short name -> shape in a model of this configuration."""
+        """Map their short name to the shape in a model of this configuration."""
         likes = {name: torch.empty(shape, device="meta") for name, shape in self._full_shapes.items()}
         theirs = full_state_to_hugging_face(self._config, likes, self._moe)
         return {_short(name): tuple(like.shape) for name, like in theirs.items()}
@@ -206,18 +207,18 @@ class HuggingFaceState(Mapping[str, Tensor]):
 def full_state_from_hugging_face(
     config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None
 ) -> State:
-    """All tensors of a `HuggingFaceState` at once. Raises ValueError as it does."""
+    """Return all tensors of a `HuggingFaceState` at once. Raises ValueError as it does."""
     return dict(HuggingFaceState(config, state, moe))
 
 
 def _short(name: str) -> str:
-    """Their name without the outer prefix, which some files have and some have not; BERT's oldest files say `gamma`."""
+    """Return their name without the outer prefix, which only some files have, and `weight` for BERT's old `gamma`."""
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     return name.removeprefix("transformer.").removeprefix("model.").replace(".block_sparse_moe.", ".mlp.")
 
 
 def _check_rates(config: ModelConfig, name: str, rates: Tensor) -> None:
-    """ValueError unless these are the rotary embedding's, theta ** (-2 i / D), as far as 16 bits can tell."""
+    """Raise ValueError unless these are the rotary embedding's, theta ** (-2 i / D), as far as 16 bits can tell."""
     size = config.hidden // config.heads
     expected = config.rope_theta ** (-torch.arange(0, size, 2) / size)
     if rates.shape != expected.shape or not (rates.is_meta or torch.allclose(rates.float(), expected, 0.01, 1e-7)):
@@ -228,7 +229,7 @@ def _check_rates(config: ModelConfig, name: str, rates: Tensor) -> None:
 
 
 def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], moe: MoEConfig | None = None) -> State:
-    """The inverse of `full_state_from_hugging_face`, under the names in a checkpoint's files.
+    """Convert our tensors to theirs, under the names in a checkpoint's files: `full_state_from_hugging_face` inverted.
 
     `full` may be a part of the model, as a pipeline stage holds it.
 
@@ -258,20 +259,20 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class _Recipe(NamedTuple):
-    """How one of our tensors is made of theirs, and how it becomes theirs again."""
+    """How one of our tensors is made from theirs, and how it becomes theirs again."""
 
     ours: str
     """Our name."""
     theirs: tuple[str, ...]
     """Their names, as files have them."""
     join: Callable[..., Tensor] = _same
-    """Makes ours of theirs."""
+    """Makes ours from theirs."""
     split: Callable[[Tensor], Sequence[Tensor]] = _alone(_same)
-    """Makes theirs of ours."""
+    """Makes theirs from ours."""
 
 
 def _recipes(config: ModelConfig, moe: MoEConfig | None, names: Container[str] | None = None) -> Iterator[_Recipe]:
-    """The recipe of every tensor. names: short names of a state to be read, which may have one of several forms."""
+    """Yield the recipe of every tensor. names: short names of a state to read, which may have one of several forms."""
     family = family_of(config, moe)
     if family == "gpt2":
         return _gpt2(config)
@@ -323,7 +324,7 @@ def _llama(config: ModelConfig, moe: MoEConfig, names: Container[str] | None) ->
 
 
 def _mixtral(ours: str, theirs: str, experts: int, names: Container[str] | None) -> Iterator[_Recipe]:
-    """Router and experts of one layer, each expert by itself, or stacked where the state to be read has that form."""
+    """Yield the recipes of a layer's router and experts: each expert by itself, or stacked if the state has them so."""
     yield _Recipe(f"{ours}.router.weight", (f"{theirs}.gate.weight",))
     if names is not None and _short(f"{theirs}.experts.gate_up_proj") in names:
         yield _Recipe(f"{ours}.experts.fc1.weight", (f"{theirs}.experts.gate_up_proj",))
@@ -359,9 +360,9 @@ def _output(config: ModelConfig) -> Iterator[_Recipe]:
 
 
 def _interleaved(kv_heads: int, *counts: int) -> tuple[Callable[..., Tensor], Callable[[Tensor], Sequence[Tensor]]]:
-    """The ways there and back between heads kind after kind, and all kinds of one key/value head together.
+    """Return `interleave_heads` and `split_heads` for heads of these counts, as the two ways of a recipe.
 
-    counts: heads of each kind for a key/value head, such as r, 1, 1 for queries, key and value.
+    counts: heads of each kind per key/value head, such as r, 1, 1 for queries, key and value.
     """
     return partial(interleave_heads, kv_heads=kv_heads), partial(split_heads, kv_heads=kv_heads, counts=counts)
 
@@ -379,7 +380,7 @@ def split_heads(mixed: Tensor, *, kv_heads: int, counts: Sequence[int]) -> list[
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """GPT-2's matrices are [input, output]; its norms and biases have one dimension."""
+    """Transpose a matrix of GPT-2, which is [input, output]; norms and biases have one dimension and stay."""
     return tensor.t() if tensor.dim() == 2 else tensor
 
 

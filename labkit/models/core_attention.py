@@ -1,7 +1,7 @@
 """softmax(q k^T / sqrt(D)) v, as one kernel or one operation after the other.
 
-The kernel keeps q, k, v, its output and one number per row for backward. Operation by operation the probabilities are
-kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198. By `model.attention_backend`:
+The kernel keeps q, k, v, its output and one number per row for backward. Without it the probabilities are kept as well,
+S x S for every head: the term 5 a s / h of arXiv 2205.05198. `model.attention_backend` chooses:
 
     fused                           the kernel that torch chooses for device, type, shape, mask and dropout
     flash, cudnn, efficient, math   this kernel of torch or an error; `math` is torch's own operation by operation
@@ -10,8 +10,8 @@ kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198. By `
 Under context parallelism a rank holds S / cp positions, and keys and values come from all ranks of `cp`
 (`parallel/context/ring_attention.py`). No form keeps probabilities there.
 
-A GPT's attention is causal. BERT's looks both ways, under a mask that hides padding. T5's decoder does the first, its
-encoder and its cross-attention the second.
+A GPT's attention is causal. BERT's looks both ways, under a mask that hides padding. T5's decoder is causal, and its
+encoder and cross-attention look both ways.
 
 Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S queries, T keys, D head dimension.
 """
@@ -43,16 +43,17 @@ KERNELS = {
 }
 """Word of `model.attention_backend` -> the kernel behind scaled_dot_product_attention that it demands."""
 _computed: set[tuple[Any, ...]] = set()
-"""Kinds of calls that a demanded kernel has computed. Only other calls are watched for warnings: Python forgets
-meanwhile which warnings it has shown already."""
+"""Kinds of calls that a demanded kernel has computed. Only other calls are watched for warnings, because watching makes
+Python forget which warnings it has shown already."""
 
 
 def scores_of_padding(padding_mask_BS: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """The mask of `CoreAttention` that hides padding, [1, B x heads, 1, S]: 0 for a token, very low for padding.
+    """Return the mask of `CoreAttention` that hides padding, [1, B x heads, 1, S]: 0 for a token, very low for padding.
 
-    It is half the lowest number, so that adding a score does not overflow. A sample of padding alone gives no NaN.
+    The value for padding is half the lowest number, so that adding a score does not overflow. A sample of padding alone
+    gives no NaN.
 
-    padding_mask_BS: 1 for a token, 0 for padding. heads: of this rank.
+    padding_mask_BS: 1 for a token, 0 for padding. heads: number of heads on this rank.
     """
     hidden_BS = torch.zeros(padding_mask_BS.shape, dtype=dtype, device=padding_mask_BS.device)
     hidden_BS.masked_fill_(padding_mask_BS == 0, torch.finfo(dtype).min / 2)
@@ -67,9 +68,9 @@ class CoreAttention(nn.Module):
         rng: random states; needed where attention drops.
         cp: context-parallel group; None is this rank alone.
         cp_comm_type: `p2p` (the ring) or `all_gather`.
-        name: of the attention block, under which the ledger books what it communicates over cp.
+        name: name of the attention block, under which the ledger books what it communicates over cp.
         causal: a position sees itself and those before it; None follows `family`.
-        scale: of the scores; None is 1 / sqrt(D).
+        scale: factor of the scores; None is 1 / sqrt(D).
 
     Raises:
         ValueError: context parallelism with a family or a dropout that it does not have; in `forward`, a kernel of
@@ -103,7 +104,8 @@ class CoreAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q [1, n, S, D], k and v [1, m, T, D] with n a multiple of m -> [1, n, S, D].
 
-        mask: added to the scores, of the same type and a shape that broadcasts to [1, n, S, T]; not for causal ones.
+        mask: added to the scores; it has their type and a shape that broadcasts to [1, n, S, T]. Causal attention takes
+            no mask.
         Under context parallelism S is this rank's part of the sequence, cut zigzag.
         """
         if self.cp is not None:
@@ -133,7 +135,7 @@ class CoreAttention(nn.Module):
 def attention_by_kernel(
     backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: Any
 ) -> Tensor:
-    """`F.scaled_dot_product_attention(q, k, v, mask, **how)` by the kernel that `backend` names, one of `KERNELS`.
+    """Call `F.scaled_dot_product_attention(q, k, v, mask, **how)` with the kernel of `KERNELS` that `backend` names.
 
     Raises ValueError with torch's reasons where that kernel cannot run.
     """
@@ -181,13 +183,13 @@ def unfused_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)`, one operation after the other."""
+    """Compute `F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)`, one operation after the other."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = (q @ k.transpose(-1, -2)) * factor  # not q first: that would keep another q
-    # Added, not filled in: an addition keeps no mask for backward.
+    # Masks are added, not filled in, because an addition keeps no mask for backward.
     if causal:
         scores = scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
     if mask is not None:

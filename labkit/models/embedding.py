@@ -1,4 +1,4 @@
-"""The embeddings before the first layer, the output layer behind the last, and rotary positions (RoPE, arXiv
+"""The embeddings before the first layer, the output layer after the last, and rotary positions (RoPE, arXiv
 2104.09864). Embedding and output layer may share a table. RoPE turns pairs of features by an angle that grows with the
 position.
 
@@ -32,14 +32,14 @@ class PositionEmbedding(nn.Module):
         self.sequence_part = build.group.rank if build.sequence_parallel else 0
 
     def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
-        """This rank's part of the vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
+        """Return this rank's part of the vectors of positions 0, 1, .. as [S, 1, H], or of given ones as [S, B, H]."""
         own = self.own_positions(length)
         if position_ids_BS is None:
             return self.weight[own, None]
         return nn.functional.embedding(position_ids_BS.t()[own], self.weight)
 
     def own_positions(self, length: int) -> slice:
-        """Those of `length` positions that lie on this rank between tensor-parallel regions."""
+        """Return the slice of `length` positions that this rank holds between tensor-parallel regions."""
         each = length // self.sequence_parts
         return slice(self.sequence_part * each, (self.sequence_part + 1) * each)
 
@@ -97,7 +97,7 @@ class OutputLayer(nn.Module):
         record.shared = record.shared_embedding = tied
 
     def forward(self) -> Tensor:
-        """The weight; called like any layer, so that what waits for a layer's parameters waits here too."""
+        """Return the weight. It is called like any layer, so that hooks that wait for parameters work here too."""
         return self.weight
 
 
@@ -106,7 +106,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def rotary_table(length: int, dim: int, theta: float) -> Tensor:
-    """Angles of RoPE (arXiv 2104.09864) in float64, [length, dim / 2]: position x theta^(-2i / dim)."""
+    """Return the angles of RoPE (arXiv 2104.09864) in float64, [length, dim / 2]: position x theta^(-2i / dim)."""
     if dim % 2:
         raise ValueError(f"rotary positions turn pairs of features; a head of {dim} features has an odd one")
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -121,7 +121,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position of a model chunk, [seq_length, D/2]; the same for all layers, in no checkpoint."""
+    """cos and sin of every position, [seq_length, D/2]; a chunk's layers share them, and no checkpoint has them."""
 
     cos: Tensor
     sin: Tensor
@@ -136,8 +136,8 @@ class RotaryTable(nn.Module):
         self.heads = max(1, (config.kv_heads or config.heads) // build.group.size)
 
     def forward(self, x_SBH: Tensor, position_ids_BS: Tensor | None) -> Rotary:
-        """cos and sin of this microbatch, [S, 1, 1, D/2]. With given positions they are [S, B x key/value heads of this
-        rank, 1, D/2]."""
+        """Return cos and sin of this microbatch, [S, 1, 1, D/2]. With given positions they are [S, B x key/value heads
+        of this rank, 1, D/2]."""
         if position_ids_BS is None:
             length = x_SBH.shape[0] * self.sequence_parts
             return self.cos[:length, None, None], self.sin[:length, None, None]

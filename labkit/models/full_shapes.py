@@ -22,11 +22,11 @@ SHAPED_BY = {
     "attention.": ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     ".mamba.": ("hidden_size", "num_attention_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
 }
-"""Part of our name of a tensor -> fields of its shape, in the first names of `SAME_FIELDS`. Others: `hidden_size`."""
+"""Part of our name of a tensor -> fields of its shape, by the first names in `SAME_FIELDS`; the rest: `hidden_size`."""
 
 
 def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of a whole GPT-2, Llama, Mixtral, BERT, Mamba-2 or T5."""
+    """Return the name and shape of each tensor of a whole GPT-2, Llama, Mixtral, BERT, Mamba-2 or T5."""
     if config.family == "t5":
         return t5_shapes(config)
     moe, hidden, vocabulary = moe or MoEConfig(), config.hidden, (config.vocab_size, config.hidden)
@@ -61,7 +61,7 @@ def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shape_fields(config: ModelConfig, moe: MoEConfig | None, name: str) -> str:
-    """The fields of a model's `config.json` that fix the shape of a tensor (our name), with their values, in words."""
+    """Return the fields of a `config.json` that fix the shape of a tensor (our name), with their values, as text."""
     wanted = next((fields for part, fields in SHAPED_BY.items() if part in name), ("hidden_size",))
     names = {each for field in wanted for each in next((same for same in SAME_FIELDS if field in same), (field,))}
     fields = config_to_hugging_face(config, moe)

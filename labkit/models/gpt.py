@@ -1,10 +1,10 @@
 """GPT, or any contiguous run of its layers: one class for the whole model and for the chunk that runs one stage.
 
-A stage with `pre_process` embeds tokens, one with `post_process` ends in logits or in the loss. Parameter names carry
+A stage with `pre_process` embeds tokens, one with `post_process` ends with logits or the loss. Parameter names carry
 the layer's global index, so a tensor has the same name in every layout.
 
 Under sequence parallelism hidden states are [S/t, B, H] from the embedding to the output layer, also between stages.
-Tokens, labels and losses are of whole sequences on every rank.
+Tokens, labels and losses cover whole sequences on every rank.
 
 Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocabulary; t = tensor-parallel size.
 """
@@ -32,7 +32,7 @@ from labkit.parallel.vocab.vocab_parallel import padded_vocab_size, parallel_lm_
 
 
 class GPTModel(nn.Module):
-    """Layers `layers` of a GPT with what belongs before and after them.
+    """Layers `layers` of a GPT, with embedding and output layer where this stage has them.
 
     Args:
         config: shape of the whole model. GPT-2 by default; RoPE, RMSNorm, SwiGLU, grouped-query attention, an untied
@@ -42,11 +42,12 @@ class GPTModel(nn.Module):
         layers: global indices of the layers held here (`stage_layers`).
         pre_process: hold the embeddings; otherwise the input comes through `set_input_tensor`.
         post_process: hold the final norm and the output layer.
-        seed: of weights and dropout. Weights depend on (seed, name) alone, never on the layout.
-        dtype: of parameters and activations.
+        seed: seed of weights and dropout. Weights depend on (seed, name) alone, never on the layout.
+        dtype: type of parameters and activations.
         device: None means `groups.device`.
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
-        label_smoothing: of the loss in training; in evaluation mode the loss is the plain negative log-likelihood.
+        label_smoothing: smoothing of the loss in training; in evaluation mode the loss is the plain negative
+            log-likelihood.
         rng: random states for dropout and jitter, shared by the chunks of a rank; None makes them if they are needed.
         spec: parts of the layers, and the precision of their products (`labkit.train.layer_spec`).
         tied_weight_VH: the word embedding, if another chunk of this rank has it and the output layer uses it too; this
@@ -140,11 +141,11 @@ class GPTModel(nn.Module):
         self._input_SBH = x_SBH
 
     def moe_layers(self) -> list[MoELayer]:
-        """The layers of this chunk that have experts, in their order."""
+        """Return the layers of this chunk that have experts, in their order."""
         return [module for module in self.layers.modules() if isinstance(module, MoELayer)]
 
     def layer_context(self, seq_length: int) -> tuple[Tensor, ...]:
-        """Samples for a CUDA graph of the arguments of each layer behind x: rotary tables for `seq_length`, or none."""
+        """Return samples of each layer's arguments after x, for CUDA graphs: rotary tables of `seq_length`, or none."""
         if self.rotary is None:
             return ()
         rows = slice(seq_length // self.cp.size)
@@ -191,7 +192,7 @@ class GPTModel(nn.Module):
         return self._loss(x_SBH, labels_BS)
 
     def _loss(self, x_SBH: Tensor, labels_BS: Tensor, bias_V: Tensor | None = None) -> Tensor:
-        """Cross-entropy of every position, [B, S], smoothed in training alone; the caller chooses those that count."""
+        """Return the cross-entropy of every position, [B, S], smoothed only in training. The caller picks positions."""
         labels_BS = check_token_ids(labels_BS, self.config.vocab_size, "label")
         loss_SB = linear_cross_entropy(
             x_SBH,
@@ -210,7 +211,7 @@ class GPTModel(nn.Module):
         return loss_SB.t()
 
     def _first_hidden(self, tokens_BS: Tensor | None, *with_tokens: Tensor | None) -> Tensor:
-        """The embedded tokens, or what the previous stage sent. with_tokens: further arguments of the embedding."""
+        """Return the embedded tokens, or what the previous stage sent. with_tokens: more arguments of the embedding."""
         if self.embedding is None:
             if self._input_SBH is None:
                 raise ValueError("this stage does not embed tokens; give it set_input_tensor(x_SBH) before forward")
@@ -228,7 +229,7 @@ class GPTModel(nn.Module):
         return self.embedding(tokens_BS, *with_tokens)
 
     def _own_positions(self, tokens_BS: Tensor | None) -> Tensor | None:
-        """Positions [1, S] of this rank's two pieces of a sequence (`zigzag.py`); None where it holds the whole."""
+        """Return the positions [1, S] of this rank's two chunks of a sequence (`zigzag.py`); None if it holds all."""
         if self.cp.size == 1:
             return None
         if tokens_BS is not None and self.embedding is not None:
@@ -241,7 +242,7 @@ class GPTModel(nn.Module):
 
 
 def draws(config: ModelConfig, moe: MoEConfig) -> bool:
-    """True if a forward draws random numbers."""
+    """Return True if a forward draws random numbers."""
     drops = config.embedding_dropout or config.attention_dropout or config.hidden_dropout
     return bool(drops or (moe.num_experts and moe.input_jitter))
 

@@ -4,8 +4,9 @@
     config, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
     config_to_hugging_face(config, moe)     # the inverse, as far as our configuration knows the fields
 
-`family_of` names the family of a configuration. A model that no family can compute is refused, with the field. So is
-a `config.json` that says one thing twice and differently, where transformers and others would each pick a side.
+`family_of` names the family of a configuration. A model that no family can compute is rejected with an error that names
+the field. So is a `config.json` that gives one value twice and differently, because transformers and others would each
+pick another one.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ MAY_BE_NULL = {
     "t5": ("num_decoder_layers", "n_positions"),
     "mamba2": ("max_position_embeddings",),
 }
-"""Fields that say nothing if they are null; transformers refuses any other null."""
+"""Fields that may be null, which says nothing; transformers rejects any other null."""
 
 
 def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
-    """The family of a model: `gpt2`, `llama`, `mixtral`, `bert`, `megatron-bert`, `mamba2` or `t5`.
+    """Return the family of a model: `gpt2`, `llama`, `mixtral`, `bert`, `megatron-bert`, `mamba2` or `t5`.
 
     Raises:
         ValueError: a model of no such family.
@@ -129,7 +130,7 @@ def _check_mixtral(moe: MoEConfig, is_llama: bool) -> None:
 
 
 def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
-    """Our config of the model that a `config.json` of one of these types describes (without dropout).
+    """Return our config of the model that a `config.json` of one of these types describes (without dropout).
 
     Raises:
         ValueError: another type, an option that our model does not have, or two fields that contradict each other.
@@ -157,7 +158,7 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def moe_config_from_hugging_face(config: Mapping[str, Any]) -> MoEConfig:
-    """Our config of its experts: none, or those of type mixtral, without options of its training (losses, jitter)."""
+    """Return our config of its experts: none, or a Mixtral's, without options of its training (losses, jitter)."""
     if config.get("model_type") != "mixtral":
         return MoEConfig()
     return MoEConfig(num_experts=config["num_local_experts"], top_k=config["num_experts_per_tok"])
@@ -213,7 +214,7 @@ def _llama_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _said_twice(kind: str, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Fields, or what follows from them, that say one thing: by name; None says nothing."""
+    """Yield groups of fields, or of values that follow from them, that must agree: name -> value; None says nothing."""
     get = config.get
     yield from ({name: get(name) for name in names} for names in SAME_FIELDS)
     given = get("architectures")
@@ -233,7 +234,7 @@ def _said_twice(kind: str, config: Mapping[str, Any]) -> Iterator[dict[str, Any]
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the rotary embedding, which a `config.json` may give in several places.
+    """Return the options of the rotary embedding, which a `config.json` may give in several places.
 
     Raises:
         ValueError: two places contradict each other.
@@ -255,7 +256,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(said: Mapping[str, Any]) -> Any:
-    """The value that all fields have which are not None. ValueError: two differ, by name."""
+    """Return the value of all fields that are not None. Raises ValueError, with their names, if two differ."""
     given = [(name, value) for name, value in said.items() if value is not None]
     for name, value in given[1:]:
         if value != given[0][1]:
@@ -267,7 +268,7 @@ def _agreed(said: Mapping[str, Any]) -> Any:
 
 
 def _check_types(kind: str, config: Mapping[str, Any], place: str = "") -> None:
-    """ValueError for the first field that has no value of its type."""
+    """Raise ValueError for the first field whose value has not its type."""
     for name, value in config.items():
         says_nothing = value is None and name in MAY_BE_NULL.get(kind, ())
         if name in FIELDS and not says_nothing and (rule := FIELDS[name].broken(value)):
@@ -275,7 +276,7 @@ def _check_types(kind: str, config: Mapping[str, Any], place: str = "") -> None:
 
 
 def _refuse(config: Mapping[str, Any], allowed: Mapping[str, Collection[Any]]) -> None:
-    """ValueError for the first option with a value that our models do not have.
+    """Raise ValueError for the first option with a value that our models do not have.
 
     allowed: option -> the values that they have, the first of which is transformers' default.
     """
@@ -294,9 +295,10 @@ def _refuse(config: Mapping[str, Any], allowed: Mapping[str, Collection[Any]]) -
 def config_to_hugging_face(
     config: ModelConfig, moe: MoEConfig | None = None, *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The `config.json` of a model, from which transformers builds it. dtype: of the weights, in torch's word.
+    """Return the `config.json` of a model, from which transformers builds it.
 
-    It names no token that begins or ends a text, since a checkpoint knows no tokenizer.
+    It names no token that begins or ends a text, since a checkpoint knows no tokenizer. dtype: type of the weights, by
+    torch's name.
 
     Raises:
         ValueError: a model of another family.

@@ -1,6 +1,6 @@
 """Norm and dropout: the parts of a layer between its tensor-parallel regions.
 
-Under sequence parallelism both see this rank's part of the sequence: each rank drops its own positions.
+Under sequence parallelism both see this rank's part of the sequence, so each rank drops its own positions.
 
 Shapes: S sequence, B batch, H hidden.
 """
@@ -20,9 +20,10 @@ from labkit.parallel.random import RngTracker
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm (arXiv 1910.07467) which has neither mean nor bias. Whole on every rank.
+    """LayerNorm, or RMSNorm (arXiv 1910.07467), which has neither mean nor bias. Every rank holds it whole.
 
-    Under sequence parallelism a rank's gradient is the sum over its own positions: `finalize_model_grads` adds them up.
+    Under sequence parallelism a rank's gradient sums only over its own positions, so `finalize_model_grads` adds the
+    ranks' gradients up.
 
     Args:
         name: name in the whole model.
@@ -48,7 +49,7 @@ class Norm(nn.Module):
 
 
 def drop(x: Tensor, p: float) -> Tensor:
-    """Dropout that keeps a mask of one byte per element on every device; `F.dropout` keeps one of x's type on a CPU."""
+    """Drop elements, keeping a mask of one byte each on every device; on a CPU `F.dropout` keeps one of x's type."""
     return torch.native_dropout(x, p, True)[0] if p else x
 
 

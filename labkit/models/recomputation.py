@@ -1,8 +1,8 @@
 """Computing parts of a model chunk again in backward, as `model.recompute_granularity` and its companions say.
 
 `full` keeps a layer's input and nothing else. `selective` recomputes parts that keep much and cost little (arXiv
-2205.05198, section 5). One is core attention, whose S x S probabilities two small products make. Another is the output
-of a norm, which is as large as its input. The third is the whole MLP.
+2205.05198, section 5). One is core attention, because two small products make its S x S probabilities. Another is the
+output of a norm, which is as large as its input. The third is the whole MLP.
 
 Shapes: S sequence, B batch, H hidden.
 """
@@ -38,17 +38,17 @@ class Recomputation:
         self._modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
 
     def selects(self, name: str) -> bool:
-        """True for a part of a layer (`core_attn`, `layernorm`, `mlp`, `moe`) that is to be recomputed."""
+        """Return True for a part of a layer (`core_attn`, `layernorm`, `mlp`, `moe`) that is recomputed."""
         return name in self._modules
 
     def part(self, name: str, function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-        """`function(*args)`: a part of a layer, recomputed where it is among the selected."""
+        """Return `function(*args)`, a part of a layer, and recompute it in backward if it is selected."""
         if self.active and self.selects(name):
             return self._checkpoint(function, *args, rng=self._rng)
         return function(*args)
 
     def norm(self, norm: Layer, x_SBH: Tensor, consumer: Layer) -> Tensor:
-        """`consumer(norm(x))`; where `layernorm` is selected, the norm's output is dropped and made again."""
+        """Return `consumer(norm(x))`. If `layernorm` is selected, the norm's output is dropped and made again."""
         if not (self.active and self.selects("layernorm")):
             return consumer(norm(x_SBH))
         dropped = CheckpointWithoutOutput()
@@ -59,8 +59,8 @@ class Recomputation:
     def run_layers(self, layers: Iterable[Layer], x_SBH: Tensor, *context: Any) -> Tensor:
         """Run one layer after the other, `x = layer(x, *context)`. Tensors of `context` may want gradients.
 
-        `full` by `uniform` keeps the input of each group of recompute_num_layers layers. `full` by `block` keeps the
-        input of each of so many layers at the front, and everything of the rest.
+        `full` by `uniform` keeps the input of each group of recompute_num_layers layers. `full` by `block` keeps only
+        the input of each of the first recompute_num_layers layers, and everything of the rest.
         """
         run = list(layers)
         for start, stop, again in self._pieces(len(run)):
@@ -69,7 +69,7 @@ class Recomputation:
         return x_SBH
 
     def _pieces(self, layers: int) -> list[tuple[int, int, bool]]:
-        """(first layer, end, whether it is recomputed as one piece)."""
+        """Return (first layer, end, whether it is recomputed as one piece) of each run of layers."""
         if not (self.active and self.whole_layers):
             return [(0, layers, False)]
         if self._by_group:

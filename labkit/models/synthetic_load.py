@@ -76,7 +76,8 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A sleeping stage; `seconds` of forward, input gradient and weight gradient. A full backward takes both last."""
+    """A stage that sleeps for `seconds` of forward, input gradient and weight gradient; a full backward takes the last
+    two."""
 
     def __init__(self, seconds: tuple[float, float, float]) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ def _step(data: Iterator[Tensor], stage: nn.Module) -> Any:
 def sleeping_ring(
     group: Group, seq_length: int, *, layout: Layout = "zigzag", causal: bool = True, seconds_per_pair: float = 1e-5
 ) -> list[Event]:
-    """One forward of ring attention on this rank. A block sleeps in proportion to its (query, key) pairs.
+    """Run one forward of ring attention on this rank. A block sleeps in proportion to its (query, key) pairs.
 
     Every rank of `group` calls this; all begin together. Returns this rank's Events. Blocks have the kind `forward` and
     the name of the rank whose keys they read (`kv 2`). Messages are `send` and `recv`, and waits are `wait`.
@@ -215,11 +216,11 @@ class SleepingExperts(nn.Module):
 
 
 def zipf_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
-    """Logits [T, E], float64. Their top-k draws experts without replacement, with chances that fall as (e + 1)^-skew.
+    """Return logits [T, E], float64, whose top-k draws experts without replacement.
 
-    This is Zipf's law. Skew 0 is even. At skew 1 expert 0 is twice as popular as expert 1, at 3 eight times. Gumbel
-    noise turns a top-k into such a draw (arXiv 1903.06059). It depends on the seed alone, so more skew moves few
-    tokens.
+    Their chances fall as (e + 1)^-skew, which is Zipf's law. Skew 0 is even. At skew 1 expert 0 is twice as popular as
+    expert 1, at 3 eight times. Gumbel noise turns a top-k into such a draw (arXiv 1903.06059). It depends on the seed
+    alone, so more skew moves few tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64).clamp_(min=1e-12)

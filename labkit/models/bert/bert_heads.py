@@ -1,7 +1,7 @@
-"""The two heads of BERT: words behind masks, and the order of two sentences.
+"""The two heads of BERT: masked words, and the order of two sentences.
 
-Every rank of the tensor-parallel group holds the small matrices whole and computes them alike, as Megatron-LM does.
-Only the output layer behind the masked-LM head is cut, along the vocabulary.
+Every rank of the tensor-parallel group holds the small matrices whole and computes the same, as Megatron-LM does. Only
+the output layer after the masked-LM head is cut, along the vocabulary.
 
 Shapes: S sequence (S/t under sequence parallelism), B batch, H hidden, V the vocabulary's columns on this rank.
 """
@@ -34,7 +34,7 @@ class WholeLinear(nn.Module):
 
 
 class MaskedLMHead(nn.Module):
-    """norm(activation(dense(x))), and the bias of the output layer behind it, [V], cut as the vocabulary is.
+    """norm(activation(dense(x))), and the bias of the output layer after it, [V], cut as the vocabulary is.
 
     Under sequence parallelism a rank sees its own positions, so the gradients of dense layer and norm are partial sums.
     """
@@ -74,7 +74,7 @@ class SentenceOrderHead(nn.Module):
         return self.dense(self.pooled(x_SBH))  # type: ignore[no-any-return]
 
     def pooled(self, x_SBH: Tensor) -> Tensor:
-        """tanh(pooler(x)) of the first position: [S, B, H] -> [B, H], the same on all ranks."""
+        """Return tanh(pooler(x)) of the first position: [S, B, H] -> [B, H], the same on all ranks."""
         first_BH = x_SBH[:1]
         if self.sequence_parallel:
             with comm_scope(layer="binary_head"):

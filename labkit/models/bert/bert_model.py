@@ -4,7 +4,7 @@
     post   norm(x + attention(x)), norm(x + mlp(x)); norm(embeddings)    figure 7a, the original
 
 The layers of `pre` keep the sum of all branches in the residual stream, so the gradient reaches the first layer
-unchanged. In `post` every norm stands between a layer and the loss. The paper reports that deep models of this layout
+unchanged. In `post` every norm is between a layer and the loss, and the paper reports that deep models of this layout
 become unstable.
 
 Every position sees every other position of its sample, except padding. Parameters have the same names in both layouts:
@@ -55,7 +55,7 @@ class TokenTypeEmbedding(nn.Module):
 
 
 class BertEmbedding(Embedding):
-    """Words, positions and token types: [B, S] -> [S, B, H]; in the layout `post` normalised.
+    """Words, positions and token types: [B, S] -> [S, B, H], normalised in the layout `post`.
 
     Without the sentence-order head (`model.bert_binary_head`) there are no token types.
     """
@@ -85,24 +85,24 @@ class BertEmbedding(Embedding):
 
 
 class PostNormLayer(TransformerLayer):
-    """norm(x + attention(x)), then norm(x + mlp(x)): the residual stream is normalised behind each addition."""
+    """norm(x + attention(x)), then norm(x + mlp(x)): the residual stream is normalised after each addition."""
 
     def forward_attention(self, x_SBH: Tensor, rotary: Rotary | None, *mask: Tensor) -> Tensor:
-        """The first half: norm(x + attention(x))."""
+        """Compute the first half, norm(x + attention(x))."""
         attention = self.attention
         mixed, _ = attention.qkv(x_SBH)
         made_SBH, _ = attention.proj(attention.attend(mixed, rotary, *mask))
         return attention.norm(x_SBH + self.dropout(made_SBH))  # type: ignore[no-any-return]
 
     def forward_mlp(self, x_SBH: Tensor) -> Tensor:
-        """The second half: norm(x + mlp(x)). Backward computes the MLP again where configured."""
+        """Compute the second half, norm(x + mlp(x)). Backward computes the MLP again where configured."""
         made_SBH = self.recompute.part(self.part, self.mlp, x_SBH)
         norm: Any = self.mlp.norm
         return norm(self.add_mlp(made_SBH, x_SBH))  # type: ignore[no-any-return]
 
 
 class BertModel(GPTModel):
-    """Layers `layers` of a BERT with what belongs before and after them. The arguments are those of `GPTModel`.
+    """Layers `layers` of a BERT, with embeddings and heads where this stage has them. Arguments are as in `GPTModel`.
 
     Raises:
         ValueError: sizes that tp does not divide, or an option this model does not have.
@@ -138,7 +138,7 @@ class BertModel(GPTModel):
             types_BS: 0 for tokens of the first sentence, 1 for those of the second; used by the first stage only.
             padding_mask_BS: 1 for a token, 0 for padding, which no position attends to; used by every stage. None
                 means that there is no padding.
-            labels_BS: the words behind the masks, any token id elsewhere; used by the last stage only.
+            labels_BS: the words that the masks hide, any token id elsewhere; used by the last stage only.
             position_ids: positions [B, S], or [1, S] for all samples; None means 0, 1, ...
 
         Returns:
@@ -164,7 +164,7 @@ class BertModel(GPTModel):
         return self._logits(x_SBH, bias_V) if labels_BS is None else self._loss(x_SBH, labels_BS, bias_V), order_B2
 
     def _logits(self, x_SBH: Tensor, bias_V: Tensor) -> Tensor:
-        """This rank's columns of the logits, [S, B, V]; f is inside, and the weight is the word embedding's."""
+        """Return this rank's columns of the logits, [S, B, V]; f is included."""
         plan = LinearPlan("output", self.group, self.sequence_parallel, self.fusion)
         with comm_scope(layer="output"):
             return column_parallel_linear(x_SBH, self.output_weight_VH, bias_V, plan)

@@ -42,11 +42,11 @@ END_PARTS = {
 """Our part of the heads -> theirs."""
 BIAS = "cls.predictions.bias"
 DECODER = ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
-"""The output layer of an untied model. In files of a tied one these are the word embedding and `BIAS` once more."""
+"""The output layer of an untied model. In files of a tied one these repeat the word embedding and `BIAS`."""
 
 
 def bert_kind(config: ModelConfig) -> str:
-    """`bert` or `megatron-bert`.
+    """Return `bert` or `megatron-bert`.
 
     Raises:
         ValueError: a model that transformers' classes cannot hold.
@@ -64,7 +64,7 @@ def bert_kind(config: ModelConfig) -> str:
 
 
 def bert_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(our name, their names) of every tensor; three names for a qkv, which they store apart."""
+    """Yield (our name, their names) of every tensor; three names for a qkv, which they store apart."""
     for name, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type")):
         yield f"embedding.{name}.weight", (f"bert.embeddings.{theirs}_embeddings.weight",)
     norms, qkv = NORM_PARTS[config.norm_placement], ("query", "key", "value")
@@ -86,7 +86,7 @@ def bert_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def bert_end_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what a BERT has before and behind its layers, beside norms, words, positions, output weight."""
+    """Return name and shape of a BERT's tensors outside its layers, but norms, words, positions and output weight."""
     h = config.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "lm_head.dense.weight": (h, h),
@@ -101,7 +101,7 @@ def bert_end_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def bert_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our config of the model in a `config.json`, and the values of its options that our model has, default first."""
+    """Return our config of the model in a `config.json`, and option -> the values our model has, default first."""
     allowed = {
         "hidden_act": [*ACTIVATIONS],
         "type_vocab_size": [NUM_TOKENTYPES],
@@ -126,7 +126,7 @@ def bert_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]
 
 
 def bert_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of `config.json` that other families name otherwise. Theirs has one dropout where ours has two."""
+    """Return the fields of `config.json` that other families name otherwise; one dropout there is two of ours."""
     return {
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,

@@ -1,7 +1,7 @@
 """Mamba-2 in Hugging Face's names (`Mamba2ForCausalLM`): the tensors, and the fields of `config.json`.
 
-Their rows of a projection or convolution stand kind after kind, [z .. x .. b .. c .. dt ..]. Ours stand group after
-group (`mamba_mixer.py`). Their model has Mamba layers alone, so a hybrid has no counterpart.
+Their rows of a projection or convolution are sorted by kind, [z .. x .. b .. c .. dt ..]. Ours are sorted by group
+(`mamba_mixer.py`). Their model has only Mamba layers, so a hybrid has no counterpart.
 `labkit.models.convert` reads and writes states by `mamba_names`, and `hugging_face_config` the other functions.
 """
 
@@ -19,9 +19,9 @@ from labkit.config import ModelConfig
 from labkit.plan.mamba import CHUNK, MambaSizes, mamba_sizes
 
 SEQ_LENGTH = 2048
-"""`model.seq_length` of a model whose `config.json` names no longest sequence: it has no positions."""
+"""`model.seq_length` of a model whose `config.json` names no longest sequence, because it has no positions."""
 INFINITE = (math.inf, {"__float__": "Infinity"})
-"""A number without end: JSON has none, and transformers 5 writes a mapping."""
+"""Infinity. JSON cannot write it, so transformers 5 writes a mapping."""
 SAME = {"norm.weight": "norm.weight", "gated_norm.weight": "mixer.norm.weight"} | {
     name: f"mixer.{name}" for name in ("out_proj.weight", "A_log", "dt_bias", "D")
 }
@@ -42,13 +42,13 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def by_group(theirs: Tensor, widths: tuple[int, ...], groups: int) -> Tensor:
-    """Rows kind after kind -> rows group after group. widths: rows of each kind in one group."""
+    """Sort rows that are sorted by kind by group instead. widths: rows of each kind in one group."""
     kinds = theirs.split([groups * width for width in widths])
     return torch.cat([kind.unflatten(0, (groups, -1)) for kind in kinds], dim=1).flatten(0, 1)
 
 
 def by_kind(ours: Tensor, widths: tuple[int, ...], groups: int) -> Tensor:
-    """The inverse of `by_group`."""
+    """Sort rows that are sorted by group by kind instead: the inverse of `by_group`."""
     kinds = ours.unflatten(0, (groups, -1)).split(widths, dim=1)
     return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
@@ -58,7 +58,7 @@ def _widths(sizes: MambaSizes) -> tuple[int, ...]:
 
 
 def mamba_names(config: ModelConfig) -> Iterator[Renamed]:
-    """Every tensor of the model."""
+    """Yield every tensor of the model under both names."""
     sizes = mamba_sizes(config)
     projected = {"widths": _widths(sizes), "groups": sizes.groups}
     convolved = {"widths": _widths(sizes)[1:-1], "groups": sizes.groups}
@@ -85,7 +85,7 @@ def mamba_names(config: ModelConfig) -> Iterator[Renamed]:
 
 
 def mamba_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of the layers."""
+    """Return the name and shape of each tensor of the layers."""
     sizes, h = mamba_sizes(config), config.hidden
     inner, heads = sizes.groups * sizes.inner, sizes.groups * sizes.heads
     channels, projected = sizes.groups * sizes.convolved, sizes.groups * sizes.projected
@@ -104,10 +104,10 @@ def mamba_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_mamba2(config: ModelConfig) -> None:
-    """Refuse a model that `Mamba2ForCausalLM` cannot hold.
+    """Reject a model that `Mamba2ForCausalLM` cannot hold.
 
     Raises:
-        ValueError: names the field.
+        ValueError: such a model; the message names the field.
     """
     needed = {"position": "none", "norm": "rmsnorm"}
     for name, value in needed.items():
@@ -126,7 +126,7 @@ def check_mamba2(config: ModelConfig) -> None:
 
 
 def mamba_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our config of the model in a `config.json`, and the values of its options that our model has, default first."""
+    """Return our config of the model in a `config.json`, and option -> the values our model has, default first."""
     allowed = {
         "hidden_act": ["silu"],
         "use_conv_bias": [True],
@@ -137,7 +137,7 @@ def mamba_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]
         family="mamba",
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
-        heads=math.gcd(config["hidden_size"], heads),  # of attention, which the model has not
+        heads=math.gcd(config["hidden_size"], heads),  # heads of attention, which the model does not have
         vocab_size=config["vocab_size"],
         seq_length=config.get("max_position_embeddings") or SEQ_LENGTH,
         position="none",
@@ -155,7 +155,7 @@ def mamba_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]
 
 
 def mamba_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of `config.json` that other families name otherwise."""
+    """Return the fields of `config.json` that other families name otherwise."""
     return {
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,

@@ -9,9 +9,9 @@ The heads come in groups, and each rank has whole groups. Convolution, scan and 
 of the norm runs over the W columns of one group. So a layer has one all-reduce forward and one backward, as attention
 has.
 
-Rows of `in_proj` stand group after group, [z x b c dt] [z x b c dt] .... A cut into t equal parts gives each rank its
-groups. Megatron and Hugging Face store [z ... z x ... x b ... b c ... c dt ... dt]. Channels of the convolution stand
-as [x b c] [x b c] ....
+Rows of `in_proj` are sorted by group, [z x b c dt] [z x b c dt] ..., so that a cut into t equal parts gives each rank
+its groups. Megatron and Hugging Face store [z ... z x ... x b ... b c ... c dt ... dt]. Channels of the convolution are
+sorted as [x b c] [x b c] ....
 
 Shapes: S sequence, B batch, H hidden, G groups of this rank, N size of the state, K width of the convolution. A group
 has R heads of width P, W = R P columns, and C = W + 2N channels of the convolution.
@@ -38,7 +38,7 @@ STEPS = (1e-3, 1e-1)
 
 
 class MambaMixer(nn.Module):
-    """The mixer on the normalised input, [S, B, H] -> [S, B, H]; whole groups of heads on each rank.
+    """The mixer on the normalised input, [S, B, H] -> [S, B, H], with whole groups of heads on each rank.
 
     `A_log`, `dt_bias` and `D` have an entry for each head of this rank.
 
@@ -74,7 +74,7 @@ class MambaMixer(nn.Module):
         return output
 
     def mix(self, mixed: Tensor) -> Tensor:
-        """Everything between the projections, in float32 at least: [S, B, G (W + C + R)] -> [S, B, G W]."""
+        """Compute all between the projections, in float32 at least: [S, B, G (W + C + R)] -> [S, B, G W]."""
         sizes, dtype = self.sizes, mixed.dtype
         mixed = _wide(mixed).unflatten(-1, (sizes.groups, sizes.projected))
         z_SBGW, xbc_SBGC, dt_SBGR = mixed.split((sizes.inner, sizes.convolved, sizes.heads), dim=-1)
@@ -132,7 +132,7 @@ class CausalConvolution(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of y silu(z) over the columns of each group (arXiv 2405.21060, section 8.1), times a weight a column."""
+    """RMSNorm of y silu(z) over the columns of each group (arXiv 2405.21060, section 8.1), with a weight per column."""
 
     def __init__(self, name: str, inner: int, group_width: int, build: Build) -> None:
         super().__init__()
@@ -147,5 +147,5 @@ class GatedNorm(nn.Module):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if that is its type."""
+    """Return x in float32, or in float64 if that is its type."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

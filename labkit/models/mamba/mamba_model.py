@@ -5,7 +5,7 @@ A layer computes x + part(norm(x)). `model.hybrid_override_pattern` gives the pa
     M   Mamba (`MambaMixer`)        *   attention (`ParallelAttention`)        -   MLP (`ParallelMLP`)
 
 So the two layers `*-` are the two halves of a transformer layer. Without a pattern every layer is M. Embedding, output
-layer and loss are a GPT's. A pipeline stage holds a run of layers, of whatever parts.
+layer and loss are a GPT's. A pipeline stage holds a run of layers, whatever their parts are.
 
 Shapes: S sequence (S/t under sequence parallelism), B batch, H hidden.
 """
@@ -54,7 +54,7 @@ PARTS = {
 
 
 class SinglePartLayer(nn.Module):
-    """x + dropout(part(norm(x))). A graph holds the whole layer, or nothing of it."""
+    """x + dropout(part(norm(x))). A CUDA graph holds the whole layer, or nothing of it."""
 
     def __init__(self, index: int, build: Build) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class SinglePartLayer(nn.Module):
         return self.run(x_SBH, rotary)
 
     def run(self, x_SBH: Tensor, rotary: Rotary | None) -> Tensor:
-        """`forward`, in whose place a graph may stand."""
+        """Compute what `forward` returns; a CUDA graph may replace this method."""
         return x_SBH + self.dropout(self.kind.run(self.module, x_SBH, rotary))
 
     def parts(self) -> LayerParts:
-        """The layer as the first half of a transformer layer whose second half does nothing."""
+        """Return the layer as the first half of a transformer layer whose second half does nothing."""
         nothing = nn.Identity()
         return LayerParts(
             attention=self.module,

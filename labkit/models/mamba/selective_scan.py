@@ -5,13 +5,13 @@ Position t has an input x_t and a step dt_t > 0. The state h_t is a matrix [N, P
     h_t = A_t h_{t-1} + B_t x_t        A_t = exp(dt_t a),  a < 0;  B_t x_t = dt_t b_t x_t^T
     y_t = C_t h_t + D x_t              C_t h_t = c_t^T h_t
 
-A_t forgets, B_t x_t writes and C_t reads. A_t, B_t and C_t depend on the input of position t: that makes the scan
-selective. `recurrence` computes these two lines. `selective_scan` gives the same numbers by large products. It cuts the
-sequence into chunks of Q positions. Inside a chunk the recurrence is a masked product, as in attention:
+A_t forgets, B_t x_t writes and C_t reads. The scan is selective because A_t, B_t and C_t depend on the input of
+position t. `recurrence` computes these two lines. `selective_scan` gives the same numbers by large products. It cuts
+the sequence into chunks of Q positions. Inside a chunk the recurrence is a masked product, as in attention:
 
     y_t = sum over s <= t of (c_t . b_s) A_{s+1} ... A_t dt_s x_s
 
-Only the state walks from one chunk to the next. Take chunks of 2 positions, A = 1/2, b = c = dt = 1, D = 0 and x = 8,
+Only the state passes from one chunk to the next. Take chunks of 2 positions, A = 1/2, b = c = dt = 1, D = 0 and x = 8,
 0, 4, 0. The first chunk gives y = 8, 4 and the state 4. The second gives 2 + 4 = 6 and then 1 + 2 = 3.
 
 Shapes: B batch, G groups, R heads of a group, S sequence, Q chunk, P width of a head, N size of the state. The heads of
@@ -27,7 +27,7 @@ from labkit.plan.mamba import CHUNK
 
 
 def recurrence(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """The definition, position by position; arguments and result are those of `selective_scan`."""
+    """Compute the definition, position by position; arguments and result are those of `selective_scan`."""
     h_BGRNP = x.new_zeros(*x.shape[:3], b.shape[-1], x.shape[-1])
     y_of = []
     for t in range(x.shape[3]):
@@ -65,7 +65,7 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Te
 
 
 def _inside(written: Tensor, log_decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The part of y that comes from positions of the same chunk. log_decay[t] is log(A_1 ... A_t), [B, G, R, Q]."""
+    """Return the part of y from positions of the same chunk. log_decay[t] is log(A_1 ... A_t), [B, G, R, Q]."""
     size = log_decay.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=b.device).triu(1)
     between = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(later, -torch.inf)
@@ -74,7 +74,7 @@ def _inside(written: Tensor, log_decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _state_behind(written: Tensor, log_decay: Tensor, b: Tensor, state: Tensor | None) -> Tensor:
-    """The state [B, G, R, N, P] behind a chunk, from the state before (None: zeros)."""
+    """Return the state [B, G, R, N, P] after a chunk, from the state before it (None is zeros)."""
     left = (log_decay[..., -1:] - log_decay).exp()
     added = b.mT[:, :, None] @ (left[..., None] * written)
     return added if state is None else log_decay[..., -1, None, None].exp() * state + added

@@ -17,13 +17,13 @@ from labkit.plan.sizes import decoder_layers, fc1_width, ffn_width, gate_and_up
 ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gated-silu": "swiglu"}
 """`feed_forward_proj` -> `model.activation`."""
 WORDS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-"""The word embedding once more, in files that have it thrice."""
+"""Two further copies of the word embedding, which some files have."""
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 """A table that the oldest files have and no layer reads."""
 
 
 def t5_kind(config: ModelConfig) -> str:
-    """`t5`.
+    """Return `t5`, if transformers' class can hold the model.
 
     Raises:
         ValueError: a model that transformers' class cannot hold.
@@ -35,10 +35,10 @@ def t5_kind(config: ModelConfig) -> str:
 
 
 def t5_names(config: ModelConfig, theirs: Container[str] | None = None) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(our name, their names) of every tensor; several names for a matrix that they store in parts.
+    """Yield (our name, their names) of every tensor; several names for a matrix that they store in parts.
 
-    theirs: the names in a file. A T5 1.1 that transformers 5 wrote may have no `lm_head.weight`: its output layer is
-        the words, not scaled.
+    theirs: the names in a file. A T5 1.1 that transformers 5 wrote may have no `lm_head.weight`; its output layer is
+        then the word embedding, not scaled.
     """
     yield "embedding.word.weight", ("shared.weight",)
     for half, depth in (("encoder", config.layers), ("decoder", decoder_layers(config))):
@@ -68,7 +68,7 @@ def _layer(ours: str, theirs: str, config: ModelConfig) -> Iterator[tuple[str, t
 
 
 def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of a whole T5, in either form."""
+    """Return the name and shape of each tensor of a whole T5, in either form."""
     h, words = config.hidden, (config.vocab_size, config.hidden)
     attention = {"attention": {"qkv": (3 * h, h), "proj": (h, h)}}
     cross = attention | {"cross_attention": {"q": (h, h), "kv": (2 * h, h), "proj": (h, h)}}
@@ -95,7 +95,7 @@ def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def t5_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our config of the model in a `config.json`, and the values of its options that our model has, default first."""
+    """Return our config of the model in a `config.json`, and option -> the values our model has, default first."""
     activation, width, heads = str(config.get("feed_forward_proj", "relu")), config["d_model"], config["num_heads"]
     tied, head = config.get("tie_word_embeddings", True), config["d_kv"]
     allowed = {"feed_forward_proj": [*ACTIVATIONS], "d_kv": [head if head * heads == width else None]}
@@ -122,7 +122,7 @@ def t5_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def t5_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of `config.json` that other families name otherwise. Theirs has one dropout where ours has three."""
+    """Return the fields of `config.json` that other families name otherwise; one dropout there is three of ours."""
     activation = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.activation]
     return {
         "num_layers": config.layers,

@@ -30,7 +30,7 @@ from labkit.parallel.random import RngTracker
 
 
 def score_scale(config: ModelConfig) -> float | None:
-    """The factor of the scores: 1 beside relative positions; None is 1 / sqrt(D)."""
+    """Return the factor of the scores: 1 with relative positions; None, which is 1 / sqrt(D), with learned ones."""
     return 1.0 if config.position == "relative" else None
 
 
@@ -38,7 +38,7 @@ class HalfSpec(LayerSpec):
     """The parts of the layers of one half."""
 
     def __init__(self, *, causal: bool) -> None:
-        """causal: the kernel hides later positions. Beside relative positions a mask does, with the biases in it."""
+        """causal: the kernel hides later positions. With relative positions the mask that holds the biases does."""
         self.causal = causal
 
     def core_attention(
@@ -50,11 +50,11 @@ class HalfSpec(LayerSpec):
 
 
 def relative_buckets(queries: int, keys: int, *, both_ways: bool, buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each pair of positions, int64 [queries, keys] (arXiv 1910.10683, section 2.1).
+    """Return the bucket of each pair of positions, int64 [queries, keys] (arXiv 1910.10683, section 2.1).
 
     Half of the buckets are for one distance each. The others grow with the logarithm of the distance up to
     `max_distance`, and the last one has all beyond. With `both_ways` the first half of all buckets is for keys at or
-    before the query, the second for keys behind it. Otherwise keys behind the query are in bucket 0.
+    before the query, the second for keys after it. Otherwise keys after the query are in bucket 0.
     """
     ahead = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
     first = torch.zeros_like(ahead)
@@ -84,13 +84,13 @@ class RelativeBias(nn.Module):
         self.register_buffer("places", self._places(usual), persistent=False)
 
     def forward(self, length: int) -> Tensor:
-        """The biases of a sequence of `length`, [heads of this rank, length, length]."""
+        """Return the biases of a sequence of `length`, [heads of this rank, length, length]."""
         if length > len(self.places):  # kept on the device: a copy from the host at each call would break a capture
             self.places = self._places(length)
         return lookup(self.places[:length, :length], self.weight).permute(2, 0, 1)
 
     def _places(self, length: int) -> Tensor:
-        """The bucket of each pair of positions, int32 [length, length], on the weight's device."""
+        """Return the bucket of each pair of positions, int32 [length, length], on the weight's device."""
         found = relative_buckets(
             length, length, both_ways=self.both_ways, buckets=self.buckets, max_distance=self.max_distance
         )
@@ -98,10 +98,10 @@ class RelativeBias(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of the decoder's positions to the encoder's output; whole heads on each rank.
+    """Attention of the decoder's positions to the encoder's output, with whole heads on each rank.
 
-    `q` reads the decoder, `kv` the encoder. `kv` has Megatron's order of columns, [k v] for each head. One all-reduce
-    forward (after `proj`), two backward (before `q` and `kv`).
+    `q` reads the decoder, `kv` the encoder. `kv` has Megatron's order of columns, [k v] for each head. There is one
+    all-reduce forward (after `proj`), and two backward (before `q` and `kv`), because there are two inputs.
     """
 
     def __init__(self, name: str, build: Build) -> None:

@@ -42,7 +42,7 @@ class T5Half(nn.Module):
     """The layers of one half on this stage, their relative biases and, on the half's last stage, its final norm."""
 
     def __init__(self, build: Build, layers: Mapping[str, nn.Module], *, is_last: bool) -> None:
-        """build: of this half. layers: by their numbers in the half."""
+        """build: that of this half. layers: by their numbers in the half."""
         super().__init__()
         self.recompute, self.heads = build.recompute, build.config.heads // build.group.size
         self.is_encoder, self.parts = build.prefix == "encoder.", build.sequence_parts
@@ -66,7 +66,7 @@ class T5Half(nn.Module):
         return x_SBH if self.final_norm is None else self.final_norm(x_SBH)
 
     def _biases(self, x_SBH: Tensor) -> Tensor | None:
-        """The relative biases, of a decoder with later positions hidden, [1, n, S, S]; None without."""
+        """Return the relative biases [1, n, S, S], which also hide later positions in a decoder; None without them."""
         if self.relative_bias is None:
             return None
         length, batch = x_SBH.shape[0] * self.parts, x_SBH.shape[1]
@@ -77,7 +77,7 @@ class T5Half(nn.Module):
 
 
 class T5Model(GPTModel):
-    """Layers `layers` of a T5 with what belongs before and after them. The arguments are those of `GPTModel`.
+    """Layers `layers` of a T5, with embeddings and output layer where this stage has them; arguments as in `GPTModel`.
 
     `pre_process` is for the first stage of each half, `post_process` for the decoder's last.
 
@@ -118,7 +118,7 @@ class T5Model(GPTModel):
             record.copied_over, record.shared = "pp_half", half.rank > 0
 
     def new_layer(self, index: int, build: Build) -> TransformerLayer:
-        """Make layer `index` of the whole model: of the encoder, or behind its last one of the decoder."""
+        """Make layer `index` of the whole model: one of the encoder, or after its last layer one of the decoder."""
         depth = build.config.layers
         if index < depth:
             return TransformerLayer(index, _encoder(build))
@@ -138,7 +138,7 @@ class T5Model(GPTModel):
             text_dec_BT: token ids for the decoder; used by its first stage only.
             enc_mask_BS: 1 for a token of `text_enc_BS`, 0 for padding, which no position attends to; used by every
                 stage. None means that there is no padding.
-            labels_BT: the tokens to predict, each behind the one of `text_dec_BT`; used by the last stage only.
+            labels_BT: the tokens to predict, each following that of `text_dec_BT`; used by the last stage only.
 
         Returns:
             encoded_SBH from a stage of the encoder alone; (hidden_TBH, encoded_SBH) from one of the decoder that is not
@@ -166,7 +166,7 @@ class T5Model(GPTModel):
         return self._logits(x_TBH) if labels_BT is None else self._loss(x_TBH, labels_BT, self.output_bias)
 
     def _received(self, text_dec_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(hidden states, the encoder's output) for a stage of the decoder alone."""
+        """Return (hidden states, the encoder's output) for a stage that has only layers of the decoder."""
         given: Any = self._input_SBH
         if given is None:
             raise ValueError("a decoder's stage reads the encoder's output; give it set_input_tensor before forward")
@@ -179,7 +179,7 @@ class T5Model(GPTModel):
         return None if enc_mask_BS is None else scores_of_padding(enc_mask_BS, heads, like.dtype)
 
     def _logits(self, x_TBH: Tensor) -> Tensor:
-        """This rank's columns of the logits, [T, B, V]; f is inside."""
+        """Return this rank's columns of the logits, [T, B, V]; f is included."""
         plan = LinearPlan("output", self.group, self.sequence_parallel, self.fusion)
         with comm_scope(layer="output"):
             return column_parallel_linear(x_TBH, self.output_weight_VH, self.output_bias, plan)
@@ -194,6 +194,6 @@ def _decoder(build: Build) -> Build:
 
 
 def _output_bias(build: Build) -> nn.Parameter:
-    """The bias of the output layer, [V], cut as the vocabulary is; Megatron-LM's T5 has one."""
+    """Return the bias of the output layer, [V], cut as the vocabulary is; Megatron-LM's T5 has one."""
     cut = {"group": build.group, "partition_dim": 0, "padded_rows": padded_vocab(build.config, build.group.size)}
     return make_parameter("output_bias", (build.config.vocab_size,), fill=0.0, **cut, **build.factory_kwargs)
