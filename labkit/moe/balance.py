@@ -1,12 +1,12 @@
 """Losses on the router that keep the experts' load even, their way into the backward, and a bias without a loss.
 
-n_e tokens chose expert e, P_e is the sum of its normalised scores; T tokens go to k experts each:
+n_e tokens chose expert e, P_e is the sum of its normalised scores, and each of T tokens goes to k experts:
 
     switch loss  L = coefficient E / (k T^2) sum_e P_e n_e     equal to coefficient at even load (arXiv 2101.03961, 2.2)
     z loss       L = coefficient mean_t (log sum_e exp logit_te)^2                       (arXiv 2202.08906, 3.3)
 
-P_e has a gradient, n_e has none. T and n_e count the whole scope, which is all ranks that hold pieces of it. P_e sums
-only over this rank's tokens. So each rank has a part of L, and the parts add up to L.
+P_e has a gradient, n_e has none. T and n_e count the whole scope, which is all ranks that hold pieces of it, but P_e
+sums only over this rank's tokens. So each rank has a part of L, and the parts add up to L.
 
 The losses never appear in the model's loss. `AuxLossAutoScaler` returns a tensor unchanged; in backward it starts the
 gradient of L. `aux_loss_scale` computes the start, which depends on the later sums and means over gradients.
@@ -32,7 +32,7 @@ def switch_load_balancing_loss_func(
     num_experts: int,
     coefficient: float,
 ) -> Tensor:
-    """This rank's part of the switch loss above, a scalar.
+    """Return this rank's part of the switch loss above, a scalar.
 
     Args:
         scores_TE: normalised scores of this rank's tokens. Scores [S, B x E], one column for each sequence and expert,
@@ -48,7 +48,7 @@ def switch_load_balancing_loss_func(
 
 
 def z_loss_func(logits_TE: Tensor, coefficient: float) -> Tensor:
-    """The z loss above over this rank's tokens, a scalar; 0 without tokens.
+    """Return the z loss above over this rank's tokens, a scalar; 0 without tokens.
 
     For this rank's part of the loss of n ranks, give coefficient / n.
     """
@@ -66,7 +66,7 @@ class AuxLossScale:
         self.value = torch.tensor(value, dtype=torch.float64, device=device)
 
     def set(self, value: float | Tensor) -> None:
-        """Set the number: before the forwards of a step, and whenever loss scale or number of microbatches change."""
+        """Set the number, before the forwards of a step and whenever loss scale or number of microbatches change."""
         if isinstance(value, Tensor):
             self.value.copy_(value)
         else:
@@ -76,7 +76,7 @@ class AuxLossScale:
 def aux_loss_scale(
     loss_scale: float, *, cp: int, num_microbatches: int, tokens_per_microbatch: int | None = None
 ) -> float:
-    """The number for `AuxLossScale` that makes the attached losses a mean over the microbatches of the global batch.
+    """Return the value of `AuxLossScale` that makes attached losses a mean over the microbatches of the global batch.
 
     The result is loss_scale x cp / microbatches. Parts of L lie on tp x cp ranks. The ranks sum gradients over tp
     (`sequence_parallel` parameters) and average them over dp x cp. The factor cp undoes the average over cp.
@@ -108,7 +108,7 @@ class AuxLossAutoScaler(Function):
 
 
 def updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, update_rate: float) -> Tensor:
-    """Loss-free balancing (arXiv 2408.15664, algorithm 1): bias + rate x sign(mean load - load), in the bias's type.
+    """Return bias + rate x sign(mean load - load), in the bias's type: loss-free balancing (arXiv 2408.15664, alg. 1).
 
     Both tensors are [.., E]. The load is that of the global batch, summed over all ranks.
     """

@@ -1,8 +1,8 @@
 """The experts of one rank: feed-forward networks without bias, each on the rows that were routed to it.
 
-Rows arrive sorted by expert, with their routing weights. The activation is multiplied by the routing weight, before the
-second projection. The projection is linear, so this equals weighting the output. The gradient of a routing weight then
-needs only tensors that backward keeps anyway, and not the output of every expert.
+Rows arrive sorted by expert, with their routing weights. The activation is multiplied by the routing weight before the
+second projection, which equals weighting the output because the projection is linear. But the gradient of a routing
+weight then needs only tensors that backward keeps anyway, and not the output of every expert.
 
 Weights are stacked, so that all implementations load the same state_dict:
 
@@ -14,7 +14,7 @@ Weights are stacked, so that all implementations load the same state_dict:
 Under expert tensor parallelism each rank gets all rows of the group and returns a partial sum. The dispatcher gathers
 before and reduce-scatters after; nothing in this file communicates.
 
-Shapes: N rows (tokens x experts of theirs on this rank), E experts, H hidden, F expert width.
+Shapes: N rows (one for each token and expert of this rank that it visits), E experts, H hidden, F expert width.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from labkit.parallel.parameters.weights import Seed, make_expert_parameter
 
 
 def expert_width(model: ModelConfig, moe: MoEConfig) -> int:
-    """F: `moe.ffn_hidden`, or the dense width."""
+    """Return F: `moe.ffn_hidden`, or the dense width."""
     return moe.ffn_hidden or model.ffn_hidden or 4 * model.hidden
 
 
@@ -81,8 +81,8 @@ class Experts(nn.Module, ABC):
     """
 
     grouped: ClassVar[bool]
-    """True where `compute` calls the projections, each for all experts. Else it only reads their weights
-    (`reads_children`). The gather of parameters, which hooks forwards, then hooks the forward of the experts."""
+    """True if `compute` calls the projections, each for all experts. Otherwise it only reads their weights
+    (`reads_children`), so the gather of parameters, which hooks forwards, hooks the forward of the experts instead."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Experts(nn.Module, ABC):
         self.input_shape = (experts // groups.ep.size, hidden)
 
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
-        """Rows sorted by expert, rows of each expert ([E/ep], on the host), and weights of the rows -> [N, H].
+        """Run the experts: sorted rows, rows of each expert ([E/ep], on the host), weights of the rows -> [N, H].
 
         Raises:
             ValueError: shapes that do not fit together, or counts that do not add up to the rows. A grouped kernel
@@ -127,7 +127,7 @@ class Experts(nn.Module, ABC):
 
     @abstractmethod
     def compute(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
-        """`forward` after its checks."""
+        """Compute `forward` after its checks."""
 
     def _check(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> None:
         experts, hidden = self.input_shape

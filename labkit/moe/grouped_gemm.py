@@ -1,7 +1,7 @@
 """One product for all experts of a rank: rows grouped by expert, each group times a matrix of its own.
 
 A loop over E experts launches 3 E small GEMMs for a projection: E in forward, 2 E in backward. Most of them are too
-small to fill the machine. Grouped products are 3 launches. The machine decides on the operator:
+small to fill the device. Grouped products take only 3 launches. The device decides on the operator:
 
 | form    | operator                  | where                                                                         |
 |---------|---------------------------|-------------------------------------------------------------------------------|
@@ -58,11 +58,11 @@ class Segments:
 
     @property
     def equal(self) -> bool:
-        """True where all experts are known to have as many rows; counts on a GPU are not read."""
+        """True if all experts are known to have the same number of rows; counts on a GPU are not read."""
         return self.tokens_per_expert.device.type == "cpu" and len(set(self.counts)) <= 1
 
     def offsets(self, device: torch.device) -> Tensor:
-        """The end of each group, [E] int32, on `device`; copied once."""
+        """Return the end of each group, [E] int32, on `device`; copied once."""
         if device not in self._offsets:
             ends = self.tokens_per_expert.cumsum(0).to(torch.int32)
             if device.type == "cuda" and ends.device.type == "cpu":
@@ -71,7 +71,7 @@ class Segments:
         return self._offsets[device]
 
     def empty(self, device: torch.device) -> Tensor:
-        """True for experts without rows, [E] bool, on `device`."""
+        """Return True for experts without rows, [E] bool, on `device`."""
         ends = self.offsets(device)
         return ends.diff(prepend=ends.new_zeros(1)) == 0
 
@@ -99,7 +99,7 @@ class Segments:
 
 
 def _is_native(segments: Segments, rows: Tensor, *widths: int) -> bool:
-    """True where `torch._grouped_mm` takes rows of this type and operands of these widths in one call."""
+    """Return True if `torch._grouped_mm` takes rows of this type and operands of these widths in one call."""
     types = (torch.bfloat16,) if rows.is_cuda else (torch.float32, torch.bfloat16, torch.float16)
     if segments.equal or rows.dtype not in types or not len(rows):
         return False
@@ -107,7 +107,7 @@ def _is_native(segments: Segments, rows: Tensor, *widths: int) -> bool:
 
 
 def grouped_product(a_NI: Tensor, b_EIO: Tensor, segments: Segments) -> Tensor:
-    """Each group of rows times its expert's matrix: y_n = a_n b_e, [N, O]. `b_EIO` may be a transposed view."""
+    """Multiply each group of rows by its expert's matrix: y_n = a_n b_e, [N, O]. `b_EIO` may be a transposed view."""
     if _is_native(segments, a_NI, *b_EIO.shape[1:]):
         return F.grouped_mm(a_NI, b_EIO, offs=segments.offsets(a_NI.device))
     return segments.rows(torch.bmm(segments.blocks(a_NI), b_EIO))
@@ -116,7 +116,7 @@ def grouped_product(a_NI: Tensor, b_EIO: Tensor, segments: Segments) -> Tensor:
 def grouped_weight_gradient(
     grad_NO: Tensor, x_NI: Tensor, segments: Segments, main_grad: Tensor | None = None, *, replace: bool = False
 ) -> Tensor | None:
-    """dL/dW_e = (rows of e in grad)^T (rows of e in x), [E, O, I]; zeros for an expert without rows.
+    """Return dL/dW_e = (rows of e in grad)^T (rows of e in x), [E, O, I]; zeros for an expert without rows.
 
     With `main_grad` the result is added there, or with `replace` written there, and None is returned.
     """
@@ -139,7 +139,7 @@ def grouped_weight_gradient(
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """Options of a grouped linear layer beside its products."""
+    """Name and options of a grouped linear layer."""
 
     name: str
     """Name in Events."""
@@ -154,7 +154,7 @@ class _GroupedLinear(Function):
         dgrad     dx_e = dy_e W_e            [N_e, O] x [O, I] -> [N_e, I]
         wgrad     dW_e = dy_e^T x_e          [O, N_e] x [N_e, I] -> [O, I]
 
-    While a `WeightGradStore` collects, wgrad is put off to W. A rank without rows runs all three on empty tensors, so
+    While a `WeightGradStore` collects, wgrad is postponed to W. A rank without rows runs all three on empty tensors, so
     that it stays in autograd's graph and its weight gradients are zeros.
     """
 
@@ -191,5 +191,5 @@ class _GroupedLinear(Function):
 
 
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, segments: Segments, plan: GroupedPlan) -> Tensor:
-    """Rows times their experts' matrices, [N, O]: one product forward, one for each gradient."""
+    """Multiply rows by their experts' matrices, [N, O]: one product forward, one for each gradient."""
     return _GroupedLinear.apply(x_NI.contiguous(), weight_EOI, segments, plan)  # type: ignore[no-any-return]

@@ -12,8 +12,8 @@ that are known beforehand; only routing tells how many rows travel.
 | `routed_experts_compute` | rows and weights     | rows_NH                   | gather over etp, experts, and back     |
 | `combine`                | rows_NH, y_SBH       | x_SBH                     | all-to-all back; sum per token, plus y |
 
-The last four call the six steps of the dispatcher (`dispatch/dispatcher.py`). From `preprocess` on each also takes and
-returns the metadata of these steps.
+The last four call the six steps of the dispatcher (`dispatch/dispatcher.py`). From `preprocess` on, each method also
+takes and returns the metadata of these steps.
 
 With `moe.shared_expert_overlap` the dispatcher computes the shared experts while rows travel, and the first method does
 nothing.
@@ -53,9 +53,9 @@ def _keep(_: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _check_fields(name: str, moe: MoEConfig) -> None:
-    """Refuse values that a field cannot hold, for layers that are built without `RunConfig.validate`.
+    """Reject values that a field cannot hold, for layers that are built without `RunConfig.validate`.
 
-    The code would take most of them without a word: an unknown `load_balancing` for none at all, for example.
+    Otherwise nothing would raise for most of them: an unknown `load_balancing`, for example, would balance nothing.
     """
     given = {f"moe.{field}": value for field, value in vars(moe).items() if value is not None}
     broken = {field: SPECS[field].broken(value) for field, value in given.items()}
@@ -71,7 +71,7 @@ def build_dispatcher(
     name: str = "moe",
     cuda_dtoh_point: str = "before_permutation_1",
 ) -> MoETokenDispatcher:
-    """Build the dispatcher that `moe.dispatcher` names; arguments and errors as in `MoETokenDispatcher`."""
+    """Build the dispatcher that `moe.dispatcher` names. Arguments and errors are those of `MoETokenDispatcher`."""
     if moe.dispatcher not in DISPATCHERS:
         raise ValueError(f"moe.dispatcher is {moe.dispatcher!r}; choose one of {', '.join(DISPATCHERS)}")
     dispatcher = resolve_name(DISPATCHERS[moe.dispatcher].dispatcher)
@@ -170,11 +170,11 @@ class MoELayer(nn.Module):
 
     @property
     def has_shared_output(self) -> bool:
-        """True where `shared_experts_compute` computes an output."""
+        """True if `shared_experts_compute` computes an output."""
         return self.shared_experts is not None and not self.moe.shared_expert_overlap
 
     def shared_experts_compute(self, x_SBH: Tensor) -> Tensor | None:
-        """The shared experts' output; None without shared experts, or where the dispatcher computes them."""
+        """Return the shared experts' output; None without shared experts, or where the dispatcher computes them."""
         if self.shared_experts is None or not self.has_shared_output:
             return None
         # MLP and gate both read x. The view adds up their gradients before they join others, as a recomputed part does,
@@ -186,25 +186,25 @@ class MoELayer(nn.Module):
     # Each step is a method, because a partial CUDA graph ends after one of the first two (`graphs/partial_moe.py`).
 
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
+        """Return weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
         return self.router(x_SBH)
 
     def preprocess(self, x_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor, Metadata]:
-        """Rows and weights in the order in which they leave this rank."""
+        """Return the rows and weights in the order in which they leave this rank."""
         return self.token_dispatcher.dispatch_preprocess(x_SBH, probs_TE, map_TE)
 
     def dispatch(self, rows: Tensor, probs: Tensor, metadata: Metadata) -> tuple[Tensor, Tensor, Metadata]:
-        """Rows and weights that arrive at this rank."""
+        """Return the rows and weights that arrive at this rank."""
         return self.token_dispatcher.token_dispatch(rows, probs, metadata)
 
     def routed_experts_compute(self, rows: Tensor, probs: Tensor, metadata: Metadata) -> tuple[Tensor, Metadata]:
-        """The experts' output, in the order in which the rows arrived."""
+        """Return the experts' output, in the order in which the rows arrived."""
         dispatcher = self.token_dispatcher
         rows_NH, tokens_per_expert, probs_N, metadata = dispatcher.dispatch_postprocess(rows, probs, metadata)
         return dispatcher.combine_preprocess(self.experts(rows_NH, tokens_per_expert, probs_N), metadata)
 
     def combine(self, rows: Tensor, metadata: Metadata, shared_SBH: Tensor | None = None) -> Tensor:
-        """[S, B, H]: the sum of each token's results, plus the shared experts' output."""
+        """Return [S, B, H]: the sum of each token's results, plus the shared experts' output."""
         rows, metadata = self.token_dispatcher.token_combine(rows, metadata)
         output_SBH = self.token_dispatcher.combine_postprocess(rows, metadata)
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH

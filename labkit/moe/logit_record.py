@@ -1,4 +1,4 @@
-"""A record of the logits of every forward, to route the same tokens by other policies later.
+"""A record of the logits of every forward, from which the same tokens can be routed by other policies later.
 
 A `RoutingReplay` repeats a *choice*. This record keeps the logits, from which `labkit.viz.experts.router_lab` makes any
 choice.
@@ -20,14 +20,14 @@ from labkit.moe.router import TopKRouter, routers_of
 class LogitRecord:
     """Logits [T, E] of every forward of some modules' routers, on the host, by the router's name, until `close()`.
 
-    A recomputed forward is not kept again. The logits are those of the input without jitter. Each forward waits for the
-    device, so close the record early.
+    A recomputed forward is not recorded again. The logits are those of the input without jitter. Each forward waits for
+    the device, so close the record early.
 
         with LogitRecord([model]) as kept:
             model(tokens)
         torch.stack(kept.logits["layers.3.mlp.router"])      # [forwards, T, E]
 
-    `pretrain` makes the model itself: make the record in its `model_provider`, beside the chunk.
+    `pretrain` makes the model itself, so make the record in its `model_provider`, together with the chunk.
 
     Args:
         modules: model chunks, or routers.

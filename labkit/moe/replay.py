@@ -22,18 +22,18 @@ CHOSEN, COUNTED = 1, 2
 
 
 def is_second_forward() -> bool:
-    """True during recomputation, when a forward runs again for backward."""
+    """Return True during recomputation, when a forward runs again for backward."""
     return current_scope().phase == "recompute"
 
 
 def encode(map_TE: Tensor, counted_TE: Tensor, sequence: int) -> Tensor:
-    """The record of one forward, [S, B, E]."""
+    """Return the record of one forward, [S, B, E]."""
     code_TE = map_TE.to(torch.uint8) * CHOSEN + counted_TE.to(torch.uint8) * COUNTED
     return code_TE.view(sequence, -1, map_TE.shape[-1])
 
 
 def decode(code_SBE: Tensor) -> tuple[Tensor, Tensor]:
-    """The choice, and the choice that the load-balancing loss counted; both bool [T, E]."""
+    """Return the choice, and the choice that the load-balancing loss counted; both bool [T, E]."""
     code_TE = code_SBE.flatten(0, 1)
     return (code_TE & CHOSEN).bool(), (code_TE & COUNTED).bool()
 
@@ -50,7 +50,7 @@ class RoutingReplay:
         self._used = 0
 
     def take(self, shape_SBE: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Choice and counted map of the current forward.
+        """Return choice and counted map of the current forward.
 
         Raises:
             ValueError: no record is left, or the record has another shape.

@@ -2,9 +2,9 @@
 
     logits = x W^T  ->  z loss  ->  choice and weights  ->  capacity  ->  load-balancing loss attached to the weights
 
-Logits and scores are computed in float32 or wider, also from bf16 activations: between close logits, bf16 would decide
-by rounding. Under sequence parallelism a rank routes the S/(cp tp) positions that it holds. So the gradient of W is a
-part of a sum over tp (`sequence_parallel`), like that of a norm.
+Logits and scores are computed in float32 or wider, also from bf16 activations, because between close logits bf16 would
+decide by rounding. Under sequence parallelism a rank routes the S/(cp tp) positions that it holds. So the gradient of W
+is a part of a sum over tp (`sequence_parallel`), like that of a norm.
 
 A forward counts for losses, statistics and the expert bias only in training with gradients enabled. Recomputation too
 counts a microbatch once, since its first forward runs without gradients. The global loss is an exception: it counts in
@@ -147,7 +147,7 @@ class TopKRouter(nn.Module):
             return self.routing(self.gating(self.jittered(x_SBH)), x_SBH.shape[0])
 
     def jittered(self, x_SBH: Tensor) -> Tensor:
-        """The input times random numbers from 1 - jitter to 1 + jitter, different on each rank of tp."""
+        """Return the input times random numbers from 1 - jitter to 1 + jitter, different on each rank of tp."""
         jitter = self.moe.input_jitter
         if not jitter or not self.training:
             return x_SBH
@@ -156,12 +156,13 @@ class TopKRouter(nn.Module):
             return x_SBH * torch.empty_like(x_SBH).uniform_(1 - jitter, 1 + jitter)
 
     def gating(self, x_SBH: Tensor) -> Tensor:
-        """Logits [T, E], in the wider of `router_dtype` and the input's type."""
+        """Return logits [T, E], in the wider of `router_dtype` and the input's type."""
         dtype = torch.promote_types(x_SBH.dtype, ROUTER_DTYPES.get(self.moe.router_dtype, x_SBH.dtype))
         return _GatingLinear.apply(x_SBH.flatten(0, 1), self.weight, dtype)  # type: ignore[no-any-return]
 
     def routing(self, logits_TE: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-        """Weights and choice from logits of `sequence` positions. A forward that counts adds to losses and load."""
+        """Return weights and choice from logits of `sequence` positions, adding to losses and load if the forward
+        counts."""
         moe, counts = self.moe, self.training and torch.is_grad_enabled()
         shape_SBE = (sequence, logits_TE.shape[0] // sequence, moe.num_experts)
         replayed, replayed_counted = self.replay.take(shape_SBE) if self.replay is not None else (None, None)
@@ -187,7 +188,7 @@ class TopKRouter(nn.Module):
 
     @property
     def _chooses_by_more(self) -> bool:
-        """True where bias or groups also decide on the choice; the load-balancing loss must ignore both."""
+        """True if bias or groups also decide on the choice; the load-balancing loss must ignore both."""
         return self.moe.expert_bias or self.moe.num_groups is not None
 
     def _choose(self, logits_TE: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -254,13 +255,13 @@ class TopKRouter(nn.Module):
             coefficient=1.0 / max(batch, 1),
         )
         if mean_E is not None:
-            # Its parts lie on the ranks of dp too. Gradients are averaged over dp; this factor undoes that.
+            # Its parts are on the ranks of dp too. Gradients are averaged over dp, and this factor undoes that.
             part = part * self.groups.dp.size
         self.statistics.add_loss("load_balancing_loss", part)
         return AuxLossAutoScaler.apply(probs_TE, part * self.moe.aux_loss_coeff, self.aux_scale)  # type: ignore[no-any-return]
 
     def _mean_counts(self, counted_TE: Tensor) -> Tensor:
-        """Mean counts of the forwards of this step so far (arXiv 2501.11873, section 3: a buffer over microbatches)."""
+        """Return the mean counts of this step's forwards so far (arXiv 2501.11873, section 3: a buffer over them)."""
         assert self.global_counts is not None
         self.global_counts[:-1] += all_reduce(counted_TE.sum(dim=0), self.groups.tp_dp_cp)
         self.global_counts[-1] += 1
@@ -284,7 +285,7 @@ class TopKRouter(nn.Module):
 
 
 def routers_of(chunks: Iterable[nn.Module]) -> Iterator[TopKRouter]:
-    """All routers of a rank's model chunks, in order of layers within each chunk."""
+    """Yield all routers of a rank's model chunks, in order of layers within each chunk."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
@@ -294,7 +295,7 @@ def routers_of(chunks: Iterable[nn.Module]) -> Iterator[TopKRouter]:
 def finish_router_step(chunks: Iterable[nn.Module], groups: ParallelGroups, *, move_biases: bool = True) -> None:
     """Move the expert biases by the load of the global batch, and set the step's counts to zero.
 
-    All ranks call it once an optimizer step, after gradients are final. It makes one all-reduce over tp x dp x cp for
+    All ranks call it once per optimizer step, after gradients are final. It makes one all-reduce over tp x dp x cp for
     all layers of the rank.
 
     move_biases: False keeps the biases, for a step that is skipped.

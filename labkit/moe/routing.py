@@ -45,7 +45,7 @@ def topk_routing(
     expert_bias: Tensor | None = None,
     map_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and choice of the table above.
+    """Return weights and choice of the table above.
 
     Args:
         logits_TE: logits of the router; half precision is scored in float32 and rounded.
@@ -89,7 +89,7 @@ def choose(
     group_topk: int | None = None,
     expert_bias: Tensor | None = None,
 ) -> Tensor:
-    """The choice of `topk_routing`: bool [T, E] with top_k entries in each row."""
+    """Return the choice of `topk_routing`: bool [T, E] with top_k entries in each row."""
     _check_choice(top_k, score_function, num_groups, group_topk, expert_bias)
     if expert_bias is None and num_groups is None:
         # Scores order the experts of a token as logits do, but may round two logits to one number.
@@ -110,7 +110,7 @@ def choose(
 def combine_weights(
     logits_TE: Tensor, map_TE: Tensor, top_k: int, *, score_function: str = "softmax", pre_softmax: bool = False
 ) -> Tensor:
-    """Weights [T, E] of a choice, without scaling factor; differentiable in the logits, 0 where not chosen."""
+    """Return weights [T, E] of a choice, without scaling factor; differentiable in the logits, 0 where not chosen."""
     wide_TE = _at_least_fp32(logits_TE)
     if score_function == "sigmoid":
         scores_TE = wide_TE.sigmoid() * map_TE
@@ -123,7 +123,7 @@ def combine_weights(
 
 
 def group_limited_topk(scores_TE: Tensor, top_k: int, *, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
-    """The top_k experts among the group_topk best groups: scores and indices, both [T, K], best first.
+    """Return the top_k experts among the group_topk best groups: scores and indices, both [T, K], best first.
 
     With one group for each EP rank (or node), a token is sent to at most group_topk of them.
     """
@@ -138,7 +138,7 @@ def group_limited_topk(scores_TE: Tensor, top_k: int, *, num_groups: int, group_
 
 
 def normalized_scores(logits_TE: Tensor, score_function: str = "softmax") -> Tensor:
-    """Scores of load-balancing losses: over all experts, adding up to 1 for each token, in float32 at least.
+    """Return the scores of load-balancing losses, which add up to 1 over each token's experts, in float32 at least.
 
     Bias, groups and scaling must not reach the loss, so the scores ignore them.
     """
@@ -155,7 +155,7 @@ def normalized_scores(logits_TE: Tensor, score_function: str = "softmax") -> Ten
 def sinkhorn_routing(
     logits_TE: Tensor, top_k: int, *, balanced: bool = True, map_TE: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choice by balanced assignment (S-BASE, arXiv 2202.01169), weights by the scores alone.
+    """Choose by balanced assignment (S-BASE, arXiv 2202.01169), and weight by the scores alone.
 
     Args:
         logits_TE: logits of the router.
@@ -201,7 +201,7 @@ def sinkhorn(cost_TE: Tensor, tol: float = 1e-4, max_iterations: int = 1000) -> 
 
 
 def get_capacity(*, num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
-    """C = ceil(T k / E x capacity_factor), at most T, since no expert can get more than all tokens of the rank.
+    """Return C = ceil(T k / E x capacity_factor), at most T, since no expert can get more than the rank's tokens.
 
     The product is Megatron's, in double precision with its rounding: 10 tokens for each expert times 1.1 give 12.
     """
@@ -217,7 +217,7 @@ def apply_capacity(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and choice after every expert has dropped the tokens over its capacity.
+    """Return weights and choice after every expert has dropped the tokens over its capacity.
 
     Args:
         probs_TE: weights, 0 where not chosen.
@@ -254,7 +254,7 @@ def apply_capacity(
 
 
 def top_k_map(logits_TE: Tensor, top_k: int) -> Tensor:
-    """True for the top_k largest logits of every row, bool [T, E]: the choice without bias and groups."""
+    """Return bool [T, E], True for the top_k largest logits of every row: the choice without bias and groups."""
     return _map_of(logits_TE.detach().topk(top_k, dim=-1).indices, logits_TE)
 
 
@@ -269,7 +269,7 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 def _check_choice(
     top_k: int, score_function: str, num_groups: int | None, group_topk: int | None, expert_bias: Tensor | None
 ) -> None:
-    """Refuse what would give a wrong choice without a word; torch refuses other numbers that do not fit."""
+    """Reject what would silently give a wrong choice; torch rejects other numbers that do not fit."""
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function is {score_function!r}; choose {' or '.join(SCORE_FUNCTIONS)}")
     if expert_bias is not None and score_function != "sigmoid":

@@ -1,7 +1,7 @@
-"""Shared experts: an MLP that every token passes through, beside its routed experts (arXiv 2401.06066).
+"""Shared experts: an MLP that every token passes through, in addition to its routed experts (arXiv 2401.06066).
 
-The MLP does not depend on routing, so it can be computed while tokens travel. For that it has stages. The dispatcher
-calls them between the steps of its communication, on a stream of their own:
+The MLP does not depend on routing, so it can be computed while tokens travel. For that it has stages, which the
+dispatcher calls between the steps of its communication, on a stream of their own:
 
 | stage                          | what it does                                     | while                          |
 |--------------------------------|--------------------------------------------------|--------------------------------|
@@ -62,7 +62,7 @@ class SharedExpertsStage(NamedTuple):
 
 
 class SharedExpertMLP(nn.Module):
-    """All shared experts of a layer as one MLP, cut over tp like a dense one; without bias.
+    """All shared experts of a layer as one MLP without bias, cut over tp like a dense one.
 
     Holds `fc1.weight`, `fc2.weight` and, with a gate, `gate.weight`.
 
@@ -72,7 +72,7 @@ class SharedExpertMLP(nn.Module):
         moe: `shared_expert_ffn_hidden` and `shared_expert_gate`.
         groups: `tp`.
         sequence_parallel: x is this rank's part of the sequence.
-        The rest as in `ParallelMLP`.
+        The other arguments are as in `ParallelMLP`.
 
     Raises:
         ValueError: tp does not divide the width.
@@ -97,7 +97,7 @@ class SharedExpertMLP(nn.Module):
         assert moe.shared_expert_ffn_hidden is not None, "built only where the configuration has shared experts"
         self.name, self.group = name, groups.tp
         self.computed_in_stages = moe.shared_expert_overlap
-        """True where the dispatcher calls the stages and not `forward`, so module hooks do not run (`ParamGather`)."""
+        """True if the dispatcher calls the stages and not `forward`, so module hooks do not run (`ParamGather`)."""
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         made: dict[str, Any] = {"seed": seed, "std": std, "dtype": dtype, "device": device}
         mlp = ParallelMLP(
@@ -167,12 +167,12 @@ class SharedExpertMLP(nn.Module):
         return output
 
     def join_stream(self) -> None:
-        """Between two stages: have the current stream wait for the stages so far."""
+        """Between two stages, make the current stream wait for the stages so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def follow_stream(self, stage: SharedExpertsStage) -> None:
-        """Between two stages: have later stages wait for a stage that was computed on the current stream."""
+        """Between two stages, make later stages wait for a stage that was computed on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             for result in stage:
@@ -180,7 +180,7 @@ class SharedExpertMLP(nn.Module):
                     result.record_stream(self._stream)
 
     def _alone(self, layer: Any, x: Tensor) -> Tensor:
-        """A projection without communication; the stages around it communicate."""
+        """Run a projection without communication, because the stages around it communicate."""
         plan = replace(layer.plan, group=Group("none", (0,), 0), sequence_parallel=False)
         return column_parallel_linear(x, layer.weight, None, plan)
 

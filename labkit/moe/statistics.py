@@ -77,7 +77,7 @@ class RouterStatistics:
         """Number of microbatches."""
 
     def add_routing(self, tokens_per_expert: Tensor, dropped: Tensor | None = None) -> None:
-        """Count a microbatch: its choices before any capacity, [E], and the number of dropped ones."""
+        """Count one microbatch: its choices before any capacity, [E], and the number of dropped ones."""
         self.tokens_per_expert += tokens_per_expert
         if dropped is not None:
             self.dropped += dropped
@@ -93,9 +93,10 @@ class RouterStatistics:
 
 
 def summarize(statistics: Sequence[RouterStatistics], groups: ParallelGroups) -> list[RouterSummary]:
-    """One summary for each layer, over all ranks of this pipeline stage (tp x dp x cp).
+    """Return one summary for each layer, over all ranks of this pipeline stage (tp x dp x cp).
 
-    All these ranks call it, with the same layers. It makes one all-reduce and one read of the device for all layers."""
+    All these ranks call it, with the same layers. It makes one all-reduce and one read of the device for all layers.
+    """
     if not statistics:
         return []
     totals_LN = torch.stack([layer.totals for layer in statistics])

@@ -50,12 +50,12 @@ class _WeightedSwiGLU(Function):
 
 
 def weighted_swiglu(x: Tensor, probs_N: Tensor) -> Tensor:
-    """silu(gate) * up * p of x = [gate, up], [N, 2F] and [N] -> [N, F], in the type of x."""
+    """Return silu(gate) * up * p of x = [gate, up], [N, 2F] and [N] -> [N, F], in the type of x."""
     return _WeightedSwiGLU.apply(x, probs_N)  # type: ignore[no-any-return]
 
 
 def weighted_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, p) -> activation(x) * p, in the type of x; `name` as in `model.activation`."""
+    """Return the function (x, p) -> activation(x) * p, in the type of x; `name` as in `model.activation`."""
     if name == "swiglu":
         return weighted_swiglu
     activation = ACTIVATIONS[name]
@@ -63,5 +63,5 @@ def weighted_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def weighted(inner_NF: Tensor, probs_N: Tensor) -> Tensor:
-    """Each row times its weight, in the type of the rows."""
+    """Multiply each row by its weight, in the type of the rows."""
     return (inner_NF * probs_N.unsqueeze(-1)).to(inner_NF.dtype)

@@ -3,8 +3,8 @@
     tokens, weights, map -> all-gather (tp_ep) -> pick and sort by local expert -> experts
     result <- reduce-scatter (tp_ep) <- put back into place <-
 
-It needs no split sizes, only the counts of the experts, and makes two large transfers. Every token goes to every rank.
-That pays where a token goes to most ranks anyway (top_k near ep or above), or where equal transfers are much faster.
+It needs no split sizes, only the counts of the experts, and makes two large transfers. Every token goes to every rank,
+which pays if a token goes to most ranks anyway (top_k near ep or above), or if equal transfers are much faster.
 One reduce-scatter adds a token's results from its experts (over ep) and from the slices of one expert (over etp).
 
 All ranks must hold the same number of tokens.
@@ -65,7 +65,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor, AllGatherMetadata]:
         local = slice(self.first_local_expert, self.first_local_expert + self.num_local_experts)
         map_GL = metadata.routing_map[:, local]
-        # In every configuration this rank learns its number of rows only here.
+        # Whatever the configuration, this rank learns its number of rows only here.
         tokens_per_expert = HostCopy(map_GL.sum(dim=0)).wait()
         rows_NH, probs_N, token_of_row_N = permute(
             hidden, map_GL, probs_TE=probs[:, local], num_out_tokens=int(tokens_per_expert.sum())

@@ -6,7 +6,7 @@
 A rank counts its tokens for each expert. An all-gather over tp_ep gives all ranks the table of counts, and all split
 sizes of the forward follow from this table. The all-to-all sends a row for each (token, expert), as
 `plan/traffic.py` counts them. With tensor-parallel experts (etp) each rank of an expert computes a slice of its width
-for all rows. So these ranks then gather their rows, and a reduce-scatter adds the partial sums.
+for all rows, so these ranks gather their rows before, and a reduce-scatter adds the partial sums after.
 
 With `pad_to_capacity` every expert gets the same number of rows from every rank. The table is known beforehand, and no
 number comes from the GPU.
@@ -62,7 +62,7 @@ class Splits:
         per_rank = experts // ep
         own = table[etp_rank, ep_rank]
         local = table[:, :, ep_rank * per_rank : (ep_rank + 1) * per_rank]
-        # No operation of torch makes it: a recorder would take one for work of the device.
+        # No operation of torch makes it, because a recorder would mistake one for work of the device.
         tokens_per_expert = torch.frombuffer(local.sum(axis=(0, 1)), dtype=torch.int64)
         return cls(
             num_out_tokens=int(own.sum()),
@@ -107,7 +107,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     # ---- counts ----
 
     def gather_counts(self, map_TE: Tensor) -> Tensor:
-        """Rows of each rank for each expert, from the map of this rank: int32 [etp, ep, E]."""
+        """Return how many rows each rank has for each expert, from this rank's map: int32 [etp, ep, E]."""
         counts_E = map_TE.sum(dim=0, dtype=torch.int32)
         with comm_scope(phase=current_scope().phase or "forward"):
             return self._by_axes(collectives.all_gather(counts_E, self.tp_ep))
@@ -120,7 +120,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1).contiguous()
 
     def _splits(self, host_counts: HostCopy | None, num_tokens: int) -> Splits:
-        """The split sizes of this forward. Waits for the copy of the counts; if padded there is none to wait for."""
+        """Return the split sizes of this forward. Waits for the copy of the counts, which padding does not need."""
         if host_counts is None:
             counts = np.full((self.etp.size, self.ep.size, self.num_experts), self.capacity(num_tokens))
         else:
@@ -151,7 +151,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         host_counts = metadata.host_counts or self.copy_at("before_ep_alltoall", counts)
         splits = self._splits(host_counts, metadata.hidden_shape[:-1].numel())
         with comm_scope(layer=self.name):
-            # both transfers at once; the shared experts compute meanwhile
+            # both transfers start at once, and the shared experts compute meanwhile
             under_way = [
                 all_to_all_start(x, self.ep, splits.output_splits, splits.input_splits) for x in (hidden, probs)
             ]

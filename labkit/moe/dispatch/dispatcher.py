@@ -32,8 +32,8 @@ to the host, at `cuda_dtoh_point`; nothing else here makes the host wait. The st
 `dispatch_preprocess` can mostly do without these numbers (it cannot with a capacity and no padding). The all-gather
 needs no split sizes. It copies its counts in `dispatch_postprocess`.
 
-Every rank of the group runs every step, even without tokens. Backward communicates in the same places, and a rank
-outside autograd's graph would let the others wait.
+Every rank of the group runs every step, even without tokens. Backward communicates in the same places, so the others
+would hang if a rank were outside autograd's graph.
 
 Shapes: S sequence of this rank, B batch, H hidden, T = S B tokens of this rank, E experts, k = top_k. N rows, one
 for each token and expert that it visits: up to `token_dispatch`, and from `token_combine` on, those of this rank's
@@ -117,11 +117,11 @@ class MoETokenDispatcher(ABC):
 
     @property
     def drops_without_padding(self) -> bool:
-        """True where only counting tells the number of rows that leave this rank."""
+        """True if only counting tells the number of rows that leave this rank."""
         return self.moe.capacity_factor is not None and not self.moe.pad_to_capacity
 
     def capacity(self, num_tokens: int) -> int:
-        """Rows that each rank gives each expert under `pad_to_capacity`."""
+        """Return how many rows each rank gives each expert under `pad_to_capacity`."""
         moe = self.moe
         assert moe.capacity_factor is not None
         return get_capacity(
@@ -132,13 +132,13 @@ class MoETokenDispatcher(ABC):
         )
 
     def rows_known_beforehand(self, num_tokens: int) -> int | None:
-        """Rows that leave permutation 1; None where only counting tells."""
+        """Return how many rows leave permutation 1; None if only counting tells."""
         if self.drops_without_padding:
             return None
         return self.num_experts * self.capacity(num_tokens) if self.moe.pad_to_capacity else num_tokens * self.moe.top_k
 
     def copy_at(self, point: str, counts: Tensor | None) -> HostCopy | None:
-        """Start the copy of the counts to the host if `point` is the configured one; None otherwise."""
+        """Start the copy of the counts to the host and return it if `point` is the configured one; else return None."""
         return HostCopy(counts) if counts is not None and point == self.cuda_dtoh_point else None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
@@ -149,7 +149,7 @@ class MoETokenDispatcher(ABC):
         )
 
     def flatten(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Tensor:
-        """The tokens as rows [T, H]; ValueError where weights or map do not fit them."""
+        """Return the tokens as rows [T, H]. Raises ValueError if weights or map do not fit them."""
         hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
         wanted = (hidden_TH.shape[0], self.num_experts)
         for what, given in (("probs", probs_TE), ("map", map_TE)):
@@ -244,9 +244,10 @@ class MoELocalTokenDispatcher(MoETokenDispatcher):
         return rows_NH, probs_N, LocalMetadata(hidden_SBH.shape, token_of_row_N, counts, host_counts)
 
     def _counts(self, host_counts: HostCopy | None, num_tokens: int) -> Tensor:
-        """Rows of each expert, on the host."""
+        """Return how many rows each expert gets, on the host."""
         if host_counts is None:
-            # No operation of torch makes it: a recorder would take one for work of the device, even torch.from_numpy.
+            # No operation of torch makes it, because a recorder would mistake one for work of the device, even
+            # torch.from_numpy.
             return torch.frombuffer(np.full(self.num_experts, self.capacity(num_tokens)), dtype=torch.int64)
         return host_counts.wait()
 

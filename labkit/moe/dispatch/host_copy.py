@@ -56,9 +56,9 @@ class HostCopy:
 
 
 def host_numbers(counts: Tensor) -> list[int]:
-    """The integers of a tensor on the host, made by a dispatcher: by a `HostCopy`, or from shapes.
+    """Return the integers of a host tensor that a dispatcher made, by a `HostCopy` or from shapes.
 
-    A recorder takes every tensor for one on a device and would refuse to read it. Here the reading is safe, because a
+    A recorder treats every tensor as one on a device and would refuse to read it. Here the reading is safe, because a
     `HostCopy` would have refused before.
     """
     with unrecorded():

@@ -1,11 +1,11 @@
-"""Rows of tokens into the order of their experts, and back.
+"""Bring rows of tokens into the order of their experts, and back.
 
 `permute` copies each token once for every expert that it goes to. All rows of expert 0 come first, then those of expert
 1; the rows of an expert keep the order of the tokens. `unpermute` adds up the rows of a token. Each is the transpose of
 the other, and so the other's backward. The pair needs two operations on rows and no others.
 
-With a given number of rows nothing here waits for the GPU: `nonzero_static` finds positions and returns a result of
-given size.
+With a given number of rows nothing here waits for the GPU, because `nonzero_static` finds positions and returns a
+result of given size.
 
 Shapes: T tokens of this rank, E experts, H hidden, N rows after permutation (one for each token and expert).
 """
@@ -26,7 +26,7 @@ __all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
 
 
 def _sum_rows(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
-    """Row t of the result is the sum of the rows whose index is t, added in their order: [N, H] -> [T, H].
+    """Sum rows by index: row t of the result is the sum, in order, of the rows whose index is t. [N, H] -> [T, H].
 
     Half precision is summed in float32 and rounded once. On a GPU `index_add_` would round after every row and add in
     the order in which threads come. There `embedding_bag` sums the rows of a token in one thread, in float32. So the
@@ -75,7 +75,7 @@ class _Unpermute(Function):
 
 
 def _positions(chosen: Tensor, size: int | None) -> Tensor:
-    """Positions of the true entries of a flat bool tensor. A given size is not checked where the check would wait."""
+    """Return the positions of the true entries of a flat bool tensor. A given size is checked only if nobody waits."""
     if size is not None and host_would_wait(chosen):
         return torch.nonzero_static(chosen, size=size).squeeze(1)
     positions = chosen.nonzero().squeeze(1)
@@ -102,8 +102,8 @@ def permute(
     index_N = positions % max(num_tokens, 1)
     probs_N = None
     if probs_TE is not None:
-        # Not through the transpose: its gradient would lie in memory by expert. Sums over it would round in another
-        # order than sums over a gradient by token, as between router and permutation.
+        # Not through the transpose, because its gradient would be sorted by expert in memory. Sums over it would round
+        # in another order than sums over a gradient by token, as between router and permutation.
         weight_N = index_N * experts + positions.div(max(num_tokens, 1), rounding_mode="floor")
         probs_N = probs_TE.reshape(-1).index_select(0, weight_N)  # each weight is read once
     rows_NH: Tensor = _Permute.apply(tokens_TH, index_N)  # type: ignore[assignment]
