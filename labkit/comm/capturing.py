@@ -1,11 +1,12 @@
 """The state of recording: somebody records the device's work, to replay it later (a CUDA graph, or an emulated one).
 
-A recording holds the device's work. Python runs while it is made, and at no replay. Most code need not care. Two kinds
-must. Code that makes the host wait for the device cannot be recorded: it is refused here, with the user's line. Code
-whose effect on the host belongs to the device's work, as switching random states, is recorded and called again.
+A recording holds the device's work. Python runs while it is made, and at no replay. Most code need not care, but two
+kinds must. Code that makes the host wait for the device cannot be recorded, so it is rejected here with an error that
+names the user's line. Code whose effect on the host belongs to the device's work, such as switching random states, is
+recorded and called again.
 
-This module lies below everything that asks. A capture is one of the `watchers` of the process (`labkit.events`), not of
-a thread: on CUDA autograd runs backward passes on threads of its own.
+This module is below everything that asks. A capture is one of the `watchers` of the process (`labkit.events`), not of a
+thread, because on CUDA autograd runs backward passes on threads of its own.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Capture:
 
 
 class _State:
-    """What this process remembers beside the captures under way."""
+    """What this process remembers in addition to the captures under way."""
 
     warmup: int = 0
     """Blocks of `graph_warmup` under way, one inside the other."""
@@ -65,31 +66,31 @@ _state = _State()
 
 
 def is_graph_capturing() -> bool:
-    """True while a graph is being captured: by one of our backends, or by anybody on the current CUDA stream."""
+    """Return True while a graph is being captured: by one of our backends, or by anybody on the current CUDA stream."""
     if watchers and innermost(_Capture) is not None:
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_graph_warmup() -> bool:
-    """True while a callable runs before its capture, so that lazy things are made outside the graph."""
+    """Return True while a callable runs before its capture, so that lazy things are made outside the graph."""
     return _state.warmup > 0
 
 
 def process_is_broken(why: str) -> BrokenProcessError:
-    """Have `require_whole_process` raise from now on; returns the error to raise here."""
+    """Make `require_whole_process` raise from now on, and return the error to raise here."""
     _state.broken = why
     return BrokenProcessError(why)
 
 
 def require_whole_process() -> None:
-    """Raise the BrokenProcessError of before, if a failed capture could not be repaired."""
+    """Raise the BrokenProcessError of an earlier capture that failed and could not be repaired, if there is one."""
     if _state.broken is not None:
         raise BrokenProcessError(_state.broken)
 
 
 def active_capture() -> Recorder | None:
-    """The emulated capture that records what this process computes; None outside one, and inside a recorded call."""
+    """Return the emulated capture that records this process; None outside one, and inside a recorded call."""
     capture = innermost(_Capture) if watchers else None
     return None if capture is None else capture.recorder
 
@@ -126,22 +127,22 @@ def unrecorded() -> Iterator[None]:
 
 
 def recorded_call(function: Callable[[], T]) -> T:
-    """`function()`; under an emulated capture it is called again at each replay, at this place of the graph.
+    """Return `function()`; under an emulated capture it is called again at each replay, at this place of the graph.
 
-    For what must follow the device's work although the host does it. On CUDA that is a plain call: what corresponds to
-    it there (registered generators) is replayed by the graph itself.
+    This is for what must follow the device's work although the host does it. On CUDA it is a plain call, because the
+    graph itself replays what corresponds to it there (registered generators).
     """
     recorder = active_capture()
     return function() if recorder is None else recorder.call(function)
 
 
 def host_would_wait(x: Tensor) -> bool:
-    """True if the host has to wait for the values of `x`; while work is recorded there is nothing to wait for yet."""
+    """Return True if the host cannot read the values of `x` at once: on a GPU, or while work is recorded."""
     return x.is_cuda or is_graph_capturing()
 
 
 def refuse_host_sync(what: str) -> None:
-    """Raise GraphCaptureError if a graph is being captured: `what` would make the host wait for the device."""
+    """Raise GraphCaptureError if a graph is being captured, because `what` would make the host wait for the device."""
     if is_graph_capturing():
         caller = sys._getframe(1).f_code.co_filename
         raise GraphCaptureError(
@@ -154,9 +155,9 @@ _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "
 
 
 def call_site(*also_skipped: str) -> str:
-    """`file:line (code)` of the innermost frame that is neither torch's nor of the graphs: the line of the user.
+    """Return `file:line (in function)` of the user: the innermost frame that is neither torch's nor of the graphs.
 
-    also_skipped: starts of further file names to pass over.
+    also_skipped: prefixes of further file names to pass over.
     """
     skipped = (*_INTERNAL, *also_skipped)
     frame: FrameType | None = sys._getframe(1)

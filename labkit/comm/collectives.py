@@ -4,8 +4,8 @@ Each function takes an explicit `Group`; a group of size 1 is the identity and r
 has an `_async` form that returns a `Pending`; between the call and `.wait()` the transfer runs in the background.
 
 All of these go through `issue`. It calls the function of `gloo.py` or `nccl.py` that moves the bytes, and returns the
-`Pending` that waits for it (`pending.py`). Whenever a call blocks, it names itself in the launcher's status slot, so
-that a hang can be named. While somebody watches (`labkit.events.watchers`), a call also
+`Pending` that waits for it (`pending.py`). Whenever a call blocks, it writes its name into the launcher's status slot,
+so that the report of a hang can name it. While somebody watches (`labkit.events.watchers`), a call also
 
 - is made again at each replay of an emulated graph capture (`capturing.py`),
 - may be changed by `dropped` and `delayed` blocks (`fault_injection.py`),
@@ -60,7 +60,7 @@ def issue(
 def _issue_guarded(
     operation: str, move: Callable[..., Finish], x: Tensor, group: Group, *details: Any, kept: int = 0
 ) -> Pending:
-    """`issue` for all who watch, and for a start that may block: the status slot then has the name of the call."""
+    """`issue` while somebody watches, or if the start may block; the status slot then has the name of the call."""
     if (capture := active_capture()) is not None:  # it makes this call now, and again at each replay
         return capture.transfer(issue, operation, move, x, group, *details, kept=kept)
     if (own := dropped_result(operation, x, group, *details)) is not None:
@@ -78,7 +78,7 @@ _CONNECTS_LAZILY = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
 
 
 def _start_may_block(x: Tensor) -> bool:
-    """True if the start of a transfer of x can wait for another rank.
+    """Return True if the start of a transfer of x can wait for another rank.
 
     Staging waits for a GPU, NCCL connects lazily, and torch's debug mode first compares calls. Every other start
     returns at once.
@@ -87,7 +87,7 @@ def _start_may_block(x: Tensor) -> bool:
 
 
 def backend(x: Tensor, group: Group) -> ModuleType:
-    """`gloo.py` or `nccl.py`: host tensors travel by gloo, CUDA tensors too if the group has nothing else."""
+    """Return `gloo.py` or `nccl.py`: host tensors travel by gloo, CUDA tensors too if the group has nothing else."""
     return gloo if not x.is_cuda or dist.get_backend(group.process_group) == "gloo" else nccl
 
 
@@ -120,7 +120,7 @@ def _check_reduction(op: str) -> None:
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Concatenate the ranks' tensors along `dim` in the order of ranks; a new tensor.
+    """Concatenate the ranks' tensors along `dim` in the order of ranks, in a new tensor.
 
     sizes: rows of each rank, if they differ; then `dim` is 0. Tensor-parallel experts receive different numbers of
         tokens, and every rank knows all of them. Without `sizes` all tensors have x's shape.
@@ -136,7 +136,7 @@ def all_gather_async(
 ) -> Pending:
     """Start `all_gather`; `.wait()` returns its result.
 
-    out: contiguous; takes the result, along dimension 0. x may be this rank's part of `out`; then nothing is copied.
+    out: contiguous tensor for the result, along dimension 0. If x is this rank's part of `out`, nothing is copied.
     """
     dim = dim % max(1, x.dim())
     if group.size == 1:
@@ -172,7 +172,7 @@ def reduce_scatter_async(
 ) -> Pending:
     """Start `reduce_scatter`; `.wait()` returns its result.
 
-    out: contiguous; takes the result. It may be this rank's part of x itself; then nothing is copied.
+    out: contiguous tensor for the result. If it is this rank's part of x itself, nothing is copied.
     """
     _check_reduction(op)
     if group.size == 1:
@@ -191,7 +191,7 @@ def reduce_scatter_async(
 
 
 def _alone(x: Tensor, out: Tensor | None) -> Tensor:
-    """The result in a group of size 1: x, copied into `out` if `out` is given."""
+    """Return the result in a group of size 1: x, copied into `out` if `out` is given."""
     return x if out is None else out if out.data_ptr() == x.data_ptr() else out.copy_(x)
 
 
@@ -269,7 +269,7 @@ def barrier(group: Group) -> None:
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """The picklable objects of all ranks, in the order of ranks, on every rank. For small objects: results, names."""
+    """Return the picklable objects of all ranks, in the order of ranks, on every rank. They should be small."""
     if group.size == 1:
         return [obj]
     refuse_host_sync("gather_objects")
@@ -320,7 +320,7 @@ class Message:
 def batch(messages: Sequence[Message]) -> list[Pending]:
     """Start several sends and receives at once; one Pending for each, in order.
 
-    On NCCL they form one group call, which cannot deadlock on their order. On gloo each starts by itself. gloo cannot
+    On NCCL they form one group call, which cannot deadlock on their order. On gloo each starts by itself, and cannot
     deadlock either, since nothing blocks before `wait()`.
     """
     if not messages or backend(messages[0].tensor, messages[0].group) is gloo:

@@ -34,16 +34,16 @@ class Dropped:
 def dropped(
     *, operation: str | None = None, group: str | None = None, phase: str | None = None, layer: str | None = None
 ) -> AbstractContextManager[Dropped]:
-    """Matching collectives communicate nothing and leave this rank's own data as the result.
+    """Make matching collectives communicate nothing and leave this rank's own data as the result.
 
-    All ranks of the group must enter the block alike, else the others deadlock. Dropped calls are not booked in the
+    All ranks of the group must enter the block, otherwise the others deadlock. Dropped calls are not booked in the
     ledger; the `Dropped` that the block gets counts them. Messages and calls without tensors are never dropped.
     """
     return watching(Dropped(Selector(operation, group, phase, layer)))
 
 
 def dropped_result(operation: str, x: Tensor, group: Group, *details: Any) -> Tensor | None:
-    """This rank's own data, if a `dropped` block names this call of `collectives.issue`; None for any other call.
+    """Return this rank's own data if a `dropped` block names this call of `collectives.issue`, and otherwise None.
 
     Raises ValueError for a call whose result this rank cannot make alone.
     """
@@ -74,7 +74,7 @@ def _own_row(x: Tensor, group: Group, dim: int, op: str, sizes: Sequence[int] | 
 def _own_rows(
     x: Tensor, group: Group, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
 ) -> Tensor:
-    """As many rows as expected: this rank's own, then zeros."""
+    """Return as many rows as expected: this rank's own, then zeros."""
     rows = x.shape[0] if output_splits is None else sum(output_splits)
     zeros = x.new_zeros(max(0, rows - x.shape[0]), *x.shape[1:])
     return torch.cat([x[:rows], zeros])
@@ -99,14 +99,14 @@ class Delayed:
 
     selector: Selector
     seconds: float
-    """Seconds that a call takes at least, beside its time on the link."""
+    """Seconds that a call takes at least, in addition to its time on the link."""
     bandwidth: float | None = None
-    """Payload bytes a second of a link that calls use one after another; None is no link."""
+    """Payload bytes per second of a link that calls use one after another; None is no link."""
     free_at: float = 0.0
-    """When the link is done with what it was given, on the clock of `time.perf_counter`."""
+    """Time at which the link has carried all calls so far, on the clock of `time.perf_counter`."""
 
     def due(self, size: int) -> float:
-        """The earliest end of a call of `size` bytes that is issued now. The link carries earlier calls first."""
+        """Return the earliest end of a call of `size` bytes that is issued now, after the link's earlier calls."""
         now = time.perf_counter()
         if self.bandwidth is None:
             return now + self.seconds if self.seconds else 0.0
@@ -123,12 +123,12 @@ def delayed(
     phase: str | None = None,
     layer: str | None = None,
 ) -> AbstractContextManager[Delayed]:
-    """Matching calls finish no earlier than `seconds` after they were issued, as on a slow network.
+    """Make matching calls finish no earlier than `seconds` after they were issued, as on a slow network.
 
-    With a `bandwidth` (payload bytes a second) they share one link, one after another. A call begins when those before
-    it are done, and takes `seconds` plus its bytes over the bandwidth.
+    With a `bandwidth` (payload bytes per second) they share one link, one after another. A call begins when those
+    before it are done, and takes `seconds` plus its bytes over the bandwidth.
 
-    The delay sleeps, so it can be hidden behind computation exactly as a real transfer can, on any number of cores.
+    The delay sleeps, so it can overlap with computation exactly as a real transfer can, on any number of cores.
 
     Raises ValueError for a bandwidth that is not positive.
     """
@@ -138,13 +138,13 @@ def delayed(
 
 
 def due_time(operation: str, group: Group, size: int) -> float:
-    """The earliest end of a call that is issued now, on the clock of `time.perf_counter`; 0 if nothing delays it."""
+    """Return the earliest end of a call that is issued now, on the clock of `time.perf_counter`; 0 without a delay."""
     found = [each for each in watchers_of(Delayed) if each.selector.matches(operation, group.name, current_scope())]
     return max((each.due(size) for each in found), default=0.0)
 
 
 def in_due_time(finish: Callable[[], Tensor], due: float) -> Callable[[], Tensor]:
-    """`finish`, or where the call is delayed a function that also sleeps until `due`."""
+    """Return `finish`, or for a delayed call a function that also sleeps until `due`."""
     if not due:
         return finish
 

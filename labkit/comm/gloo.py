@@ -1,19 +1,19 @@
-"""Collectives and messages on gloo: of host tensors, and of CUDA tensors through pinned host memory.
+"""Collectives and messages on gloo, which carries host tensors, and CUDA tensors through pinned host memory.
 
 Every function starts a transfer and returns a function that finishes it: this one waits, reduces locally if it must,
 and returns the result. In between, gloo's own threads move the data. `nccl.py` has the same functions.
 
 Another algorithm replaces gloo's own if gloo's is slow (measured on two cores, torch 2.13):
 
-- All-reduce of two ranks up to 1 MiB: exchange and add, up to 2 times faster on an idle machine. Beyond, gloo's own is
+- All-reduce: two ranks exchange and add up to 1 MiB, up to 2 times faster on an idle machine. Beyond that gloo's own is
   equal or faster. Both ranks get the same bits, because IEEE addition commutes.
-- Reduce-scatter: gloo emulates it by an all-reduce of everything. Two ranks exchange halves; more ranks do an
+- Reduce-scatter: gloo emulates it by an all-reduce of everything. So two ranks exchange halves, and more ranks do an
   all-to-all. Each rank then adds the parts in the order of ranks, so the result does not depend on timing.
-- All-gather of two ranks: exchange. Of parts of unequal size, which gloo does not have: an all-to-all that sends the
-  same rows to everyone, as many bytes as any other gather.
+- All-gather: two ranks exchange. gloo has no all-gather of parts of unequal size, so these take an all-to-all that
+  sends the same rows to everyone, as many bytes as any other gather.
 
-Sums of bfloat16 and float16 are taken in float32 and rounded once, for any number of ranks. gloo by itself would round
-after every addition.
+Sums of bfloat16 and float16 are taken in float32 and rounded once, for any number of ranks, because gloo by itself
+would round after every addition.
 
 Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` the plain torch collectives run instead. torch checks these, and only these, for
 calls that do not fit each other. `handshake.py` checks messages.
@@ -48,7 +48,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def to_host(x: Tensor) -> Tensor:
-    """The tensor itself if it lies in host memory, else a copy in pinned host memory. Waits for the copy."""
+    """Return x itself if it is in host memory, else a copy in pinned host memory, after a wait for the copy."""
     if not x.is_cuda:
         return x
     refuse_host_sync("a collective of CUDA tensors over gloo")
@@ -57,7 +57,7 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def host_buffer(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """An empty host tensor of x's type, pinned if x is on a GPU."""
+    """Return an empty host tensor of x's type, pinned if x is on a GPU."""
     return torch.empty(shape, dtype=x.dtype, pin_memory=x.is_cuda)
 
 
@@ -118,7 +118,7 @@ def all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Finish:
 
 
 def _whole_all_reduce(host: Tensor, group: Group, op: str, in_place: bool) -> Finish:
-    """gloo's own all-reduce; half precision travels as float32."""
+    """Start gloo's own all-reduce; half precision travels as float32."""
     half = host.dtype in _HALF
     buffer = host.float() if half else (host if in_place else host.clone())
     gloo_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM

@@ -1,4 +1,4 @@
-"""A torch DeviceMesh over process groups that exist already: for DTensor, FSDP2 and distributed checkpoints."""
+"""A torch DeviceMesh over process groups that exist already, for DTensor, FSDP2 and distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labkit.comm.group_plan import GROUP_TOKENS
 
 
 def mesh_dims(order: str) -> tuple[str, ...]:
-    """The dims of a mesh without names: `pp`, `dp`, `cp`, `tp` in the layout's order, slowest first."""
+    """Return the dims of a mesh without names: `pp`, `dp`, `cp`, `tp` in the layout's order, slowest first."""
     listed = order.lower().split("-")
     listed += [axis for axis in ("tp", "cp", "dp", "pp") if axis not in listed]
     return tuple(axis for axis in reversed(listed) if axis != "ep")
@@ -34,7 +34,7 @@ def check_mesh_dims(names: Sequence[str]) -> None:
 def mesh_of(
     rank: int, device_type: str, dims: Sequence[tuple[str, tuple[int, ...], Any]], leases: object
 ) -> DeviceMesh:
-    """The mesh of `rank`, which keeps `leases` alive.
+    """Return the mesh of `rank`, which keeps `leases` alive.
 
     dims: for each dim its name, this rank's group as global ranks, and the process group.
     """

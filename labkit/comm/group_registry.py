@@ -4,8 +4,8 @@ A `Communicator` is one torch process group. A `Lease` is the use of a communica
 the communicator that an earlier layout holds over the same ranks for the same purpose. Its lease ends when the layout
 is closed or collected.
 
-Ranks let go of layouts at different moments. One rank closes early, another keeps a layout in a variable, a third waits
-for its garbage collector. Five rules keep reuse and freeing from hanging for this reason:
+Ranks let go of layouts at different moments: one rank closes early, another keeps a layout in a variable, a third waits
+for its garbage collector. Five rules make sure that reuse and freeing do not hang for this reason:
 
 1. *Own names.* torch names a local group after the number of groups that the process holds, so uneven ranks would wait
    for each other under different names. `Communicator.name` counts the requests for these ranks and this purpose; all
@@ -16,7 +16,7 @@ for its garbage collector. Five rules keep reuse and freeing from hanging for th
 3. *The last frees.* gloo fails in a rank whose neighbour closes its sockets too early. So every member counts itself
    out in the store, and frees its side when all members have done so.
 4. *No rank waits.* A member reads the store only at the start of a layout, after `close`, and before and after each
-   call of the launcher (`sweep`). The garbage collector only notes the communicators that it has let go of.
+   call of the launcher (`sweep`). The garbage collector only notes which communicators it has let go of.
 5. *A failed call ends all sharing.* After an exception ranks may have made different numbers of requests. The launcher
    counts the failed calls, the names hold that count, and later layouts share nothing with earlier ones.
 
@@ -44,7 +44,7 @@ from labkit.launch import info
 Key = tuple[str, tuple[int, ...], timedelta]
 """Purpose, global ranks and time limit. Layouts share a communicator if all three are equal."""
 _PATIENCE = 1.0
-"""Seconds that a rank waits for a process group to end. With a stuck operation it ends later, in its own thread."""
+"""Seconds that a rank waits for a process group to end. With a stuck operation the group ends later, in a thread."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class LayoutLeases:
         sweep()
 
     def lease(self, purpose: str, ranks: tuple[int, ...]) -> Lease:
-        """The process group over `ranks` for `purpose`; every rank of `ranks` asks for it, in the same order."""
+        """Return the process group over `ranks` for `purpose`; every rank of `ranks` asks for it, in the same order."""
         if self.closed:
             raise RuntimeError(closed_layout(purpose, ranks))
         if (purpose, ranks) not in self._leases:
@@ -111,7 +111,7 @@ class LayoutLeases:
 
 
 def closed_layout(name: str, ranks: tuple[int, ...]) -> str:
-    """The error of a group that is used after its layout was closed."""
+    """Return the error message for a group that is used after its layout was closed."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return (
         f"group {name} of ranks {shown} belongs to a layout that was closed; "
@@ -135,7 +135,7 @@ class _Registry:
         info.between_calls(sweep)
 
     def lease(self, key: Key) -> Lease:
-        """A lease for `key`: of the held communicator if all members still hold it, else of a new communicator."""
+        """Return a lease for `key`, of the held communicator if all members still hold it, else of a new one."""
         self._requests[key] += 1
         name = self._name(key)
         held = self._shared.get(key)
@@ -169,7 +169,7 @@ class _Registry:
         return f"labkit/{purpose}/{members}/{self._failed_calls}.{self._requests[key]}"
 
     def _give_up(self, communicator: Communicator) -> None:
-        """No layout of this rank uses the communicator: leave it, unless its members have agreed to share it next."""
+        """Leave a communicator that no layout of this rank uses, unless its members have agreed to share it next."""
         if self._shared.get(communicator.key) is not communicator:
             self._leave(communicator)
         elif self._frees and self._claims(communicator, "left"):
@@ -177,13 +177,13 @@ class _Registry:
             self._leave(communicator)
 
     def _claims(self, held: Communicator, word: str) -> bool:
-        """True if the members agree on `word` (`shared` or `left`) after the last request for `held`."""
+        """Return True if the members agree on `word` (`shared` or `left`) after the last request for `held`."""
         if not self._frees:
             return word == "shared"
         return self._store.compare_set(held.cell, "", word).decode() == word
 
     def _leave(self, communicator: Communicator) -> None:
-        """Count this rank out."""
+        """Count this rank out of the communicator; the last member marks it as ended."""
         self._leaving.append(communicator)
         if self._store.add(f"{communicator.name}/members out", 1) == len(communicator.key[1]):
             self._store.set(f"{communicator.name}/ended", "")

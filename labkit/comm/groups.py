@@ -124,7 +124,7 @@ class ParallelGroups:
         self.close()
 
     def is_first_stage(self, chunk: int = 0) -> bool:
-        """True if model chunk `chunk` of this rank is the first stage of the model, which embeds tokens.
+        """Return True if model chunk `chunk` of this rank is the first stage of the model, which embeds tokens.
 
         `is_first_stage` and `is_last_stage` assume that stage s is on rank s mod pp. For schedules with another
         placement ask `schedule.placement(stage)`.
@@ -132,7 +132,7 @@ class ParallelGroups:
         return self._known_chunk(chunk) == 0 and self.pp.rank == 0
 
     def is_last_stage(self, chunk: int = 0) -> bool:
-        """True if model chunk `chunk` of this rank is the last stage of the model, which computes the loss."""
+        """Return True if model chunk `chunk` of this rank is the last stage of the model, which computes the loss."""
         return self._known_chunk(chunk) == self.config.vpp - 1 and self.pp.rank == self.pp.size - 1
 
     def _known_chunk(self, chunk: int) -> int:

@@ -1,7 +1,7 @@
 """Do two ranks that are about to exchange messages mean the same?
 
-A message has no name and no shape. Ranks that were given different tensor shapes, types or numbers of microbatches
-would take each other's bytes for something else, or wait for ever. Both checks below go through torch's store, and send
+A message has no name and no shape. So ranks that were given different tensor shapes, types or numbers of microbatches
+would mistake each other's bytes for something else, or deadlock. Both checks below go through torch's store, and send
 nothing to a GPU.
 
 - `handshake`: before the first message of a run each rank tells its neighbours what it was given, and compares.
@@ -61,7 +61,7 @@ def handshake(groups: ParallelGroups, given: Mapping[str, str], peers: set[int])
 
 @cache
 def checked_by_torch() -> bool:
-    """True in torch's debug mode, which is fixed when a group is made. Cached, because torch's answer is slow."""
+    """Return True in torch's debug mode, which is fixed when a group is made. The slow answer of torch is cached."""
     return get_debug_level() == DebugLevel.DETAIL
 
 
@@ -69,8 +69,8 @@ def check_message(way: str, x: Tensor, process_group: Any, peer: int) -> None:
     """In torch's debug mode compare a `send` to or `recv` from global rank `peer` with what the other side announced.
 
     torch compares collectives between ranks (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), but not messages. On gloo a message
-    that is too long aborts the receiver. One that is too short or of another type is taken as it is. The side that
-    comes second to a message compares and raises before anything is transferred: gloo waits for both sides.
+    that is too long aborts the receiver, and one that is too short or of another type is taken as it is. The side that
+    comes second to a message compares, and raises before anything is transferred, because gloo waits for both sides.
 
     Raises RuntimeError if the other side announced a message of another shape or type.
     """

@@ -1,10 +1,10 @@
-"""An all-to-all in two halves. Work between the halves hides it, forward and backward.
+"""An all-to-all in two halves, which overlaps with the work between them, forward and backward.
 
     forward    start: rows leave         |  other work            |  wait: rows have come
     backward   wait: gradients have come |  the work's backward   |  start: gradients leave
 
-Autograd runs nodes backward from the last made to the first. So gradients leave in the backward of the second half.
-Then the backward of the work runs, and the backward of the first half waits.
+Autograd runs nodes backward from the last made to the first. So gradients leave in the backward of the second half,
+then the backward of the work runs, and at last the backward of the first half waits.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class AllToAllInFlight:
     def __init__(self, group: Group, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None) -> None:
         self.group, self.output_splits, self.input_splits = group, output_splits, input_splits
         self.pending: Pending | None = None
-        """The transfer: of rows in forward, of their gradients in backward; None before and after."""
+        """The transfer of rows in forward, or of their gradients in backward; None before and after."""
         self.ticket: Tensor | None = None
         """What ties the second half to the first in the autograd graph: an empty tensor, or in a group of one all
         rows."""
 
     def wait(self) -> Tensor:
-        """[sum out, ..]: the rows that the ranks sent to this one, in their order."""
+        """Wait, and return the rows that the ranks sent to this one, in their order: [sum out, ..]."""
         ticket, self.ticket = self.ticket, None
         assert ticket is not None, "one wait for each start"
         return ticket if self.group.size == 1 else _Arrive.apply(ticket, self)  # type: ignore[return-value]
 
     def arrived(self) -> Tensor:
-        """Wait for the transfer, and let go of its buffers."""
+        """Wait for the transfer, release its buffers, and return what arrived."""
         pending, self.pending = self.pending, None
         assert pending is not None, "a transfer starts in the other half, and is awaited once"
         return pending.wait()
@@ -94,7 +94,7 @@ def all_to_all_start(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> AllToAllInFlight:
-    """Start `mappings.all_to_all`. Work before `.wait()` hides the transfer, and its backward hides the way back.
+    """Start `mappings.all_to_all`. Work before `.wait()` overlaps with it, and so does the work's backward.
 
     Raises ValueError for splits that do not fit the group or x.
     """

@@ -1,8 +1,8 @@
 """The record of every collective, with its bytes and its layer.
 
-A `CommLedger` counts the communication of a piece of code. So "two all-reduces forward and two backward per layer"
-(arXiv 1909.08053, section 3) is something to assert. A `comm_scope` says for which layer and in which phase the calls
-are made; names nest by dots, and a query for `layers.3` covers `layers.3.mlp.fc2`.
+A `CommLedger` counts the communication of a piece of code, so that a test can assert "two all-reduces forward and two
+backward per layer" (arXiv 1909.08053, section 3). A `comm_scope` says for which layer and in which phase the calls are
+made; names nest by dots, and a query for `layers.3` covers `layers.3.mlp.fc2`.
 
 The scope belongs to a thread, because autograd runs backward passes on threads of its own. Functions store the scope in
 forward and enter it again in backward. A ledger belongs to the process, because it must see those threads too.
@@ -21,7 +21,7 @@ from labkit.events import watchers, watchers_of
 
 
 class Scope(NamedTuple):
-    """On whose behalf a call is made."""
+    """The layer for which a call is made, and the phase in which it is made."""
 
     layer: str | None = None
     phase: str | None = None
@@ -35,15 +35,15 @@ _current = _Current()
 
 
 def current_scope() -> Scope:
-    """The scope that calls of this thread are booked under."""
+    """Return the scope that calls of this thread are booked under."""
     return _current.scope
 
 
 class comm_scope:
     """`with comm_scope(layer="layers.3.mlp", phase="forward")`: book the block's communication there.
 
-    An argument that is None keeps the value of the enclosing scope. A class rather than a generator, because layers
-    enter it on every call.
+    An argument that is None keeps the value of the enclosing scope. It is a class and not a generator, because layers
+    enter it on every call and a class is faster.
     """
 
     __slots__ = ("_new", "_old")
@@ -69,7 +69,7 @@ def remember_scope(ctx: Any, group: Group) -> None:
 
 
 def forward_scope(ctx: Any, group: Group) -> comm_scope:
-    """`remember_scope`, and book the block as forward, or as the phase already set."""
+    """Call `remember_scope`, and book the block as forward, or as the phase already set."""
     remember_scope(ctx, group)
     return comm_scope(phase=_current.scope.phase or "forward")
 
@@ -80,7 +80,7 @@ def backward_scope(ctx: Any) -> comm_scope:
 
 
 def _covers(wanted: str | None, layer: str | None) -> bool:
-    """True if a query for `wanted` includes `layer`: the same name, or a part of it after a dot."""
+    """Return True if a query for `wanted` includes `layer`: the same name, or a part of it after a dot."""
     return wanted is None or (layer is not None and (layer == wanted or layer.startswith(wanted + ".")))
 
 
@@ -117,7 +117,7 @@ class Selector:
     layer: str | None = None
 
     def matches(self, operation: str, group: str, scope: Scope) -> bool:
-        """True if a call of `operation` on `group` under `scope` is meant."""
+        """Return True if a call of `operation` on `group` under `scope` is one of the chosen."""
         return (
             (self.operation is None or self.operation == operation)
             and (self.group is None or self.group == group)
@@ -150,20 +150,20 @@ class CommLedger:
         phase: str | None = None,
         layer: str | None = None,
     ) -> list[CommRecord]:
-        """The records that agree with every field given; `layer="layers.3"` includes `layers.3.mlp`."""
+        """Return the records that agree with every field given; `layer="layers.3"` includes `layers.3.mlp`."""
         wanted = Selector(operation, group, phase, layer)
         return [r for r in self.records if wanted.matches(r.operation, r.group, Scope(r.layer, r.phase))]
 
     def count(self, **wanted: str | None) -> int:
-        """Number of calls that agree with the fields given (see `select`)."""
+        """Return the number of calls that agree with the fields given (see `select`)."""
         return len(self.select(**wanted))
 
     def bytes(self, **wanted: str | None) -> int:
-        """Their payload in bytes, summed over calls (see `CommRecord.bytes`)."""
+        """Return the payload in bytes of the calls that agree with the fields given (see `CommRecord.bytes`)."""
         return sum(record.bytes for record in self.select(**wanted))
 
     def table(self) -> str:
-        """One line per (operation, group, phase, layer): calls and bytes, in order of first appearance."""
+        """Return a line per (operation, group, phase, layer), with calls and bytes, in order of first appearance."""
         totals: dict[tuple[str, str, str, str], list[int]] = {}
         for r in self.records:
             total = totals.setdefault((r.operation, r.group, r.phase or "-", r.layer or "-"), [0, 0])
@@ -188,5 +188,5 @@ def book(operation: str, group: Group, size: int = 0, dtype: str = "none", kept:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
+    """Return the name of a type without `torch.`, such as `float32`."""
     return str(dtype).removeprefix("torch.")

@@ -16,9 +16,9 @@ up to four ops: an activation (`F`) and a gradient (`B`), to send and to receive
 
 Notable:
 - **Batched** starts the messages as one batch, **even/odd** one by one: see `posting_order.py`.
-- **Variable lengths**: three integers (the shape) go ahead of every tensor. Then all sends start before any receive,
-  and nothing is one batch. A receive needs its sizes to make a buffer, and the rank that sends them may itself wait for
-  a tensor that this rank has not sent yet (Megatron-LM issue 5100).
+- **Variable lengths**: three integers (the shape) are sent before every tensor. Then all sends start before any
+  receive, and nothing is one batch, because a receive needs its sizes to make a buffer, and the rank that sends them
+  may itself wait for a tensor that this rank has not sent yet (Megatron-LM issue 5100).
 - **Two communicators.** If messages start one by one, each direction between two ranks needs its own (`channel`).
 - The transfers themselves are `collectives.isend/irecv/batch`: ledger, Events and status slot see each.
 
@@ -45,7 +45,7 @@ from labkit.events import timed, watchers
 
 Shape = Sequence[int]
 Payload = tuple[Tensor, ...]
-"""Tensors of one message: one, or of decoder stages two (the decoder's hidden states, and the encoder's output)."""
+"""Tensors of one message: one, or two from a decoder stage (the decoder's hidden states and the encoder's output)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class P2PCommunicator:
     batch_p2p_comm: bool = True
     """One batch per exchange (True), or one by one in even/odd order; with variable lengths neither, see above."""
     variable_seq_lengths: bool = False
-    """Send the shape ahead of every tensor."""
+    """Send the shape before every tensor."""
 
     @property
     def is_first(self) -> bool:
@@ -79,7 +79,7 @@ def p2p_communicator(
     variable_seq_lengths: bool = False,
     use_ring_exchange_p2p: bool = False,
 ) -> P2PCommunicator:
-    """The communicator of this rank. All ranks of the layout make the first call at the same point of their code.
+    """Return this rank's communicator. All ranks of the layout make the first call at the same point of their code.
 
     Raises ValueError for `use_ring_exchange_p2p`.
     """
@@ -95,7 +95,7 @@ _second: WeakKeyDictionary[ParallelGroups, Group] = WeakKeyDictionary()
 
 
 def second_communicator(groups: ParallelGroups) -> Group:
-    """A second process group over the pipeline's ranks, made on the first call and kept as long as `groups` lives."""
+    """Return a second process group over the pipeline's ranks, made once and kept as long as `groups` lives."""
     if groups.pp.size == 1:
         return groups.pp
     if groups not in _second:
@@ -224,7 +224,7 @@ def _start_one(p2p: P2PCommunicator, op: P2POp) -> P2PWork:
 
 
 def _tensors_of(p2p: P2PCommunicator, op: P2POp) -> list[Tensor]:
-    """Tensors to send, or buffers to receive into."""
+    """Return the tensors to send, or new buffers to receive into."""
     if op.operation == "send":
         return [x.detach() for x in op.tensors]
     assert op.spec is not None
@@ -236,7 +236,7 @@ def _buffers(p2p: P2PCommunicator, spec: MessageSpec, shapes: Sequence[Shape]) -
 
 
 def _scope(name: object, phase: str) -> AbstractContextManager[Any]:
-    """Tell whoever watches the name of the message that starts."""
+    """Tell everyone who watches the name of the message that starts."""
     return comm_scope(layer=str(name), phase=phase) if name and watchers else nullcontext()
 
 
@@ -250,7 +250,7 @@ class Exchange:
     works: list[tuple[tuple[str, str], P2PWork]]
 
     def wait(self) -> tuple[Tensor | None, Tensor | None]:
-        """Complete everything; returns (activation from the previous stage, gradient from the next)."""
+        """Complete everything, and return (activation from the previous stage, gradient from the next)."""
         came = {way: work.wait() for way, work in self.works}
         activation, gradient = came.get(("recv", "F")), came.get(("recv", "B"))
         return activation[0] if activation else None, gradient[0] if gradient else None
@@ -422,7 +422,7 @@ def send_forward_backward_recv_forward_backward(
     dtype: torch.dtype,
     timers: Any = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Make all four transfers at once; returns (activation of the previous stage, gradient of the next)."""
+    """Make all four transfers at once, and return (activation of the previous stage, gradient of the next)."""
     with timed(timers, "forward-backward-send-forward-backward-recv"):
         return exchange(
             p2p,

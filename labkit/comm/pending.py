@@ -28,13 +28,14 @@ number are out of step."""
 class Pending:
     """A transfer under way. `wait()` returns its result; further calls return the same tensor at once.
 
-    Until then neither read the output nor write the input.
+    Before it returns, neither read the output nor write the input.
     """
 
     __slots__ = ("_group", "_number", "_operation", "_result", "_started", "_x", "due", "finish")
 
     def __init__(self, operation: str, x: Tensor, group: Group, finish: Finish | None = None) -> None:
-        """finish: of a transfer that runs already. Who needs `label` for the start sets it afterwards."""
+        """finish: the function that finishes a transfer, if it runs already. Code that needs `label` for the start sets
+        it afterwards."""
         self._operation, self._x, self._group = operation, x, group
         self._number = next(_numbers[group.name, group.ranks[0]])
         self._started = time.perf_counter()
@@ -101,5 +102,5 @@ class Done(Pending):
 
 @lru_cache(1024)
 def _described(shape: torch.Size, dtype: torch.dtype) -> str:
-    """`(4, 8) float32`. Cached, because a run uses few shapes."""
+    """Return shape and type as `(4, 8) float32`. The result is cached, because a run uses few shapes."""
     return f"{tuple(shape)} {dtype_name(dtype)}"

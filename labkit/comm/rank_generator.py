@@ -29,7 +29,7 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:
-    """Groups as an int64 array (num_groups, group_size); sizes and mask are in order, fastest axis first.
+    """Return the groups as an int64 array (num_groups, group_size); sizes and mask are in order, fastest axis first.
 
     The ranks 0, 1, 2, ... fill a box with one dimension for each axis. The masked dimensions move behind the others.
     Then the other dimensions are flattened to rows, the groups, and the masked ones to columns, the members.
@@ -46,7 +46,7 @@ def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) 
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """Groups of a world with axes of the sizes `parallel_size`, fastest first; `mask` marks the axes inside a group.
+    """Return the groups of a world with axes of these sizes, fastest first; `mask` marks the axes inside a group.
 
     Arguments and result are those of Megatron-LM's function of this name. `(8, [2, 2, 2], [False, False, True])` gives
     `[[0, 4], [1, 5], [2, 6], [3, 7]]`. Raises ValueError if mask and sizes differ in length, or if the product of the
@@ -65,7 +65,7 @@ generate_masked_orthogonal_groups = generate_masked_orthogonal_rank_groups
 
 
 def parse_order(order: str) -> list[str]:
-    """Axes of an order string. Raises ValueError for another type, an unknown axis, and an axis named twice."""
+    """Return the axes of an order string. Raises ValueError for another type, an unknown axis and one named twice."""
     if not isinstance(order, str):
         raise ValueError(f"order is {order!r}; give a string such as {DEFAULT_ORDER!r}")
     axes = order.lower().split("-")
@@ -115,7 +115,7 @@ class RankGenerator:
         return f"RankGenerator({sizes}{', ' if sizes else ''}order={self.order!r}, rank_offset={self.rank_offset})"
 
     def get_mask(self, token: str) -> list[bool]:
-        """A flag for each axis in order, true for the axes that `token` (`tp`, `dp-cp`, `dp_cp`) names."""
+        """Return a flag for each axis in order, true for the axes that `token` (`tp`, `dp-cp`, `dp_cp`) names."""
         wanted = str(token).lower().replace("_", "-").split("-")
         for axis in wanted:
             if axis not in AXES:
@@ -125,15 +125,15 @@ class RankGenerator:
         return [axis in wanted for axis in self.axes]
 
     def rank_array(self, token: str) -> np.ndarray:
-        """The groups of `token` as an int64 array (num_groups, group_size); ValueError past MAX_LISTED_RANKS."""
+        """Return the groups of `token` as an int64 array (num_groups, group_size); ValueError past MAX_LISTED_RANKS."""
         return masked_orthogonal_array(self.ordered_size, self.get_mask(token)) + self.rank_offset
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """The groups of `token` as lists, one per combination of the other axes."""
+        """Return the groups of `token` as lists, one per combination of the other axes."""
         return self.rank_array(token).tolist()
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The digits of `rank` (its position along each axis), fastest first; ValueError for a rank outside."""
+        """Return the digits of `rank` (its position along each axis), fastest first; ValueError for a rank outside."""
         rank = as_size("rank", rank, least=0)
         first, last = self.rank_offset, self.rank_offset + self.world_size - 1
         if not first <= rank <= last:
@@ -141,14 +141,14 @@ class RankGenerator:
         return dict(zip(self.axes, decompose(rank - first, self.ordered_size)))
 
     def members_of(self, token: str, rank: int) -> Members:
-        """The group of `token` that holds `rank`, by formula: the cost does not depend on the group's size."""
+        """Return the group of `token` that holds `rank`, by formula: the cost does not depend on the group's size."""
         mask, here = self.get_mask(token), self.coordinates(rank)
         inside = [axis for axis, masked in zip(self.axes, mask) if masked]
         first = rank - sum(here[axis] * self.strides[axis] for axis in inside)
         return Members.of(first, [(self.sizes[axis], self.strides[axis]) for axis in inside])
 
     def group_of(self, token: str, rank: int) -> np.ndarray:
-        """The members of `members_of` as an int64 array; ValueError past MAX_LISTED_RANKS."""
+        """Return the members of `members_of` as an int64 array; ValueError past MAX_LISTED_RANKS."""
         return self.members_of(token, rank).array()
 
 
@@ -163,7 +163,7 @@ def rank_generators(
     order: str = DEFAULT_ORDER,
     rank_offset: int = 0,
 ) -> tuple[RankGenerator, RankGenerator]:
-    """The dense and the expert generator of one world; dp and edp follow from the world size and the other axes.
+    """Return the dense and the expert generator of one world; dp and edp follow from the world size and the other axes.
 
     `etp` None means tp. Raises ValueError if the sizes do not divide the world, or if the two generators would put a
     rank into different pipelines. With an order that ends in `pp` they never do.

@@ -1,9 +1,9 @@
 """Times of work on a CUDA stream, on the clock of every other Event, without a wait at the launch.
 
-A kernel launch returns before the kernel runs. The host's clock around an action would time the launch, and a wait
-after each action would remove the overlap that is to be seen. Here a `torch.cuda.Event` is put on the
-stream before and after the action, and their times are read once, at the end. CUDA events know differences only: one
-more event, at a moment when host and device meet, ties them to `time.perf_counter()`.
+A kernel launch returns before the kernel runs. So the host's clock around an action would time the launch, and a wait
+after each action would remove the overlap that we want to see. Here a `torch.cuda.Event` is put on the stream before
+and after the action, and their times are read once, at the end. CUDA events only know differences, so one more event,
+recorded when host and device are synchronised, ties them to `time.perf_counter()`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ class StreamClock:
         self._seconds = time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
-        """An event that happens when the current stream gets here."""
+        """Record and return an event that happens when the current stream gets here."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        """The time at which `event` happened; waits for it. Exact to 1 us for 16 s, as a float32 of milliseconds."""
+        """Wait for `event` and return its time, exact to 1 us for 16 s, since CUDA gives milliseconds as a float32."""
         event.synchronize()
         return self._seconds + 1e-3 * self._origin.elapsed_time(event)
 
     @contextmanager
     def span(self, name: str, kind: str, *, microbatch: int | None = None, chunk: int | None = None) -> Iterator[None]:
-        """`labkit.events.span` for the work that the block puts on the stream; its times come with `settle`."""
+        """Record an Event, as `labkit.events.span` does, for the work that the block puts on the stream; its times come
+        with `settle`."""
         recorder = active_recorder()
         if recorder is None:
             with ranged(name):
