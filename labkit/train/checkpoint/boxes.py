@@ -10,7 +10,7 @@ other layout wrote, and no rank ever needs the whole tensor.
 | tp along a dimension, s blocks          | one in each of s blocks (2 for SwiGLU's [gate; up])                     |
 | rows that neighbours hold alike         | its own rows, and the rows at the end of the neighbours' block          |
 | ep, etp                                 | a range of experts, and a part of each                                  |
-| padding of the vocabulary               | rows behind the last token are in no box                                |
+| padding of the vocabulary               | rows after the last token are in no box                                 |
 | distributed optimizer                   | a run of elements: the end of a row, whole rows, the start of a row     |
 
 `placements` covers the first five, `boxes_of_run` the last. All numbers are elements.
@@ -45,25 +45,25 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements that both boxes have, or None."""
+        """Return the elements that both boxes have, or None."""
         first = tuple(map(max, self.offset, other.offset))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape))
         shape = tuple(end - start for end, start in zip(ends, first))
         return Box(first, shape) if all(size > 0 for size in shape) else None
 
     def view(self, tensor: Tensor, inner: Box) -> Tensor:
-        """The elements `inner` of `tensor`, which holds this box; no copy."""
+        """Return the elements `inner` of `tensor`, which holds this box, as a view."""
         for dim, (start, inner_start, size) in enumerate(zip(self.offset, inner.offset, inner.shape)):
             tensor = tensor.narrow(dim, inner_start - start, size)
         return tensor
 
     def moved(self, before: Sequence[int], after: Sequence[int]) -> Box:
-        """The box in other coordinates, in which the point `before` is the point `after`."""
+        """Return the box in other coordinates, in which the point `before` is the point `after`."""
         return Box(tuple(o - b + a for o, b, a in zip(self.offset, before, after)), self.shape)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of all elements."""
+    """Return the box of all elements."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -79,7 +79,7 @@ def boxes_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[B
         return
     row = math.prod(shape[1:])
     first = -(-start // row)
-    rows = max(0, end // row - first)  # whole ones
+    rows = max(0, end // row - first)  # only whole rows
     yield from _in_row(shape, row, start, min(end, first * row))
     if rows:
         yield Box((first, *(0 for _ in shape[1:])), (rows, *shape[1:])), first * row
@@ -87,7 +87,7 @@ def boxes_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[B
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tuple[Box, int]]:
-    """The boxes of elements that lie in one row."""
+    """Yield the boxes of elements that lie in one row."""
     at = start // row
     for inner, first in boxes_of_run(shape[1:], start - at * row, end - at * row):
         yield Box((at, *inner.offset), (1, *inner.shape)), at * row + first
@@ -110,13 +110,13 @@ class Placement:
         return Box(self.offset, self.local.shape)
 
     def of(self, part: Box) -> Placement | None:
-        """The placement of those elements of this one that lie in `part` of the rank's tensor."""
+        """Return the placement of those elements of this one that lie in `part` of the rank's tensor."""
         common = self.local.overlap(part)
         return common and Placement(common, common.moved(self.local.offset, self.offset).offset, self.copied)
 
 
 def full_shape_of(record: ParameterRecord, shape: Sequence[int], groups: ParallelGroups) -> tuple[int, ...]:
-    """The shape of a parameter in one process, without padding.
+    """Return the shape of a parameter in one process, without padding.
 
     A parameter of a user's module has no shape in its record; a cut one is then as large as its parts together.
     """
@@ -129,7 +129,7 @@ def full_shape_of(record: ParameterRecord, shape: Sequence[int], groups: Paralle
 
 
 def placements(record: ParameterRecord, shape: Sequence[int], groups: ParallelGroups) -> list[Placement]:
-    """The places of a rank's tensor of `shape` in the whole tensor; padding is left out."""
+    """Return the places of a rank's tensor of `shape` in the whole tensor; padding is left out."""
     full = full_shape_of(record, shape, groups)
     group = groups.tp if record.allreduce else groups.etp
     found = []
@@ -146,7 +146,7 @@ def placements(record: ParameterRecord, shape: Sequence[int], groups: ParallelGr
 
 
 def _cuts(record: ParameterRecord, shape: Sequence[int], rank: int, size: int) -> Iterator[tuple[Box, int, bool]]:
-    """Boxes of the rank's tensor, the first place of each along the cut dimension, and `Placement.copied`."""
+    """Yield boxes of the rank's tensor, the first place of each along the cut dimension, and `Placement.copied`."""
     if not record.tensor_model_parallel:
         yield whole(shape), 0, False
         return
@@ -164,7 +164,7 @@ def _cuts(record: ParameterRecord, shape: Sequence[int], rank: int, size: int) -
 
 
 def _slab(shape: Sequence[int], dim: int, start: int, size: int) -> Box:
-    """All of the tensor, but along `dim` only `size` from `start` on."""
+    """Return the box of all elements whose index along `dim` is one of the `size` from `start` on."""
     offset, inner = [0] * len(shape), list(shape)
     offset[dim], inner[dim] = start, size
     return Box(tuple(offset), tuple(inner))

@@ -2,15 +2,17 @@
 
 A save has three stages, so that a kill at any moment leaves the last complete checkpoint as it was:
 
-    collect    each rank takes the tensors that it writes; asynchronously, it copies them to the host
-    write      each rank writes one file into `.step_N.partial` and brings it to the disk; asynchronously, in a thread
+    collect    each rank takes the tensors that it writes; an asynchronous save copies them to the host
+    write      each rank writes one file into `.step_N.partial` and brings it to the disk; an asynchronous save does so
+               in a thread
     commit     the ranks exchange checksums; rank 0 writes the manifest, renames the folder to `step_N`, lets `latest`
                name it (`step_folders.py`), and removes checkpoints beyond `checkpoint.keep`
 
-While an asynchronous save is under way, each step ends with a question to all ranks: are the files written? If so,
-the ranks commit. Threads never communicate.
+While an asynchronous save is under way, each step ends with a question to all ranks: are the files written? If so, the
+ranks commit. So threads never communicate.
 
-The folder is the run's own: `train/run_folder` makes and locks it before, and ends what a killed save had begun.
+The folder is the run's own, because `train/run_folder` makes and locks it before, and ends what a killed save had
+begun.
 """
 
 from __future__ import annotations
@@ -98,13 +100,13 @@ class Checkpoints:
         self.last: Path | None = None
         """The newest checkpoint that this run has saved or loaded."""
         self.continues = False
-        """The loaded checkpoint is of the run whose files are in `train.output_dir`."""
+        """The loaded checkpoint belongs to the run whose files are in `train.output_dir`."""
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error no rank waits for others: a save under way is left as it is, and no reader looks at it."""
+        """Finish a save. After an error no rank waits for others, so a save under way is left unfinished."""
         if kind is None:
             self.finish()
 
@@ -113,9 +115,9 @@ class Checkpoints:
     def load(self, scaler: LossScaler) -> Progress:
         """Load the checkpoint that `checkpoint.load` asks for, and return how far its run had come.
 
-        A damaged checkpoint is named, and the one before it used. Under the layout that saved it, the run goes on as if
-        it had not been cut, to the bit. Another layout derives its random states from seed, step and rank. This is
-        said, and so is every field that differs.
+        A damaged checkpoint is named, and the one before it used. Under the layout that saved it, the run goes on bit
+        for bit as if it had not been interrupted. Another layout derives its random states from seed, step and rank.
+        This is reported, and so is every field that differs.
 
         Raises CheckpointError on all ranks for a checkpoint of another model, and if every checkpoint is damaged.
         """
@@ -134,7 +136,7 @@ class Checkpoints:
         raise CheckpointError("no checkpoint can be used: " + "; ".join(damaged))
 
     def _to_try(self) -> list[Path]:
-        """The checkpoints to try, as rank 0 sees them: another machine may see the folder late, or not at all."""
+        """Return the checkpoints to try as rank 0 sees them, since another machine may see the folder late or never."""
         found, problem = list[Path](), ""
         if self._groups.world.rank == 0:
             try:
@@ -150,7 +152,7 @@ class Checkpoints:
         return found
 
     def _checked(self, path: Path) -> tuple[Reader | None, list[str]]:
-        """A reader of the checkpoint and what is wrong with it. Each rank looks at its share of the files."""
+        """Return a reader of the checkpoint and what is wrong with it. Each rank looks at its share of the files."""
         try:
             reader = Reader(path)
             files = sorted(reader.manifest.files)[self._groups.world.rank :: self._groups.world.size]
@@ -189,7 +191,7 @@ class Checkpoints:
         return Progress(training["step"], training["consumed_samples"], training["skipped_steps"])
 
     def _other_place(self, stored: Manifest) -> str:
-        """`layout` or `device` if the random states of the checkpoint are not those of these ranks, else nothing."""
+        """Return `layout` or `device` if the checkpoint's random states are not those of these ranks, else nothing."""
         if not same_layout(stored, self._config, self._groups.world.size):
             return "layout"
         of_gpu = "rng.00000.cuda" in stored.tensors
@@ -198,13 +200,13 @@ class Checkpoints:
     # ---- saving ----
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is due after `step`: every `checkpoint.interval` steps and after the last."""
+        """Return True if a checkpoint is due after `step`: every `checkpoint.interval` steps and after the last."""
         if self._folder is None:
             return False
         return step % (self._config.checkpoint.interval or INTERVAL) == 0 or step == self._config.train.steps
 
     def save(self, progress: Progress, scaler: LossScaler) -> None:
-        """Save the state after `progress.step` steps; with `checkpoint.asynchronous` only begin to.
+        """Save the state after `progress.step` steps; with `checkpoint.asynchronous` only start to save it.
 
         Raises CheckpointError on all ranks if a rank cannot write, for example on a full disk. Earlier checkpoints
         stay.
@@ -242,20 +244,20 @@ class Checkpoints:
             self._commit()
 
     def finish(self) -> None:
-        """Wait for a save under way, and commit it. Raises CheckpointError as `save`."""
+        """Wait for a save under way, and commit it. Raises CheckpointError as `save` does."""
         if self._pending is not None:
             if self._pending.thread is not None:
                 self._pending.thread.join()
             self._commit()
 
     def _mine(self, progress: Progress) -> list[Piece]:
-        """The pieces that this rank writes."""
+        """Return the pieces that this rank writes."""
         with_moments = progress.step > progress.skipped_steps
         pieces = [*self._state.pieces(with_moments=with_moments), *self._state.fp8_pieces(), *self._state.rng_pieces()]
         return [piece for piece in pieces if piece.written]
 
     def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host, in memory that later saves use again."""
+        """Return copies on the host, in memory that later saves use again."""
         for key, values in tensors.items():
             kept = self._staging.get(key)
             if kept is None or kept.shape != values.shape:  # random states get longer
@@ -324,7 +326,7 @@ def _on_host(values: Tensor) -> Tensor:
 
 
 def _write(partial: Path, file: str, pieces: Sequence[Piece], held: dict[str, Tensor]) -> _Written:
-    """Write this rank's file. Errors of the file system are returned: all ranks must learn of them."""
+    """Write this rank's file. Errors are returned, not raised, because all ranks must learn of them."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
         if not held:
@@ -342,7 +344,7 @@ def _write(partial: Path, file: str, pieces: Sequence[Piece], held: dict[str, Te
 
 
 def _merged(parts: Sequence[_Written]) -> tuple[dict[str, StoredTensor], str]:
-    """All ranks' boxes by tensor, and why they do not make up whole tensors, or an empty string."""
+    """Return all ranks' boxes by tensor, and why they do not make up whole tensors, or an empty string."""
     tensors: dict[str, StoredTensor] = {}
     for rank, part in enumerate(parts):
         for name, dtype, shape, box, digits in part.boxes:

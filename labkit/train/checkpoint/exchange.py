@@ -6,7 +6,7 @@
     import_weights(Import(Path("llama")), Path("runs/b"))
 
 Both pass the tensors on one by one, so memory holds one whole tensor of the model with its converted form. No process
-group and no model is needed. `Export` and `Import` look at names, types and shapes alone, and refuse what does not fit
+group and no model is needed. `Export` and `Import` look only at names, types and shapes, and reject what does not fit
 before anything is written.
 """
 
@@ -51,9 +51,9 @@ from labkit.train.run_folder.lock import FolderError, locked
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Words of `labkit checkpoint export --dtype` -> types."""
 STATE = ("exp_avg.", "exp_avg_sq.", "fp8.", "rng.")
-"""Starts of names of stored tensors that are no weights."""
+"""Prefixes of the names of stored tensors that are no weights."""
 LARGEST_FILE = 2_000_000_000
-"""Bytes of an imported checkpoint's file, unless one tensor alone is larger."""
+"""Most bytes of one file of an imported checkpoint, unless one tensor alone is larger."""
 
 
 # ---- export ----
@@ -63,7 +63,7 @@ class Export:
     """The weights of a checkpoint as Hugging Face's tensors."""
 
     def __init__(self, reader: Reader, dtype: torch.dtype | None = None) -> None:
-        """dtype: of all tensors; None is as they are stored.
+        """dtype: type of all tensors; None keeps the stored types.
 
         Raises CheckpointError for a model that Hugging Face does not have, and for tensors that are not this model's.
         """
@@ -91,13 +91,13 @@ class Export:
             yield from full_state_to_hugging_face(self.model, {name: tensor}, self.moe).items()
 
     def config(self) -> dict[str, Any]:
-        """The `config.json` beside them."""
+        """Return the `config.json` that goes with the tensors."""
         widest = max((like.dtype for like in self.likes.values()), key=lambda dtype: dtype.itemsize)
         return config_to_hugging_face(self.model, self.moe, dtype=str(widest).removeprefix("torch."))
 
 
 def model_of(manifest: Manifest) -> tuple[ModelConfig, MoEConfig]:
-    """The model whose weights a checkpoint holds. Raises CheckpointError if its manifest does not describe one."""
+    """Return the model whose weights a checkpoint holds. Raises CheckpointError if its manifest describes none."""
     try:
         config = RunConfig().override({name: manifest.config[name] for name in ("model", "moe")})
     except (KeyError, ConfigError) as error:
@@ -123,7 +123,7 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_shapes(found: Mapping[str, tuple[int, ...]], model: ModelConfig, moe: MoEConfig | None, source: str) -> None:
-    """CheckpointError unless `found` has the tensors of the model, in its shapes, and no others."""
+    """Raise CheckpointError unless `found` has the tensors of the model, in its shapes, and no others."""
     wanted = full_shapes(model, moe)
     for name, shape in wanted.items():
         if name not in found:
@@ -167,7 +167,7 @@ class Import:
     """A model of Hugging Face as our tensors."""
 
     def __init__(self, source: Path) -> None:
-        """source: a model's folder, or a safetensors file with `config.json` beside it.
+        """source: a model's folder, or a safetensors file with `config.json` next to it.
 
         Raises CheckpointError for a model that labkit does not have, and for files that do not fit their config.json.
         """
@@ -183,7 +183,7 @@ class Import:
             raise CheckpointError(f"{source} does not fit its config.json: {error}") from None
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """The sections `model` and `moe` of our configuration, with the fields that the weights fix."""
+        """Return the sections `model` and `moe` of our configuration, with the fields that the weights fix."""
         config = RunConfig(model=self.model, moe=self.moe).to_dict()
         of_experts = "moe." if self.moe.num_experts else "moe.num_experts"
         fixed = [name for name in (*MODEL_FIELDS, "model.seq_length") if name.startswith(("model.", of_experts))]
@@ -194,7 +194,7 @@ class Import:
 
 
 def _described(path: Path) -> tuple[ModelConfig, MoEConfig]:
-    """Our configuration of the model in a `config.json`. Raises CheckpointError."""
+    """Return our configuration of the model in a `config.json`. Raises CheckpointError."""
     read = read_json(path)
     try:
         model, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
@@ -228,7 +228,7 @@ def import_weights(source: Import, folder: Path) -> Manifest:
 
 
 def _imported(source: Import, folder: Path, *, made: bool) -> Manifest:
-    """The import, in a folder that is locked. made: the folder is new, and goes again after an error."""
+    """Import into a folder that is locked. made: the folder is new, so an error removes it."""
     try:
         if disk.steps_in(folder):
             raise CheckpointError(f"{folder} holds checkpoints already; name another folder, or remove them")
@@ -264,7 +264,7 @@ def _written(source: Import, folder: Path) -> Manifest:
 
 
 def _shared_out(likes: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of each file: wide types first, so that all tensors are aligned."""
+    """Return the tensor names of each file, wide types first, so that all tensors are aligned."""
     files: list[list[str]] = [[]]
     size = 0
     for name in sorted(likes, key=lambda name: -likes[name].itemsize):

@@ -1,4 +1,4 @@
-"""The checkpoints under a path, and the facts that their manifests tell. Needs no torch and reads no tensor."""
+"""The checkpoints under a path, and the facts in their manifests. Needs no torch and reads no tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labkit.train.run_folder.contents import checkpoints_in
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; or `path` itself, if it is a checkpoint, damaged or not.
+    """Return the checkpoints of a run, oldest first; or `path` itself, if it is a checkpoint, damaged or not.
 
     path: the folder of a run, or of its checkpoints, or one of these. Raises CheckpointError if there is none.
     """
@@ -34,7 +34,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def chosen(path: Path, step: int | None) -> Path:
-    """The checkpoint of `step` under `path`, or the one that a run would resume from. Raises CheckpointError."""
+    """Return the checkpoint of `step` under `path`, or the one that a run would resume from. Raises CheckpointError."""
     folder = checkpoints_in(path)
     found = checkpoints_at(folder)
     if step is None:
@@ -47,17 +47,17 @@ def chosen(path: Path, step: int | None) -> Path:
 
 
 def is_export(path: Path) -> bool:
-    """True for a model of Hugging Face: a file, or a folder with a `config.json`."""
+    """Return True for a model of Hugging Face: a file, or a folder with a `config.json`."""
     return path.is_file() or (path / "config.json").is_file()
 
 
 def strays(folder: Path, manifest: Manifest) -> list[str]:
-    """Names in the folder of a checkpoint that its manifest does not list."""
+    """Return the names in the folder of a checkpoint that its manifest does not list."""
     return sorted({path.name for path in folder.iterdir()} - {MANIFEST, *manifest.files})
 
 
 FACTS = ("size", "layout", "type", "written")
-"""Heads of `Row.facts`."""
+"""Column names of `Row.facts`."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Row:
     facts: tuple[str, ...]
     """Size, ranks and layout, precision, date; empty without a manifest."""
     damage: str
-    """The first thing that is wrong, as far as manifest and sizes of files tell; empty for a complete checkpoint."""
+    """The first thing that is wrong, as far as the manifest and file sizes show; empty for a complete checkpoint."""
 
 
 def row_of(folder: Path) -> Row:
-    """The row of a checkpoint."""
+    """Return the row of a checkpoint."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -96,7 +96,7 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def size_words(size: int) -> str:
-    """`812 bytes`, `1.3 MB`, `94.0 GB`."""
+    """Return the size as `812 bytes`, `1.3 MB` or `94.0 GB`."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"
@@ -104,7 +104,7 @@ def size_words(size: int) -> str:
 
 
 def layout_words(manifest: Manifest) -> str:
-    """`8 ranks: tp2 x pp2 x dp2`, or `imported`."""
+    """Return the layout as `8 ranks: tp2 x pp2 x dp2`, or `imported`."""
     layout: dict[str, Any] = manifest.config.get("parallel", {})
     if not layout:
         return "imported"
@@ -117,7 +117,7 @@ def layout_words(manifest: Manifest) -> str:
 
 
 def _precision(manifest: Manifest) -> str:
-    """The run's precision; of imported weights the types of the tensors."""
+    """Return the run's precision, or the types of the tensors if they are imported weights."""
     optim = manifest.config.get("optim")
     if optim is None:
         return " ".join(sorted({tensor.dtype for tensor in manifest.tensors.values()}))

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint. Needs no torch.
 
     step_00000003/manifest.json     what is stored, where, with its checksums; written last
-    step_00000003/*.safetensors     the tensors, one file a rank
+    step_00000003/*.safetensors     the tensors, one file per rank
 
 The first line of manifest.json is the checksum of all that follows.
 
@@ -26,7 +26,7 @@ from typing import Any
 from labkit.train.checkpoint.boxes import Box, whole
 
 FORMAT = 1
-"""Version of the layout on disk. A reader refuses a higher one."""
+"""Version of the layout on disk. A reader rejects a higher one."""
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
     "float8_e4m3fn", "float8_e5m2")  # fmt: skip
 """Types of stored tensors, by torch's names."""
@@ -38,7 +38,7 @@ _HEAD = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used or written: which one, what is wrong, what to do."""
+    """A checkpoint that cannot be used or written. The message says which one, what is wrong and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +87,27 @@ class Manifest:
     step: int
     """Finished steps."""
     tensors: dict[str, StoredTensor]
-    """By name: parameters under their full names; `exp_avg.NAME` and others before the state that belongs to them."""
+    """Stored tensors by name: parameters by their full names, and state that belongs to them as `exp_avg.NAME` etc."""
     files: dict[str, StoredFile]
-    """By file name."""
+    """The safetensors files, by file name."""
     training: dict[str, Any]
     """State of the loop: consumed samples, skipped steps, loss scale."""
     config: dict[str, Any]
-    """The whole configuration of the run; of imported weights the fields of the sections model and moe."""
+    """The whole configuration of the run; for imported weights only fields of the sections model and moe."""
     world_size: int
     """Ranks of the run that wrote it."""
     versions: dict[str, str]
-    """Of labkit, torch and others, and the git commit of labkit's source if there is one."""
+    """Versions of labkit, torch and others, and the git commit of labkit's source if there is one."""
 
 
 def key_of(name: str, box: Box) -> str:
-    """The name of a box inside its safetensors file."""
+    """Return the name of a box inside its safetensors file."""
     return f"{name}@{','.join(map(str, box.offset))}"
 
 
 def checksum(data: Any) -> str:
-    """xxh3_64 of a buffer, as 16 hexadecimal digits. It finds accidents, not forgeries."""
-    import xxhash  # here, so that a run without checkpoints needs it not
+    """Return xxh3_64 of a buffer, as 16 hexadecimal digits. It detects accidents, not forgeries."""
+    import xxhash  # here, so that a run without checkpoints does not need it
 
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -116,7 +116,7 @@ def checksum(data: Any) -> str:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json."""
+    """Return the bytes of manifest.json."""
     tensors = {
         name: {
             "dtype": tensor.dtype,
@@ -149,7 +149,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`.
+    """Return the manifest of the checkpoint in `folder`.
 
     Raises CheckpointError for a manifest that is missing, damaged, from a newer labkit, or inconsistent.
     """
@@ -183,7 +183,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(content: Mapping[str, Any]) -> Manifest:
-    """The manifest in `content`. Every value that is used later has its type, else this raises ValueError."""
+    """Return the manifest in `content`. Raises ValueError unless every value that is used later has its type."""
     tensors = {
         name: StoredTensor(
             _text(tensor["dtype"], DTYPES),
@@ -223,7 +223,7 @@ def _text(value: Any, known: Container[str] | None = None) -> str:
 
 
 def _inconsistent(manifest: Manifest) -> str:
-    """Why the boxes do not make up the tensors, or an empty string."""
+    """Return why the boxes do not make up the tensors, or an empty string."""
     for name in manifest.files:
         if not _FILE.fullmatch(name):
             return f"{name!r} is no name of a safetensors file"
@@ -242,7 +242,7 @@ def _inconsistent(manifest: Manifest) -> str:
 
 
 def covering_problem(name: str, tensor: StoredTensor) -> str:
-    """Why the boxes do not cover the tensor exactly once, or an empty string."""
+    """Return why the boxes do not cover the tensor exactly once, or an empty string."""
     places = [stored.box.offset for stored in tensor.boxes]
     if len(set(places)) < len(places):
         files = sorted({stored.file for stored in tensor.boxes if places.count(stored.box.offset) > 1})
@@ -255,7 +255,7 @@ def covering_problem(name: str, tensor: StoredTensor) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of labkit and the libraries under it, for a manifest."""
+    """Return the versions of labkit and the libraries under it, for a manifest."""
     import importlib.metadata
 
     names = ("labkit", "torch", "safetensors", "numpy")
@@ -264,7 +264,7 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     root = Path(__file__).resolve().parents[3]
-    if (root / ".git").exists():  # else a repository around an installed labkit would answer
+    if (root / ".git").exists():  # otherwise a repository around an installed labkit would answer
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             asked = ["git", "-C", str(root), "rev-parse", "HEAD"]
             done = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)

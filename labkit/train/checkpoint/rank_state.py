@@ -1,4 +1,4 @@
-"""The state of one rank as named pieces of whole tensors: the same list serves saving and loading.
+"""The state of one rank as named pieces of whole tensors. The same list serves saving and loading.
 
     NAME               a parameter, in the precision in which AdamW updates it (fp32 for 16-bit weights)
     exp_avg.NAME       AdamW's first moment
@@ -7,8 +7,8 @@
     fp8.LAYER.history, fp8.LAYER.scale     amax history and scales of a layer
     rng.RANK.STATE     a random state of a rank, as bytes
 
-A 16-bit weight is its fp32 copy, rounded, after every step. So only the copy is stored, and a run in any precision can
-read it. A tensor that several ranks hold is written by one of them; the work is shared out by bytes.
+After every step a 16-bit weight is its fp32 copy, rounded. So only the copy is stored, and a run in any precision can
+read it. A tensor that several ranks hold is written by one of them, and the work is divided by bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fill(pieces: Iterable[Piece], reader: Reader) -> None:
 
 
 class RankWeights:
-    """Parameters and buffers of one rank: as much as an evaluation needs."""
+    """Parameters and buffers of one rank, which is all that an evaluation needs."""
 
     def __init__(self, chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
         """chunks: the rank's model chunks, wrapped for data parallelism or not."""
@@ -69,7 +69,7 @@ class RankWeights:
         self._names = {id(p): name for name, p in named_parameters(self._models).items()}
 
     def whole_pieces(self) -> Iterator[Piece]:
-        """All elements of the rank's parameters, also those that other ranks update, and its buffers."""
+        """Yield all elements of the rank's parameters, also those that other ranks update, and its buffers."""
         for parameter in self._parameters():
             yield from self._pieces(parameter, "", parameter, 0, False)
         yield from self._buffer_pieces()
@@ -79,9 +79,9 @@ class RankWeights:
         fill(self.whole_pieces(), reader)
 
     def misfits(self, reader: Reader, pieces: Iterable[Piece] | None = None) -> str:
-        """Why the checkpoint's tensors are not those of this rank's model, or an empty string.
+        """Return why the checkpoint's tensors are not those of this rank's model, or an empty string.
 
-        pieces: those to fill; parameters and buffers where not given.
+        pieces: the pieces to fill; None is parameters and buffers.
         """
         stored, problems = reader.manifest.tensors, dict[str, None]()
         for piece in self.whole_pieces() if pieces is None else pieces:
@@ -102,7 +102,7 @@ class RankWeights:
         return list(named_parameters(self._models).values())
 
     def _pieces(self, parameter: nn.Parameter, before: str, values: Tensor, first: int, mine: bool) -> Iterator[Piece]:
-        """The boxes of `values`: elements `first` and following of the rank's flattened parameter."""
+        """Yield the boxes of `values`: elements `first` and following of the rank's flattened parameter."""
         record, shape, values = record_of(parameter), tuple(parameter.shape), values.detach()
         name, full = before + self._names[id(parameter)], full_shape_of(record, parameter.shape, self._groups)
         places = placements(record, shape, self._groups)
@@ -117,7 +117,7 @@ class RankWeights:
                 yield Piece(name, full, place.box, view, mine and not place.copied)
 
     def _buffer_pieces(self) -> Iterator[Piece]:
-        """Persistent buffers by their names in the whole model; every rank of a stage has the same."""
+        """Yield persistent buffers by their names in the whole model; every rank of a stage has the same."""
         first = self._groups.tp.rank == 0 and self._groups.dp_cp.rank == 0
         for model in self._models:
             for path, module in model.named_modules():
@@ -138,7 +138,7 @@ class RankState(RankWeights):
     # ---- tensors that a layout cuts ----
 
     def pieces(self, *, with_moments: bool) -> Iterator[Piece]:
-        """All pieces to save. with_moments: AdamW has made a step, so its moments exist."""
+        """Yield all pieces to save. with_moments: AdamW has made a step, so its moments exist."""
         turns = _Turns()
         for part in self._optimizer.updated_parts():
             mine = self._is_mine(part.parameter, part.copy, part.copies, part.master.nbytes, turns)
@@ -155,9 +155,10 @@ class RankState(RankWeights):
         yield from self._buffer_pieces()
 
     def to_load(self, *, with_moments: bool) -> list[Piece]:
-        """All pieces that a checkpoint of any layout and precision fills. with_moments: AdamW gets moments, as zeros.
+        """Return all pieces that a checkpoint of any layout and precision fills.
 
-        Padding of the vocabulary is in no piece and keeps its zeros.
+        with_moments: first give AdamW moments of zeros, so that there are pieces for them. Padding of the vocabulary is
+        in no piece and keeps its zeros.
         """
         if with_moments:
             self._make_moments()
@@ -175,7 +176,7 @@ class RankState(RankWeights):
             self._optimizer.adamw.state[part.master]["step"] = made
 
     def _is_mine(self, parameter: nn.Parameter, copy: int, copies: int, size: int, turns: _Turns) -> bool:
-        """True if this rank writes the elements. `copy` of `copies` counts data-parallel replicas."""
+        """Return True if this rank writes the elements. `copy` of `copies` counts data-parallel replicas."""
         record = record_of(parameter)
         if record.shared:
             return False
@@ -192,14 +193,14 @@ class RankState(RankWeights):
         return [precision for precision in held if isinstance(precision, Float8Scaling)]
 
     def fp8_pieces(self) -> Iterator[Piece]:
-        """History and scales of the `delayed` recipe; all ranks of a stage have the same."""
+        """Yield history and scales of the `delayed` recipe; all ranks of a stage have the same."""
         first = self._groups.tp_dp_cp.rank == 0
         for scaling in self._scalings():
             for name, values in scaling.layer_states().items():
                 yield Piece(f"fp8.{name}", tuple(values.shape), whole(values.shape), values, first)
 
     def load_fp8(self, reader: Reader, step: int) -> bool:
-        """Load what `fp8_pieces` stored. False if something is missing; that history then starts anew."""
+        """Load what `fp8_pieces` stored. Return False if something is missing; that history then starts anew."""
         found = True
         for scaling in self._scalings():
             fresh = scaling.layer_states()
@@ -213,7 +214,7 @@ class RankState(RankWeights):
     # ---- random states ----
 
     def rng_pieces(self) -> Iterator[Piece]:
-        """Random states of this rank: torch's, those of the tracker, Python's and numpy's."""
+        """Yield the random states of this rank: torch's, those of the tracker, Python's and numpy's."""
         for name, state in self._random_states().items():
             named = f"rng.{self._groups.rank:05d}.{name}"
             yield Piece(named, tuple(state.shape), whole(state.shape), state, True)
@@ -230,7 +231,7 @@ class RankState(RankWeights):
         return {name: state.cpu() for name, state in states.items()}
 
     def load_rng(self, reader: Reader) -> None:
-        """Restore the states that this rank saved; only for the layout that saved them."""
+        """Restore the random states that this rank saved; only the layout that saved them can."""
         states = {
             name: reader.read_whole(f"rng.{self._groups.rank:05d}.{name}")
             for name in self._random_states()
@@ -248,7 +249,7 @@ class RankState(RankWeights):
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
 
     def derive_rng(self, seed: int, step: int) -> None:
-        """Random states by seed, step and the place of this rank: for a layout that saved none."""
+        """Derive random states from seed, step and this rank's place, for a layout that saved none."""
         fresh = model_parallel_seed(parameter_seed(seed, f"resumed after step {step}"), self._groups)
         for tracker in self._trackers():
             tracker.set_states(fresh.get_states())
@@ -259,9 +260,10 @@ class RankState(RankWeights):
 
 
 class _Turns:
-    """Shares tensors out over the ranks that hold copies: the next goes to the copy with the fewest bytes so far.
+    """Divides tensors among the ranks that hold copies: the next goes to the copy with the fewest bytes so far.
 
-    All ranks that hold copies of one tensor hold copies of the same tensors, in the same order, and so agree.
+    All ranks that hold copies of one tensor hold copies of the same tensors, in the same order, so they agree without
+    communication.
     """
 
     def __init__(self) -> None:

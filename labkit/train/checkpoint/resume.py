@@ -4,13 +4,13 @@
 
     (nothing)   resume from the run's own checkpoints if there are any, else start anew
     latest      resume from the run's own, of which there must be one
-    none        start anew; refused if the folder holds checkpoints, since the two runs would mix
+    none        start anew; rejected if the folder holds checkpoints, since the two runs would mix
     PATH        a folder of a run, or of checkpoints, or one of its steps; the run's own come first if there are any by
                 now, so that a restarted run goes on from where it was. A step among its own comes first until the run
                 has saved one
 
-A resumed run may have another layout, precision, batch size, schedule or number of steps: each difference is said. It
-must have the same model: fields of `MODEL_FIELDS` are refused one by one.
+A resumed run may have another layout, precision, batch size, schedule or number of steps, and each difference is
+reported. But it must have the same model, so any difference in a field of `MODEL_FIELDS` is an error that names it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from labkit.train.checkpoint.step_folders import newest_first, step_folder, step
 from labkit.train.run_folder.contents import CHECKPOINTS, checkpoints_in, saves_into
 
 MODEL_FIELDS = tuple(name for name, spec in SPECS.items() if spec.of_model)
-"""Fields whose declaration says `of_model`: they change the tensors of a model, or what it computes from them."""
+"""Fields declared as `of_model`, because they change the tensors of a model or what it computes from them."""
 OF_THIS_LAUNCH = (
     "checkpoint.",
     "train.output_dir",
@@ -53,12 +53,12 @@ class Progress:
     """Steps that changed no weight."""
 
     def after(self, step: int, samples: int, skipped_steps: int) -> Progress:
-        """The state after `step` steps, of which those behind this state read `samples` each."""
+        """Return the state after `step` steps, of which those after this state read `samples` each."""
         return Progress(step, self.consumed_samples + (step - self.step) * samples, skipped_steps)
 
 
 def to_try(config: RunConfig) -> list[Path]:
-    """The checkpoints from which the run may begin, in the order in which it tries them; empty to start anew.
+    """Return the checkpoints from which the run may begin, in the order in which it tries them; empty to start anew.
 
     Raises CheckpointError if `checkpoint.load` names nothing, or would mix two runs.
     """
@@ -92,20 +92,20 @@ def _resolved_steps(folder: Path) -> list[Path]:
 
 
 def _repeats(newest: Path, config: RunConfig) -> bool:
-    """True if a run of this configuration saved the checkpoint, and so the same command was started again."""
+    """Return True if a run of this configuration saved the checkpoint, and so the same command was started again."""
     with contextlib.suppress(CheckpointError):
         return same_run(read_manifest(newest).config, config)
     return False
 
 
 def same_run(before: Mapping[str, Any], config: RunConfig) -> bool:
-    """True if runs of the two configurations begin and train alike, so that they are launches of one run."""
+    """Return True if runs of the two configurations begin and train alike, so that they are launches of one run."""
     same_start = before.get("checkpoint", {}).get("load") == config.checkpoint.load
     return same_start and all(name.startswith(OF_THIS_LAUNCH) for name, *_ in _changed(before, config.to_dict()))
 
 
 def problems(config: RunConfig) -> list[str]:
-    """Sentences for everything that keeps the run from its checkpoints, as far as manifests tell."""
+    """Return a sentence for everything that keeps the run from its checkpoints, as far as manifests show."""
     try:
         paths = to_try(config)
     except CheckpointError as error:
@@ -120,7 +120,7 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def model_differences(manifest: Manifest, config: RunConfig) -> list[str]:
-    """A sentence for each field with which the checkpoint's model is another one than the configured."""
+    """Return a sentence for each field that makes the checkpoint's model differ from the configured one."""
     fields = [*MODEL_FIELDS]
     if config.model.position == "learned":
         fields.append("model.seq_length")  # the rows of the position table
@@ -133,8 +133,8 @@ def model_differences(manifest: Manifest, config: RunConfig) -> list[str]:
 
 
 def _spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the values for which None stands: key/value heads, decoder, widths of MLP and experts,
-    heads and layers of a Mamba."""
+    """Return the configuration with the values that None stands for: key/value heads, decoder, widths of MLP and
+    experts, heads and layers of a Mamba."""
     model, moe = dict(config.get("model", {})), dict(config.get("moe", {}))
     if model.get("family") == "t5" and model.get("decoder_layers") is None and "layers" in model:
         model["decoder_layers"] = model["layers"]
@@ -153,7 +153,7 @@ def _spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_differences(manifest: Manifest, config: RunConfig) -> list[str]:
-    """`train.global_batch_size 16 -> 32` for each other field that has changed; the new values hold."""
+    """Return `train.global_batch_size 16 -> 32` for each other field that has changed; the new values apply."""
     return [
         f"{name} {shown(old)} -> {shown(new)}"
         for name, old, new in _changed(manifest.config, config.to_dict())
@@ -162,7 +162,7 @@ def other_differences(manifest: Manifest, config: RunConfig) -> list[str]:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(field, value in the checkpoint, value now); fields that one of the two does not know are left out."""
+    """Yield (field, value in the checkpoint, value now); fields that one of the two does not know are left out."""
     for section, values in before.items():
         for name, old in values.items():
             new = now.get(section, {}).get(name, old)
@@ -171,7 +171,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
 
 
 def same_layout(manifest: Manifest, config: RunConfig, world_size: int) -> bool:
-    """True if every rank has the place that it had in the run that saved."""
+    """Return True if every rank has the place that it had in the run that saved."""
     before, now = manifest.config.get("parallel"), config.to_dict()["parallel"]
     if before is None or manifest.world_size != world_size:
         return False
@@ -179,8 +179,10 @@ def same_layout(manifest: Manifest, config: RunConfig, world_size: int) -> bool:
 
 
 def continues_folder(config: RunConfig, checkpoint: Path, manifest: Manifest) -> bool:
-    """True if a run that resumes from `checkpoint` goes on in the files of the run that saved it: `train.output_dir` is
-    the same folder, or has the checkpoint, as in a copy of a run's folder."""
+    """Return True if a run that resumes from `checkpoint` goes on in the files of the run that saved it.
+
+    It does if `train.output_dir` is the same folder, or contains the checkpoint, as in a copy of a run's folder.
+    """
     if config.train.output_dir is None:
         return False
     folder, before = Path(config.train.output_dir).absolute(), manifest.config.get("train", {}).get("output_dir")
@@ -189,7 +191,7 @@ def continues_folder(config: RunConfig, checkpoint: Path, manifest: Manifest) ->
 
 
 def will_continue(config: RunConfig) -> bool:
-    """`continues_folder` of the checkpoint with which the run will probably begin; tensors are not looked at."""
+    """Return `continues_folder` of the checkpoint with which the run will probably begin, without reading tensors."""
     with contextlib.suppress(CheckpointError):
         for path in to_try(config):
             with contextlib.suppress(CheckpointError):

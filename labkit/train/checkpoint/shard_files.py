@@ -1,7 +1,7 @@
 """The safetensors files of a checkpoint: a rank writes one, and reads boxes out of all of them.
 
-Every byte of a file is under a checksum of the manifest: the header as a whole, and each tensor. A changed bit is found
-before anything is loaded, and named by file and tensor. Nothing is unpickled.
+Every byte of a file is covered by a checksum of the manifest: the header as a whole, and each tensor. So a changed bit
+is found before anything is loaded, and named by file and tensor. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from labkit.train.checkpoint.manifest import (
 
 
 def shard_name(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def checksum_of(tensor: Tensor) -> str:
-    """Checksum of the bytes of a contiguous tensor on the host."""
+    """Return the checksum of the bytes of a contiguous tensor on the host."""
     return checksum(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -54,7 +54,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[StoredFile, 
 
 
 def _header(file: Any) -> bytes:
-    """The first bytes of a safetensors file: the length of its JSON header, and the header."""
+    """Return the first bytes of a safetensors file: the length of its JSON header, and the header."""
     length = file.read(8)
     return length + file.read(min(int.from_bytes(length, "little"), 1 << 30))
 
@@ -70,11 +70,14 @@ class Reader:
     _files: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError as `read_manifest`."""
+        """Read the manifest. Raises CheckpointError as `read_manifest` does."""
         self.manifest = read_manifest(self.folder)
 
     def problems(self, files: Iterable[str] | None = None) -> list[str]:
-        """One sentence for each file or tensor that differs from the manifest; looks at every byte of `files` (all)."""
+        """Return one sentence for each file or tensor that differs from the manifest, after reading every byte.
+
+        files: names of the files to read; None is all.
+        """
         found = []
         for name in self.manifest.files if files is None else files:
             found += self._problems_of(name)
@@ -102,7 +105,7 @@ class Reader:
             return [f"{path} is no valid safetensors file: {error}"]
 
     def _difference(self, name: str, stored: StoredBox) -> str:
-        """Why a stored box is not that of the manifest, or an empty string."""
+        """Return why a stored box is not that of the manifest, or an empty string."""
         tensor = self._tensor(name, stored)
         if (str(tensor.dtype), tuple(tensor.shape)) != (f"torch.{self.manifest.tensors[name].dtype}", stored.box.shape):
             return f"{tensor.dtype} of shape {list(tensor.shape)}"
@@ -113,7 +116,7 @@ class Reader:
         return [(name, box) for name, tensor in tensors for box in tensor.boxes if box.file == file]
 
     def _tensor(self, name: str, stored: StoredBox) -> Tensor:
-        """A stored box, as a view of its file."""
+        """Return a stored box, as a view of its file."""
         if stored.file not in self._files:
             self._files[stored.file] = safe_open(self.folder / stored.file, framework="pt")
         return self._files[stored.file].get_tensor(key_of(name, stored.box))
@@ -132,7 +135,7 @@ class Reader:
                 box.view(into, common).copy_(stored.box.view(self._tensor(name, stored), common))
 
     def read_whole(self, name: str) -> Tensor:
-        """The whole tensor `name`. Raises CheckpointError as `read`."""
+        """Return the whole tensor `name`. Raises CheckpointError as `read` does."""
         stored = self.manifest.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
@@ -141,5 +144,5 @@ class Reader:
         return made
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._files.clear()

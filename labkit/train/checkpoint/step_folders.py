@@ -10,7 +10,7 @@
 A checkpoint appears by one rename, after all its files are on the disk. So a step folder is complete, or something
 changed it afterwards, and the checksums show what.
 
-`latest` decides, not the highest number. A run that went on from an earlier step leaves later checkpoints behind, which
+`latest` decides, not the highest number, because a run that went on from an earlier step leaves later checkpoints that
 belong to another course of training. The rename and the change of `latest` are two operations, and a kill may come
 between them. So `.latest.partial` names the checkpoint before it appears, and counts once the checkpoint is there.
 """
@@ -36,34 +36,34 @@ _REMAINS = re.compile(r"\.step_\d{8,15}\.(partial|old)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return folder / f"step_{step:08d}"
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Folder in which that checkpoint is written."""
+    """Return the folder in which that checkpoint is written."""
     return folder / f".step_{step:08d}.partial"
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint; None for another name."""
+    """Return the step in the name of a checkpoint; None for another name."""
     match = STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, complete or damaged, in ascending order. Raises CheckpointError."""
+    """Return the steps of the checkpoints in `folder`, complete or damaged, ascending. Raises CheckpointError."""
     return sorted(step for name in _names_in(folder) if (step := step_of(name)) is not None)
 
 
 def remains_in(folder: Path) -> list[Path]:
-    """Folders of checkpoints whose writing or removal was cut off, or is under way. Raises CheckpointError."""
+    """Return folders of checkpoints whose writing or removal was cut off or is under way. Raises CheckpointError."""
     return sorted(folder / name for name in _names_in(folder) if _REMAINS.fullmatch(name))
 
 
 def in_the_way(folder: Path) -> str:
-    """Why a run cannot save here, or an empty string: nothing can be written, or a folder has the name of a file that
-    the run writes, or the reverse."""
+    """Return why a run cannot save here, or an empty string. The reason is that nothing can be written, or that a
+    folder has the name of a file that the run writes, or the reverse."""
     for path in remains_in(folder):
         if path.suffix == ".partial" and not _is_folder(path):
             return f"{path.name} in it is no folder, and a run writes one there; move it, or name another folder"
@@ -75,7 +75,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Names in a folder, none if there is no folder. Raises CheckpointError for a folder that cannot be read."""
+    """Return the names in a folder, or none without a folder. Raises CheckpointError if it cannot be read."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -85,7 +85,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def latest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint, None without one.
+    """Return the step of the newest checkpoint, None without one.
 
     This is the step that `latest` names. If that checkpoint is gone, the highest step below counts. Without a step in
     `latest` the highest of all counts.
@@ -99,7 +99,7 @@ def latest_step(folder: Path) -> int | None:
 
 
 def _named_in(file: Path) -> int | None:
-    """The step that the file names."""
+    """Return the step that the file names."""
     try:
         return step_of(file.read_text().strip()) if file.is_file() else None
     except (OSError, UnicodeDecodeError):
@@ -107,13 +107,13 @@ def _named_in(file: Path) -> int | None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints of a run in the order in which a resuming run tries them: `latest`, then those before it."""
+    """Return a run's checkpoints in the order in which a resuming run tries them: `latest`, then those before it."""
     last = latest_step(folder)
     return [step_folder(folder, step) for step in reversed(steps_in(folder)) if last is not None and step <= last]
 
 
 def passed_over(folder: Path) -> list[int]:
-    """Steps above the one that `latest` names: no run begins there by itself."""
+    """Return the steps above the one that `latest` names, from which no run begins by itself."""
     last = latest_step(folder)
     return [step for step in steps_in(folder) if last is not None and step > last]
 
@@ -187,7 +187,7 @@ def remove_superseded(folder: Path, step: int, keep: int) -> list[str]:
 
 
 def _superseded(folder: Path, step: int, keep: int) -> list[int]:
-    """Steps to remove. A checkpoint without a sound manifest does not count as one of `keep`."""
+    """Return the steps to remove. A checkpoint without a sound manifest does not count as one of `keep`."""
     steps, sound = [one for one in steps_in(folder) if one <= step], 0
     for place, one in reversed([*enumerate(steps)]):
         with contextlib.suppress(CheckpointError):

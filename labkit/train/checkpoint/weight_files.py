@@ -1,7 +1,7 @@
 """Safetensors files of whole weights, read and written one tensor after the other.
 
-`safetensors.torch.save_file` needs all tensors at once. The format itself does not. A file begins with the length of
-its header (8 bytes) and the header, JSON with type, shape and place of each tensor. The tensors follow without gaps.
+`safetensors.torch.save_file` needs all tensors at once, but the format itself does not. A file begins with the length
+of its header (8 bytes) and the header, JSON with type, shape and place of each tensor. The tensors follow without gaps.
 So a writer that knows types and shapes can write the header first.
 
 Types and shapes are given as meta tensors, which hold no data.
@@ -31,7 +31,7 @@ LARGEST_JSON = 50_000_000
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """transformers' names of a model in one file, and of the list of several."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Ends of names of files that are read by running what stands in them."""
+"""Suffixes of files whose reading runs code that they contain."""
 
 
 # ---- writing ----
@@ -42,7 +42,7 @@ def write_tensors(
 ) -> tuple[StoredFile, dict[str, str]]:
     """Write `tensors` to a new file and bring it to the disk. Return the file and the checksum of each tensor.
 
-    plan: a meta tensor for each, in the same order. An order by falling size of an element aligns all of them.
+    plan: a meta tensor for each, in the same order. An order by falling element size aligns all of them.
     Raises OSError, for example on a full disk.
     """
     header, sums = _header(plan), {}
@@ -73,7 +73,7 @@ def _header(plan: Mapping[str, Tensor]) -> bytes:
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a model in Hugging Face's files, by their names. Each is read when somebody asks for it."""
+    """The tensors of a model in Hugging Face's files, by their names there. Each is read when somebody asks for it."""
 
     def __init__(self, source: Path) -> None:
         """source: a safetensors file, or a folder with `model.safetensors` or the index of several files.
@@ -131,7 +131,7 @@ def _opened(path: Path) -> Any:
 
 
 def files_of(source: Path) -> tuple[list[Path], list[str]]:
-    """The safetensors files of a model, and the tensors that they must have as far as an index says so.
+    """Return the safetensors files of a model, and the tensors that its index lists, if it has an index.
 
     source: a file, or a folder. Raises CheckpointError.
     """
@@ -158,7 +158,7 @@ def _pickled(source: Path, file: str) -> str:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file, of the list of a model in several files."""
+    """Return tensor -> file, from the index of a model in several files."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{index} has no weight_map of tensors and files; fetch the model again")
@@ -173,7 +173,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError."""
+    """Return the JSON object in a file. Raises CheckpointError."""
     try:
         if not path.is_file():
             raise CheckpointError(f"there is no {path.name} in {path.parent}; a model's folder has one")
