@@ -5,8 +5,8 @@
     finish    mark the run as finished, and release the locks
     release   only release the locks: the state of a run that fails stays `unfinished`
 
-A kill at any moment leaves a folder that the same command takes again: state and configuration appear by a rename, and
-`earlier_run.py` judges what is there. The locks end with the process.
+A kill at any moment leaves a folder that the same command can take again, because state and configuration appear by a
+rename, and `earlier_run.py` judges what is there. The locks end with the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def folder_problems(config: RunConfig) -> list[str]:
-    """Return why the run cannot have its folders, a sentence for each. Leaves no file behind."""
+    """Return why the run cannot have its folders, a sentence for each. Leaves no file."""
     found = []
     for field, folder in folders_of(config).items():
         try:
@@ -80,8 +80,8 @@ class RunFolder:
     def begin(self, continues_after: int | None = None) -> list[str]:
         """Remove or cut the lines of the run that was there, and store state and configuration.
 
-        continues_after: the run resumes the run whose files are there, after so many of its steps. Its lines stay, but
-        for those of later steps. Return a sentence where a run begins again that had no checkpoint yet.
+        continues_after: the run resumes the run whose files are there, after this many of its steps. Its lines stay,
+        except those of later steps. Return a sentence if a run begins again that had no checkpoint yet.
 
         Raises ConfigError if the files of another run are there, or the folder cannot be written.
         """
@@ -119,9 +119,9 @@ class RunFolder:
 
 @contextmanager
 def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[Callable[[int | None], None]]:
-    """Rank 0 has the folders of the run during the block, and marks the run as finished if the block ends without an
-    exception. Yields `RunFolder.begin`, which says its sentences. All ranks call both, and all raise its ConfigError.
-    """
+    """Let rank 0 have the folders of the run during the block, and mark the run as finished if the block ends without
+    an exception. Yields `RunFolder.begin`, which prints its sentences. All ranks call both, and all raise its
+    ConfigError."""
     folder, is_first = RunFolder(config, groups.world.size), groups.world.rank == 0
 
     def on_rank_0(do: Callable[[], list[str]]) -> None:
@@ -156,7 +156,7 @@ def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[Callable[[
 
 @contextmanager
 def _naming(field: str, folder: Path) -> Iterator[None]:
-    """Errors of the block become a ConfigError that names the folder and its field."""
+    """Turn errors of the block into a ConfigError that names the folder and its field."""
     try:
         yield
     except (OSError, FolderError, CheckpointError) as error:

@@ -50,8 +50,8 @@ def folders_of(config: RunConfig) -> dict[str, Path]:
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """Return the folder of checkpoints that `folder` stands for: of a run's folder the one in which that run saves,
-    otherwise `folder` itself. Raises CheckpointError for a folder that cannot be read."""
+    """Return the folder of checkpoints for `folder`: the one in which the run saves if `folder` is a run's, otherwise
+    `folder` itself. Raises CheckpointError for a folder that cannot be read."""
     if steps_in(folder):
         return folder
     places = [folder / CHECKPOINTS]

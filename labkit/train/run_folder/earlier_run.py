@@ -1,8 +1,8 @@
 """The files that an earlier run left in `train.output_dir`: whether a new run may replace them. Needs no torch.
 
-A folder with a run, finished or not, is refused without `train.overwrite`, with two exceptions. A run that resumes from
-a checkpoint of the earlier run goes on in its files. And a run that was killed before its first checkpoint may begin
-again by the same command, since no checkpoint can have been lost.
+A folder with a run, finished or not, is rejected without `train.overwrite`, with two exceptions. A run that resumes
+from a checkpoint of the earlier run goes on in its files. And a run that was killed before its first checkpoint may
+begin again by the same command, since no checkpoint can have been lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from labkit.train.run_folder.contents import CONFIG, INTERVAL, LINES, METRICS, S
 def state_in(folder: Path) -> dict[str, Any]:
     """Return the contents of run.json, empty without one. Raises OSError for a file that cannot be read.
 
-    Earlier versions wrote the file in place, so a kill could leave half of one: that run is unfinished.
+    Earlier versions wrote the file in place, so a kill could leave half of one; such a run counts as unfinished.
     """
     try:
         text = (folder / STATE).read_bytes()
@@ -54,16 +54,16 @@ def why_they_stay(config: RunConfig, folder: Path, *, continues: bool) -> str:
 
 
 def begins_again(config: RunConfig, folder: Path) -> bool:
-    """True if the folder has the unfinished run of this configuration, which cannot have come to a checkpoint.
+    """Return True if the folder has the unfinished run of this configuration, which cannot have reached a checkpoint.
 
     By its metrics it has made no more steps than the first checkpoint takes. A run that has made more had checkpoints.
-    If these are gone, as with a disk that is not mounted, its metrics must stay.
+    If these are gone, for example because a disk is not mounted, its metrics must stay.
     """
     if saves_into(config) is None or state_in(folder).get("state") != "unfinished":
         return False
     steps = steps_of(folder / METRICS)
     if not steps and not (folder / CONFIG).exists():
-        return True  # killed before it had written anything
+        return True  # it was killed before it had written anything
     try:
         before = RunConfig.from_yaml(folder / CONFIG).replaced({"train.output_dir": config.train.output_dir})
     except (ConfigError, OSError):

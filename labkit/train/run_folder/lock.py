@@ -1,8 +1,8 @@
 """The lock of a folder, by which two runs notice each other: its file `.lock`, locked by flock. Needs no torch.
 
 The kernel releases a lock when the process that holds it ends, so a killed run leaves none. The file is open for
-writing, because only then Linux locks it on the server of an NFS mount too; a folder on NFS would be locked for one
-machine alone. Some file systems have no locks, and a run there prints a warning and continues.
+writing, because only then Linux locks it on the server of an NFS mount too; otherwise a folder on NFS would be locked
+for one machine alone. Some file systems have no locks, and a run there prints a warning and continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOCK = ".lock"
 EARLIER = "run.json"
 """The file that earlier versions locked in `train.output_dir`."""
 PATIENCE = 2.0
-"""Seconds for which a run waits for a lock: ranks of a killed run may just be ending, or a launch may be looking."""
+"""Seconds that a run waits for a lock, since ranks of a killed run may still be ending, or a launch may be looking."""
 
 
 class FolderError(ValueError):
@@ -33,7 +33,7 @@ class FolderError(ValueError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, which exists, during the block. Its file names the process for others, and stays.
+    """Lock an existing folder during the block. The lock file names the process for others, and stays.
 
     Raises FolderError if another run has the lock, and OSError if nothing can be written there.
     """
@@ -54,7 +54,7 @@ def check_free(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """True if a process writes into the folder at this moment; None if that cannot be known, or nobody ever did."""
+    """Return True if a process is writing into the folder now; None if that cannot be known, or nobody ever did."""
     found = None
     for path in _locks_in(folder):
         try:
