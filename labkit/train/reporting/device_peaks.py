@@ -3,8 +3,8 @@
 MFU, the model FLOPs utilisation of arXiv 2204.02311 (appendix B), is the rate of the model's operations over the peak
 of the devices (`labkit.plan.peaks`). The operations are those of `labkit.plan.flops.step_flops`. Both count attention
 over all pairs of positions and no operation that recomputation repeats. HFU, the hardware FLOPs utilisation of arXiv
-2205.05198, counts these, too (`hardware_flops`); the 52 % of arXiv 2104.04473 are such. The GPU benchmarks have the
-same MFU. A run on an unknown device, such as a CPU, has neither.
+2205.05198, counts these too (`hardware_flops`), as the 52 % of arXiv 2104.04473 do. The GPU benchmarks have the same
+MFU. A run on an unknown device, such as a CPU, has neither.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from labkit.plan.peaks import known_peak
 def peak_of(name: str, optim: OptimConfig) -> float | None:
     """Return TFLOP/s of the GPU with this name in the precision of a run, or None if the table has no such number.
 
-    A run with fp8 is held against the peak of fp8, although attention and the output layer multiply in bf16. The recipe
-    `blockwise` has no peak: labkit simulates it, with products in float32. The table has no peak for fp64, which serves
-    comparisons.
+    A run with fp8 is compared with the peak of fp8, although attention and the output layer multiply in bf16. The
+    recipe `blockwise` has no peak, because labkit simulates it with products in float32. The table has no peak for
+    fp64, which serves comparisons.
     """
     peak = known_peak(name)
     if peak is None or optim.precision == "fp64":
@@ -57,7 +57,7 @@ def peak_of_a_rank(groups: ParallelGroups, optim: OptimConfig) -> float | None:
 
 
 def mean_peak(gpus: Sequence[Gpu], optim: OptimConfig) -> float | None:
-    """Return the peaks of all GPUs over the number of ranks, or None if one of the peaks is unknown.
+    """Return the sum of the peaks of all GPUs, divided by the number of ranks, or None if one of them is unknown.
 
     gpus: the GPU of each rank. Ranks that share a GPU share its peak.
     """

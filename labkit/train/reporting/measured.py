@@ -1,7 +1,7 @@
 """Turn the Events of a training run into a pipeline's timeline and the costs of each stage's actions.
 
-A pipeline rank may run several stages (interleaved or V schedules) and split backwards. The name of an action tells the
-stage of its Event.
+A pipeline rank may run several stages (interleaved or V schedules) and split backwards, so the stage of an Event is
+read from the name of its action.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
 
 
 def follows(events: Iterable[Event], schedule: Schedule) -> bool:
-    """True if every pipeline rank ran the actions of `schedule` in their order."""
+    """Return True if every pipeline rank ran the actions of `schedule` in their order."""
     ordered = sorted(events, key=lambda event: event.start)
     return all(
         [event.name for event in ordered if event.rank == rank] == [str(a) for a in schedule.actions(rank)]
@@ -89,7 +89,7 @@ TOLERANCE = 0.2
 
 
 def judge_prediction(ratio: float, ranks: int) -> str:
-    """Return a sentence: does a step take as long as predicted, and if not, did other programs use the machine?
+    """Return a sentence that says if a step takes as long as predicted, and if not, if other programs used the machine.
 
     The load average counts processes that run or wait for a core, over a minute. At most `ranks` of these processes are
     the run's own. If the load is above `ranks` and above the number of cores, other programs took turns with the run.
@@ -109,6 +109,6 @@ def judge_prediction(ratio: float, ranks: int) -> str:
 
 
 def _is_action(event: Event) -> bool:
-    """True if the Event is an action of the schedule, not a part of an action (layers record their gradients too)."""
+    """Return True if the Event is a whole action of the schedule. (Layers record their gradients as parts of one.)"""
     found = ACTION.fullmatch(event.name)
     return found is not None and event.kind == EVENT_KINDS[found[2]]

@@ -1,7 +1,7 @@
 """Named timers at three levels, their smallest and largest times over ranks, and lines of JSON.
 
-A timer is a sum of Events. A stopped timer records an Event of kind `timer`. The finest level sums the Events of the
-pipeline runtime and the collectives by kind. So the numbers in `metrics.jsonl` and the bars of a timeline agree.
+A timer is a sum of Events: a stopped timer records an Event of kind `timer`, and the finest level sums the Events of
+the pipeline runtime and the collectives by kind. So the numbers in `metrics.jsonl` and the bars of a timeline agree.
 
     level 0   step, validation
     level 1   forward-backward, finalize-grads, optimizer
@@ -30,7 +30,7 @@ class Timer:
     """One named timer; `with timer:` or `start` and `stop`."""
 
     def __init__(self, name: str, timers: Timers | None) -> None:
-        """timers: gets the time; None, for levels that are off, keeps no time and leaves only a profiler's range."""
+        """timers: gets the time. None, for levels that are off, keeps no time and leaves only a profiler's range."""
         self.name = name
         self.seconds = 0.0
         """The last span, from start to stop."""
@@ -38,7 +38,7 @@ class Timer:
         self._started: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Start the clock. Megatron's argument `barrier` is ignored: a barrier would change the measured time."""
+        """Start the clock. Megatron's argument `barrier` is ignored, as a barrier would change the measured time."""
         assert self._started is None, f"timer {self.name!r} is already running"
         self._range = ranged(self.name)
         self._range.__enter__()
@@ -65,8 +65,8 @@ class Timers:
     """All timers of one rank: `with timers("optimizer", log_level=1): ...`."""
 
     def __init__(self, log_level: int = 0, *, profiled: bool = False) -> None:
-        """log_level: 0, 1 or 2; a timer of a finer level costs one comparison. profiled: the run has a
-        profile, in which phases are ranges at every level."""
+        """log_level: 0, 1 or 2; a timer of a finer level costs one comparison. profiled: the run has a profile, in
+        which phases are ranges at every level."""
         if log_level not in (0, 1, 2):
             raise ValueError(
                 f"train.timing_log_level is {log_level}; choose 0 (steps), 1 (phases) or 2 (single operations)"
@@ -75,14 +75,14 @@ class Timers:
         self.phase: Callable[[str], AbstractContextManager[Any]] = (
             partial(self, log_level=1) if log_level >= 1 or profiled else nullcontext
         )
-        """Makes the timer of a phase of the step. At level 0 it keeps no time: it is a range in a profiled run, and
+        """Makes the timer of a phase of the step. At level 0 it keeps no time, but is a range in a profiled run, and
         otherwise a context that does nothing."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
-        """Return the timer of that name; the first call says its level. One of a level finer than `Timers` keeps no
-        time and is only a range."""
+        """Return the timer of that name; the first call sets its level. A timer whose level is finer than that of
+        `Timers` keeps no time and is only a range."""
         return self._timers.setdefault(name, Timer(name, self if log_level <= self.log_level else None))
 
     def add(self, name: str, start: float, end: float) -> None:
@@ -144,7 +144,7 @@ def strict(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class JsonLines:
-    """Writes one JSON object a line to a file, or does nothing without a path."""
+    """Writes one JSON object per line to a file, or does nothing without a path."""
 
     def __init__(self, path: Path | None, *, append: bool = False) -> None:
         """Create or empty the file, and create its folders. append: keep what is in the file."""

@@ -1,4 +1,4 @@
-"""A profile of some steps of a rank: labkit's names for phases, actions of the pipeline, gradient GEMMs and transfers.
+"""A profile of some steps of a rank, with labkit's names of phases, pipeline actions, gradient GEMMs and transfers.
 
     train.profile    what runs around the steps                        result
     pytorch          torch.profiler                                    profile-rank0.json in train.output_dir
@@ -7,8 +7,8 @@
 The fields are named as in Megatron-LM: `train.profile_step_start` steps come before the profile,
 `train.profile_step_end` is its last step, and only `train.profile_ranks` are profiled. The names are those of Events
 (`labkit.events`). A range covers the time in which the host launches the work; the profiler ties kernels to it. A
-module has no range: hooks would prevent the capture of CUDA graphs. docs/running.md has the command for `nsys`, which
-has never run on a GPU.
+module has no range, because hooks would prevent the capture of CUDA graphs. docs/running.md has the command for `nsys`,
+which has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Profile:
     """
 
     def __init__(self, train: TrainConfig, rank: int, device: torch.device) -> None:
-        """train: says what is profiled, and where. rank: of the whole run. device: of this rank's tensors."""
+        """train: what is profiled, and where. rank: rank in the whole run. device: device of this rank's tensors."""
         chosen = not train.profile_ranks or rank in train.profile_ranks
         last = min(train.profile_step_end, train.steps)
         self._steps = range(train.profile_step_start + 1, last + 1) if chosen else range(0)
@@ -89,7 +89,7 @@ def _nsys() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence standard error: some builds of the profiler write a line to it at start and stop."""
+    """Silence standard error, because some builds of the profiler write a line to it at start and stop."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

@@ -2,8 +2,8 @@
 
 On a terminal of 60 columns or more, one line is drawn again and again. It has as many values as fit, the most important
 first, and from 80 columns on a bar in the rest of the line. A narrower terminal, a terminal of unknown width, and a
-file get whole lines with all values. These show the first step, the last, and some between: a line a second at first,
-and a line a minute after a hundred minutes. An evaluation always has its own line.
+file get whole lines with all values. These show the first step, the last, and some between: one per second at first,
+and one per minute after a hundred minutes. An evaluation always has its own line.
 
 Until the first step a thread shows the stage of the start and its seconds. A terminal gets them each second, a file
 gets one line for a stage that takes long.
@@ -25,15 +25,15 @@ from labkit.train.reporting.progress_line import all_lines, one_line
 NARROWEST = 60
 """Fewest columns of a terminal for one line that is drawn again and again."""
 WITH_BAR = 80
-"""Fewest columns for a bar behind the values."""
+"""Fewest columns for a bar after the values."""
 LONG_STAGE = 10
-"""Seconds after which a stage of the start has a line of its own where no line can be drawn again."""
+"""Seconds after which a stage of the start gets a line of its own if no line can be drawn again."""
 _BAR, _LEAST_BAR = "  {percentage:3.0f}%|{bar}|", 12
 """Form of the bar, and columns of the shortest."""
 
 
 def columns(stream: TextIO) -> int | None:
-    """Width of the terminal behind `stream`: None for a file or pipe, 0 for a terminal that does not tell."""
+    """Return the width of the terminal of `stream`: None for a file or pipe, 0 for a terminal of unknown width."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError, AttributeError):  # no terminal; a stream of Python without a file behind it
@@ -66,7 +66,7 @@ class ProgressBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave the last state on the screen, also after a failure; a run that had no step to do has none."""
+        """Leave the last state on the screen, also after a failure; a run without a step to do has no such state."""
         self._end_stages()
         if self._bar is not None:
             self._bar.leave = bool(self._bar.n or kind)
@@ -124,7 +124,7 @@ class ProgressBar:
         self._bar.update(values["step"] - self._bar.n)
 
     def _is_due(self) -> bool:
-        """True if a whole line is due. In a longer run lines are rarer."""
+        """Return True if a whole line is due. The longer the run, the rarer its lines."""
         now = time.monotonic()
         return now - self._shown_at >= min(60.0, max(1.0, (now - self._started) / 100))
 

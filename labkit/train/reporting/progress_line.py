@@ -55,14 +55,14 @@ FIELDS: dict[str, Callable[[Any], str]] = {
     "grad_norm": lambda norm: f"grad norm {digits(norm)}",
     "peak_memory_bytes": lambda size: f"memory {size / 2**30:.2f} GiB",
 }
-"""Name in metrics.jsonl -> words, the most important first. `eta` (seconds to the end) is in no file."""
+"""Name in metrics.jsonl -> its text, the most important first. `eta` (seconds to the end) is in no file."""
 
 
 def step_words(values: Mapping[str, Any]) -> list[str]:
     """Return `step 12 of 100:` and the words of each field in `values`; without `steps` the total is left out.
 
-    A number that was not finite is None in metrics.jsonl; its field is left out. So is the rate of hardware FLOPs where
-    nothing is computed again, since it is that of model FLOPs.
+    A number that was not finite is None in metrics.jsonl, so its field is left out. So is the rate of hardware FLOPs if
+    nothing is recomputed, since it then equals that of model FLOPs.
     """
     total = f" of {values['steps']:,}" if "steps" in values else ""
     same = values.get("hardware_tflops_per_rank") == values.get("tflops_per_rank") and values.get("hfu") == values.get(

@@ -1,11 +1,11 @@
 """Records of a run: a line of metrics per step, Events of all ranks, rates, and progress for the launching process.
 
-    metrics.jsonl   a line a step: loss (of BERT also its parts `lm_loss` and `sop_loss`), norm, rates, memory, timers,
-                    and of experts the numbers of `router_metrics`;
-                    lines of evaluations; with CUDA graphs a line ahead of that of the step that captured them
+    metrics.jsonl   a line per step: loss (for BERT also its parts `lm_loss` and `sop_loss`), norm, rates, memory,
+                    timers, and with experts the numbers of `router_metrics`;
+                    lines of evaluations; with CUDA graphs a line before that of the step that captured them
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5};
                     `train.tensorboard_dir` gives them to TensorBoard itself
-    events.jsonl    an Event a line, if `train.write_events` asks
+    events.jsonl    one Event per line, if `train.write_events` asks
 
 Steps count from 1: a line of step N, also of an evaluation, is written when N steps are finished. All files grow during
 the run, so the lines of a run that dies are kept, and memory does not grow with the steps.
@@ -53,7 +53,7 @@ class Throughput:
     def __init__(
         self, config: RunConfig, world_size: int, peak: float | None = None, schedule: Schedule | None = None
     ) -> None:
-        """peak: TFLOP/s that a rank can reach, None if it is unknown. schedule: see `hardware_flops`."""
+        """peak: TFLOP/s that a rank can reach; None if they are unknown. schedule: see `hardware_flops`."""
         train = config.train
         self._steps = train.steps
         self._tokens = train.global_batch_size * (config.model.seq_length + decoder_length(config.model))
@@ -71,10 +71,10 @@ class Throughput:
 
         `tokens_per_second` counts the tokens of all ranks. `tflops_per_rank` is Megatron's TFLOP/s/GPU, of model FLOPs
         (`labkit.plan.flops.step_flops`): all S^2 pairs of attention, nothing that is recomputed.
-        `hardware_tflops_per_rank` is of hardware FLOPs (`hardware_flops`), which count recomputation; the TFLOP/s of
-        arXiv 1909.08053 and 2104.04473 are such. Operations are those of the configured model, also if a model provider
-        builds another. `mfu` and `hfu` are the shares of the peak; they are left out where `reporting.device_peaks`
-        does not know the device.
+        `hardware_tflops_per_rank` is the rate of hardware FLOPs (`hardware_flops`), which count recomputation, as the
+        TFLOP/s of arXiv 1909.08053 and 2104.04473 do. Operations are those of the configured model, also if a model
+        provider builds another. `mfu` and `hfu` are the shares of the peak; they are left out if
+        `reporting.device_peaks` does not know the device.
         """
         rates = {"step_time": seconds, "tokens_per_second": self._tokens / seconds}
         for (rate, share), teraflops in self._teraflops.items():
@@ -121,10 +121,10 @@ class Report:
         skipped_steps: int = 0,
         append: bool = False,
     ) -> None:
-        """recorder: gets this rank's Events; after each step the report adds them to the timers and takes them.
-        routers: the routers of a model with experts. schedule: of the run, whose recomputation the rates count.
+        """recorder: gets this rank's Events; after each step the report adds them to the timers and clears them.
+        routers: the routers of a model with experts. schedule: that of the run, whose recomputation the rates count.
         resumed_after, skipped_steps: steps that were done, and skipped, before this process resumed the run.
-        append: go on in the files that are there."""
+        append: append to the files that are there."""
         self.losses: list[float] = []
         self.metrics: list[dict[str, Any]] = []
         self._events_of_steps: deque[list[Event]] = deque(maxlen=config.train.keep_event_steps)
@@ -266,8 +266,8 @@ class Report:
     def graphs(self, step: int, graphs: TrainingGraphs) -> None:
         """Write a line about the graphs once after each capture, unless the implementation does not know their memory.
 
-        The line has (least, most) over ranks: number of graphs, bytes of static inputs, bytes of the pools at their
-        peak.
+        The line has (least, most) over ranks of the number of graphs, the bytes of static inputs, and the bytes of the
+        pools at their peak.
         """
         if graphs.num_captures == self._captures_told:
             return

@@ -7,10 +7,10 @@ every rank gets the layers of all stages. A line is about the steps since the la
     moe/z_loss                the same of the mean squared log-sum-exp of the logits
     moe/max_over_mean         load of the fullest expert over the mean load, in the worst layer
     moe/load_entropy          entropy of the load over that of an even one, in the worst layer
-    moe/dropped_share         choices that exceeded a capacity, of all choices of all layers
+    moe/dropped_share         share of all choices, over all layers, that exceeded a capacity
     moe/layers.3/...          the same of one layer, and there tokens_per_expert and expert_bias, both by expert
 
-The line has no loss without coefficient, and no drops without a capacity.
+The line leaves a loss out if its coefficient is 0, and the drops if there is no capacity.
 """
 
 from __future__ import annotations

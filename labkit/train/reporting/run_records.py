@@ -1,8 +1,9 @@
 """The folder of a run, read back while the run still writes it. Needs no torch.
 
-The files are the truth. A run that resumes cuts metrics.jsonl at its checkpoint and writes on, so `RunRecords` compares
-the file with the last line that it read. If that line is gone, the file is read from its start. The last line may be
-half written; it counts once it ends. A step below the one before it replaces what the file had from that step on.
+Only the files count. A run that resumes cuts metrics.jsonl at its checkpoint and appends to it, so `RunRecords`
+compares the file with the last line that it read. If that line is gone, the file is read from its start. The last line
+may be half written, so it counts only once it ends. A step below the one before it replaces what the file had from that
+step on.
 
     finished     the run marked run.json at its end
     starting     a process holds the folder's lock, and there is no line yet
@@ -38,7 +39,7 @@ State = Literal["starting", "running", "stale", "unfinished", "finished"]
 GRACE = 60.0
 """Seconds without a new line after which a run may count as stale, or as over if nobody holds its lock."""
 OVERDUE = 10
-"""A run is stale if its next line takes so many times as long as the last ones."""
+"""A run is stale if its next line takes this many times as long as the last ones."""
 _RECENT = 20
 """Lines that are averaged to predict the time left."""
 
@@ -65,7 +66,7 @@ class RunRecords:
     def refresh(self) -> bool:
         """Read what is new. Return True if there are new lines, or if the state has changed."""
         before = self.state, self._offset, self._tail
-        words, self._locked = self._words(), is_locked(self.folder)  # ahead of the lines, which then are all
+        words, self._locked = self._words(), is_locked(self.folder)  # before the lines: once it is over, these are all
         self._read_lines()
         if not self._config:
             self._read_config()
@@ -73,8 +74,8 @@ class RunRecords:
         return (self.state, self._offset, self._tail) != before
 
     def values(self) -> dict[str, Any]:
-        """Return the last step as `progress_line` shows it: with the steps of the run, the last validation, the time
-        left. Empty before the first line."""
+        """Return the values of the last step as `progress_line` shows them, with the number of steps of the run, the
+        last validation and the time left. Empty before the first line."""
         if not self._last:
             return {}
         values = {"step": self._step, **self._last}
@@ -90,7 +91,7 @@ class RunRecords:
 
     @property
     def layout(self) -> str:
-        """Ranks and axes, such as `4 ranks, tp 2 x pp 2`; empty if the files do not tell."""
+        """Ranks and axes, such as `4 ranks, tp 2 x pp 2`; empty if the files do not have them."""
         ranks = self._words().get("world_size")
         named = "" if ranks is None else counted(ranks, "rank")
         axes = {axis: self._config.get(f"parallel.{axis}", 1) for axis in ("tp", "cp", "ep", "pp")}
@@ -99,7 +100,7 @@ class RunRecords:
 
     @property
     def words(self) -> str:
-        """The state; of an unfinished run with a checkpoint, how far it came and that it can be resumed."""
+        """The state, or for an unfinished run with a checkpoint how far it got and that it can be resumed."""
         steps, saved = self._config.get("train.steps"), None
         with suppress(CheckpointError):  # its folder cannot be read
             saved = latest_step(checkpoints_in(self.folder)) if self.state == "unfinished" else None
@@ -134,12 +135,12 @@ class RunRecords:
             self._tail = lines[-1] + b"\n"
 
     def _continues(self, file: IO[bytes]) -> bool:
-        """True if the file still has the last line that was read, at its place."""
+        """Return True if the file still has the last line that was read, at its place."""
         file.seek(self._offset - len(self._tail))
         return file.read(len(self._tail)) == self._tail
 
     def _take(self, line: bytes) -> None:
-        """Take in one line. A line that is no record is left out: a run that was killed may have left half of one."""
+        """Take in one line. A line that is no record is skipped, because a killed run may have left half of one."""
         try:
             record = json.loads(line)
         except ValueError:
@@ -236,7 +237,7 @@ def runs_in(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
 
 
 def _is_run(folder: Path) -> bool:
-    """True if the folder has metrics, or a run that starts."""
+    """Return True if the folder has metrics, or a run that is starting."""
     state = folder / STATE
     return (folder / METRICS).is_file() or (state.is_file() and is_locked(folder) is not False)
 

@@ -1,18 +1,18 @@
 """Ranks that compute longer than their peers, such as one on a hot or shared core.
 
-Ranks wait for each other in every step, so all have the same step time, and a slow rank hides in it. The *busy time* of
-a rank is its step time without its waits for other ranks (`labkit.launch.status`). The rank for which all others wait
-has the longest busy time.
+Ranks wait for each other in every step, so all have the same step time, which does not show a slow rank. The *busy
+time* of a rank is its step time without its waits for other ranks (`labkit.launch.status`). The rank that all others
+wait for has the longest busy time.
 
-Peers of a rank are the other ranks of its pipeline stage, which do the same work. Stages differ in work by design. So
-the rank of a stage without other ranks is measured by its own usual time, the median of earlier steps. A step that is
-slow on all stages then names nobody.
+Peers of a rank are the other ranks of its pipeline stage, which do the same work. Stages differ in work by design, so
+the only rank of a stage is measured by its own usual time, the median of earlier steps. A step that is slow on all
+stages then names nobody.
 
-A single slow step says nothing: another program ran, or a file was read. A rank is slow if at least `OFTEN` of its last
-`STEPS` steps took `RATIO` times as long as those of its peers. A rank that needs 1.5 times as long has nearly all its
-steps above 1.25, although steps vary.
+A single slow step means nothing, because another program may have run, or a file may have been read. A rank is slow if
+at least `OFTEN` of its last `STEPS` steps took `RATIO` times as long as those of its peers. A rank that needs 1.5 times
+as long has nearly all its steps above 1.25, although steps vary.
 
-On a GPU the host does not see the waits, which are kernels of NCCL. There no rank is compared.
+On a GPU the host does not see the waits, which are kernels of NCCL, so no rank is compared there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from labkit.launch import status
 STEPS = 20
 """Steps over which ranks are compared."""
 RATIO = 1.25
-"""A step counts as slow if it took so many times as long as that of the peers."""
+"""A step counts as slow if it took this many times as long as that of the peers."""
 OFTEN = 18
-"""So many slow steps of `STEPS` make a slow rank."""
+"""This many slow steps of the last `STEPS` make a slow rank."""
 PAUSE = 200
 """Steps until the same rank is named again."""
 _HISTORY = 10 * STEPS
@@ -48,7 +48,7 @@ class Pace:
     busy: list[float]
     """Seconds of the last steps, at most `STEPS`, the oldest first."""
     usual: float
-    """Median of earlier steps; 0 as long as these are fewer than `STEPS`."""
+    """Median of earlier steps; 0 while there are fewer than `STEPS` of them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SlowRank:
 
     rank: int
     ratio: float
-    """Median over the steps of the rank's time by that of its peers."""
+    """Median over the steps of the rank's time divided by that of its peers."""
     host: str
     alone: bool
     """The rank has no peers in its stage."""
@@ -69,7 +69,7 @@ class SlowRank:
 
 
 def slow_ranks(paces: Sequence[Pace]) -> list[SlowRank]:
-    """Return the slow ranks of a run. paces: by rank, all of the same steps."""
+    """Return the slow ranks of a run. paces: the pace of each rank, all over the same steps."""
     in_stage = [sum(other.stage == pace.stage for other in paces) for pace in paces]
     found = []
     for rank, pace in enumerate(paces):
@@ -92,14 +92,14 @@ def _relative(pace: Pace) -> list[float]:
 
 
 def _ratios(own: Sequence[float], peers: Sequence[Sequence[float]]) -> Iterator[float]:
-    """Yield for each step this rank's time by the median of its peers; nothing without peers."""
+    """Yield for each step this rank's time divided by the median of its peers; nothing without peers."""
     for seconds, *others in zip(own, *peers) if peers else ():
         if (middle := median(others)) > 0:
             yield seconds / middle
 
 
 class PaceWatch:
-    """Measures this rank's busy time, and remembers which slow ranks were named. The same on every rank."""
+    """Measures this rank's busy time, and remembers which slow ranks were named, equally on every rank."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._stage, self._host = groups.pp.rank, socket.gethostname()
@@ -127,7 +127,7 @@ class PaceWatch:
         return Pace(self._stage, self._host, list(self._busy), usual)
 
     def news(self, step: int, paces: Sequence[Pace]) -> list[str]:
-        """Return a sentence for each slow rank that was not named in the last `PAUSE` steps. paces: of all ranks."""
+        """Return a sentence for each slow rank not named in the last `PAUSE` steps. paces: those of all ranks."""
         slow = [found for found in slow_ranks(paces) if step - self._named.get(found.rank, -PAUSE) >= PAUSE]
         self._named |= {found.rank: step for found in slow}
         return [str(found) for found in slow]

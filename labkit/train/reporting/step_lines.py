@@ -1,7 +1,7 @@
-"""Files with a JSON object a line, read back when a run goes on in them. Needs no torch.
+"""Files with one JSON object per line, read back when a run goes on in them. Needs no torch.
 
-A kill may leave a line without its end, also one that is JSON already; the next line would go on in it. So only whole
-lines count, up to the first that is no record.
+A kill may leave a line without its newline, even if it is complete JSON, and the next line would be appended to it. So
+only whole lines count, up to the first that is no record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The numbers of scalars.jsonl as event files of TensorBoard (`train.tensorboard_dir`), by torch's SummaryWriter.
 
-Rank 0 writes each number at its true step. The package `tensorboard` is an extra of labkit: without it a run with this
-field is refused before any process starts.
+Rank 0 writes each number at its true step. The package `tensorboard` is an extra of labkit, so without it a run with
+this field is rejected before any process starts.
 
 A run may resume at an earlier step than it had reached, or begin again, in a folder with event files. TensorBoard then
 hides what these have from the first new step on (`purge_step`), so no curve runs back.
@@ -26,7 +26,7 @@ FLUSH_SECONDS = 10
 
 
 def tensorboard_problem(train: TrainConfig) -> str:
-    """Return why a run cannot write into `train.tensorboard_dir`, or an empty string. Leaves no file behind."""
+    """Return why a run cannot write into `train.tensorboard_dir`, or an empty string. Leaves no file."""
     if train.tensorboard_dir is None:
         return ""
     if importlib.util.find_spec("tensorboard") is None:
