@@ -1,7 +1,7 @@
 """From the snapshots of a run's ranks (`labkit.train.parity.snapshots`) back to the tensors of one process.
 
-The comparing process joins the pieces with code of its own, and without collectives. So a fault in the communication or
-in a split cannot hide itself. The module undoes one axis after another:
+The comparing process joins the pieces with code of its own, and without collectives, so that a fault in the
+communication or in a split cannot hide itself. The module undoes one axis after another:
 
 | axis | outputs of blocks, (S, B, H)                      | parameters and gradients                          |
 |------|---------------------------------------------------|---------------------------------------------------|
@@ -11,7 +11,7 @@ in a split cannot hide itself. The module undoes one axis after another:
 | dp   | other samples: the first replica's are kept       | alike, or shards (distributed optimizer)          |
 | pp   | other layers                                      | other layers; tied copies alike                   |
 
-The same ranks share out experts along other axes, which do not concern outputs:
+The same ranks divide experts along other axes, which do not concern outputs:
 
 | axis | parameters and gradients of experts                                                  |
 |------|--------------------------------------------------------------------------------------|
@@ -55,15 +55,16 @@ class FullRun:
 
 
 def join_shards(shards: Sequence[Tensor], dim: int, stride: int = 1) -> Tensor:
-    """The full tensor from the parts of all tensor-parallel ranks; the inverse of slicing each of `stride` blocks."""
+    """Join the parts of all tensor-parallel ranks to the full tensor; the inverse of slicing `stride` blocks."""
     blocks = [shard.chunk(stride, dim) for shard in shards]
     return torch.cat([part[block] for block in range(stride) for part in blocks], dim)
 
 
 def join_replicated(shards: Sequence[Tensor], ranks: int, rows: int) -> tuple[Tensor, bool]:
-    """The full tensor if each `ranks` neighbours have the same last `rows` rows, and True if these rows are equal.
+    """Join parts of which each `ranks` neighbours share the last `rows` rows. Return True too if these rows are equal.
 
-    If they differ, the function takes the first neighbour's."""
+    If they differ, the function takes the first neighbour's.
+    """
     pieces: list[Tensor] = []
     agree = True
     for first in range(0, len(shards), ranks):
@@ -74,13 +75,13 @@ def join_replicated(shards: Sequence[Tensor], ranks: int, rows: int) -> tuple[Te
 
 
 def join_zigzag(parts: Sequence[Tensor]) -> Tensor:
-    """The sequence, dim 0, from all context-parallel ranks. Of 2 cp chunks, rank r has chunks r and 2 cp - 1 - r."""
+    """Join the sequence, dim 0, from all context-parallel ranks; of 2 cp chunks rank r has r and 2 cp - 1 - r."""
     halves = [part.chunk(2) for part in parts]
     return torch.cat([front for front, _ in halves] + [back for _, back in reversed(halves)])
 
 
 def join_replicas(replicas: Sequence[Shard]) -> tuple[Tensor, bool]:
-    """The tensor that data-parallel ranks hold, and True if owners of the same element agree.
+    """Return the tensor that data-parallel ranks hold, and True if owners of the same element agree.
 
     An element without an owner becomes NaN, which differs from everything.
     """
@@ -124,7 +125,7 @@ def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) 
 
 
 def _join_activations(stage: list[Snapshot], split: bool, disagreements: list[str]) -> dict[str, Tensor]:
-    """Outputs of one stage: over tp (parts of the sequence if `split`, else copies), then over cp."""
+    """Join the outputs of one stage over tp (parts of the sequence if `split`, else copies), then over cp."""
     joined = {}
     for name in stage[0].activations:
         parts = []
@@ -139,7 +140,7 @@ def _join_activations(stage: list[Snapshot], split: bool, disagreements: list[st
 
 
 def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements: list[str]) -> dict[str, Tensor]:
-    """Full tensors of one step. A copy on a later stage must equal the first stage's, and is dropped."""
+    """Join the full tensors of one step. A copy on a later stage must equal the first stage's, and is dropped."""
     label = {"gradients": "gradient", "parameters": "parameter"}[what]
     whole: dict[str, Tensor] = {}
     copies: list[tuple[str, Tensor]] = []
@@ -155,19 +156,19 @@ def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements:
             else:
                 whole[name] = full
     for name, copy in copies:
-        original = name.partition(" (")[0]  # a rank that holds both names the second by its path as well
+        original = name.partition(" (")[0]  # a rank that holds both adds its path to the name of the second
         if not torch.equal(copy, whole[original]):
             disagreements.append(f"{name} {label} (tied copies)")
     return whole
 
 
 def join_dense(held: Sequence[tuple[Snapshot, Shard]]) -> tuple[Tensor, list[str]]:
-    """One parameter of one stage from all its ranks, and the axes along which copies differ."""
+    """Return one parameter of one stage from all its ranks, and the axes along which copies differ."""
     return _join_axis(held, "tp", "dp")
 
 
 def join_expert(held: Sequence[tuple[Snapshot, Shard]]) -> tuple[Tensor, list[str]]:
-    """`join_dense` for experts: replicas over edp, parts over etp, other experts over ep (dim 0 of the whole)."""
+    """Do what `join_dense` does for experts: replicas over edp, parts over etp, other experts over ep (dim 0)."""
     by_ep = [[pair for pair in held if pair[0].ep == ep] for ep in sorted({s.ep for s, _ in held})]
     joined = [_join_axis(pairs, "etp", "edp") for pairs in by_ep]
     parts = [part for part, _ in joined]

@@ -6,8 +6,8 @@ lr sqrt(n), the size of one step of Adam. `compare` launches every layout with r
 that differs, in the order of a training step. This order is: block outputs of the first microbatch, the loss, gradients
 from the output back to the input, updated parameters, then the later steps.
 
-Rounding can exceed the tolerance; `labkit.train.parity.rounding` tells rounding from a fault. If a layout exceeds the
-tolerance, the reference runs four more times with its sums in other orders.
+Rounding can exceed the tolerance, so `labkit.train.parity.rounding` tells rounding from a fault. If a layout exceeds
+the tolerance, the reference runs four more times with its sums in other orders.
 
 In float64 layouts with experts choose experts themselves. In float32 they repeat the choices of the reference
 (`labkit.train.parity.routing_trace`), because rounding that changes one choice would change everything after it.
@@ -51,7 +51,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """||a - b||_2 / max(||b||_2, floor), in float64; 0 if both are exactly 0, infinite if it is undefined."""
+    """Return ||a - b||_2 / max(||b||_2, floor), in float64; 0 if both are exactly 0, infinite if it is undefined."""
     if a.shape != b.shape:
         return math.inf
     distance = (a.double() - b.double()).norm().item()
@@ -62,7 +62,7 @@ def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def _relative(a: float, b: float) -> float:
-    """`tensor_difference` of two numbers."""
+    """Return the `tensor_difference` of two numbers."""
     return tensor_difference(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
 
 
@@ -150,7 +150,7 @@ class ParityReport:
         ).rstrip()
 
     def _about(self, row: ParityRow) -> str:
-        """A sentence on a layout that is not equal."""
+        """Return a sentence on a layout that is not equal."""
         if row.verdict == "fault":
             return f"{row.name} differs from {self.reference}, first in {row.first_difference}."
         return (
@@ -159,7 +159,7 @@ class ParityReport:
         )
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The heads of the table, and the words of each row."""
+        """Return the table as rows of cells, its header first."""
         lines = [("layout", "ranks", "loss", "worst gradient", "worst parameter", "verdict", "first difference")]
         lines += [
             (row.name, str(row.world_size), *(f"{d:.1e}" for d in (row.loss_diff, row.grad_diff, row.param_diff)),
@@ -169,7 +169,7 @@ class ParityReport:
         return lines
 
     def table(self) -> str:
-        """The rows, aligned."""
+        """Return the rows as aligned text."""
         lines = self.cells()
         widths = [max(len(line[i]) for line in lines) for i in range(7)]
         return "\n".join(
@@ -266,12 +266,12 @@ def compare(
 
 @dataclass(frozen=True)
 class _Observation:
-    """Watch over the ranks of one run, with the fault planted there."""
+    """How the ranks of one run are observed, and the fault that is planted there."""
 
     fault: dict[str, str] | None = None
     """Communication to leave out."""
     pretrain: Callable[..., TrainResult] | None = None
-    """Function that they run; None is labkit's."""
+    """Function that the ranks run; None is labkit's."""
     replay: Routings | None = None
     """Choices of experts to follow."""
     records_routing: bool = False
@@ -336,7 +336,7 @@ def _row(
 
 
 def differences(run: FullRun, reference: FullRun, *, lr: float) -> Iterator[tuple[str, str, float]]:
-    """(name, kind, difference) of every compared tensor, in the order in which training makes them."""
+    """Yield (name, kind, difference) of every compared tensor, in the order in which training makes them."""
     for block, output in reference.activations.items():
         yield f"{block} output", "output", _of(run.activations, block, output, 0.0)
     recorded = reference.gradients
@@ -354,5 +354,5 @@ def differences(run: FullRun, reference: FullRun, *, lr: float) -> Iterator[tupl
 
 
 def _of(tensors: Mapping[str, Tensor], name: str, expected: Tensor, floor: float) -> float:
-    """The difference, infinite if the layout has no such tensor."""
+    """Return the difference, infinite if the layout has no such tensor."""
     return tensor_difference(tensors[name], expected, floor) if name in tensors else math.inf

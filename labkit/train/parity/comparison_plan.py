@@ -1,6 +1,6 @@
 """Plan of a comparison of layouts: the configuration that its runs share, the one process, each layout, a fault.
 
-This module refuses a comparison without meaning before anything runs. It imports no torch.
+This module rejects a comparison without meaning before anything runs. It imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
 
 
 def shared_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
-    """The configuration that every run of a comparison shares."""
+    """Return the configuration that every run of a comparison shares."""
     if dtype not in PRECISIONS:
         raise _refusal(f"dtype is {dtype!r}; parity is defined for {' and '.join(PRECISIONS)}")
     if steps < 1:
@@ -32,7 +32,7 @@ def shared_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
 
 
 def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
-    """Fields that the comparison sets, over configuration and layouts. Fields without effect get their defaults."""
+    """Return the fields that the comparison sets in every run. Fields without effect get their defaults."""
     optim = config.optim
     scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     reports = (
@@ -67,12 +67,12 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
 
 
 def _usual(*names: str) -> dict[str, Any]:
-    """Fields at their defaults."""
+    """Return fields at their defaults."""
     return {name: SPECS[name].default for name in names}
 
 
 def _incomparable(config: RunConfig, dtype: str) -> str:
-    """The reason why `config` cannot be compared in `dtype`, or an empty string."""
+    """Return the reason why `config` cannot be compared in `dtype`, or an empty string."""
     model = config.model
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
         if getattr(model, name) > 0:
@@ -107,14 +107,14 @@ class Placement:
 
 
 def placement(config: RunConfig, world_size: int) -> Placement:
-    """The placement of tokens in a layout."""
+    """Return the placement of tokens in a layout."""
     parallel = config.parallel
     parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     return Placement(parts, config.data_parallel_size(world_size))
 
 
 def _depends_on_placement(config: RunConfig, world_size: int, held_against: Placement) -> str:
-    """The reason why two runs route differently, because they place tokens differently, or an empty string."""
+    """Return the reason why two runs route differently, because they place tokens differently, or an empty string."""
     moe, here = config.moe, placement(config, world_size)
     if moe.num_experts == 0:
         return ""
@@ -140,9 +140,9 @@ def _refusal(problem: str) -> ConfigError:
 
 
 def alone(base: RunConfig) -> RunConfig:
-    """The reference: one process, one stage, no CUDA graphs, and every activation kept.
+    """Return the reference: one process, one stage, no CUDA graphs, and every activation kept.
 
-    Gradients lie in the one buffer of `NaiveDataParallel`. Experts run one after the other, and no tokens travel.
+    Gradients are in the one buffer of `NaiveDataParallel`. Experts run one after the other, and no tokens travel.
     """
     sections = ("parallel", "schedule", "graph")
     kept = ("parallel.distributed_backend", "parallel.distributed_timeout_minutes")
@@ -174,7 +174,7 @@ _PLAIN = (
 def plan_layout(
     base: RunConfig, layout: Mapping[str, Any], dtype: str, held_against: Placement | None
 ) -> tuple[RunConfig, int]:
-    """A layout's configuration and number of ranks, checked before any launch.
+    """Return a layout's configuration and number of ranks, checked before any launch.
 
     held_against: placement of the tokens in the reference; None for the reference itself.
     """
@@ -196,7 +196,7 @@ def plan_layout(
 
 
 def _graphs(config: RunConfig, dtype: str) -> str:
-    """The reason why these CUDA graphs hide compared tensors, or an empty string."""
+    """Return the reason why these CUDA graphs hide compared tensors, or an empty string."""
     graph = config.graph
     if graph.cuda_graph_impl == "none":
         return ""
@@ -219,7 +219,7 @@ def _graphs(config: RunConfig, dtype: str) -> str:
 
 
 def _decided_by_the_comparison(base: RunConfig, changed: RunConfig, dtype: str) -> list[str]:
-    """A sentence for each shared field that a layout changes."""
+    """Return a sentence for each shared field that a layout changes."""
     before, after = base.to_dict(), changed.to_dict()
     problems = []
     for name in _common(base, 1, dtype):
@@ -245,7 +245,7 @@ KNOWN: dict[str, tuple[str, ...] | None] = {
 
 
 def fault_problems(fault: Mapping[str, str]) -> list[str]:
-    """A sentence for each unknown name in `fault` (arguments of `labkit.comm.fault_injection.dropped`)."""
+    """Return a sentence for each unknown name in `fault` (arguments of `labkit.comm.fault_injection.dropped`)."""
     if not fault:
         return ["a fault must name an operation, group, phase or layer"]
     problems = []
@@ -258,5 +258,5 @@ def fault_problems(fault: Mapping[str, str]) -> list[str]:
 
 
 def fault_words(fault: Mapping[str, str]) -> str:
-    """`operation=all_reduce,group=tp`."""
+    """Return the fault as `operation=all_reduce,group=tp`."""
     return ",".join(f"{key}={value}" for key, value in fault.items())

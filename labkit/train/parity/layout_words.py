@@ -1,4 +1,4 @@
-"""A layout in words: its sizes for a sentence, and its name for the rows of a comparison.
+"""A layout as text: its sizes for a sentence, and its name for the rows of a comparison.
 
     `layout_words`    8 ranks: tp 2 x cp 1 x dp 2 x pp 2
     `layout_name`     tp2 cp2 pp1 dp2 sp recompute full zero
@@ -16,14 +16,14 @@ from labkit.config.errors import counted
 
 
 def layout_words(config: RunConfig, world_size: int) -> str:
-    """`8 ranks: tp 2 x cp 1 x dp 2 x pp 2, experts etp 1 x ep 4 x edp 1 x pp 2`."""
+    """Return the sizes as `8 ranks: tp 2 x cp 1 x dp 2 x pp 2, experts etp 1 x ep 4 x edp 1 x pp 2`."""
     dense, experts = map(sizes_in_words, axis_sizes(config.parallel, world_size))
     words = f"{counted(world_size, 'rank')}: {dense}"
     return f"{words}, experts {experts}" if config.moe.num_experts else words
 
 
 def layout_name(config: RunConfig, world_size: int) -> str:
-    """Sizes, experts, stages and schedule, layers and fp8, recomputation, gradient buffers, graphs."""
+    """Name sizes, experts, stages and schedule, layers and fp8, recomputation, gradient buffers, graphs."""
     parallel = config.parallel
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     sizes["dp"] = world_size // (parallel.tp * parallel.cp * parallel.pp)
@@ -38,7 +38,7 @@ def layout_name(config: RunConfig, world_size: int) -> str:
 
 
 def _experts(config: RunConfig) -> list[str]:
-    """Shares of the experts, the way of tokens to them, and the fate of tokens beyond a capacity."""
+    """Name the sizes of expert parallelism, the dispatcher, and what happens to tokens beyond a capacity."""
     parallel, moe = config.parallel, config.moe
     if moe.num_experts == 0:
         return []

@@ -1,10 +1,10 @@
 """Rounding or a fault: the verdict on a layout's differences from its reference.
 
 Rounding alone can exceed the tolerance, 1e-5 in float32 and 1e-10 in float64. Adam divides a gradient by the root of
-its square. If rounding moves an element of 1e-5 by 1e-9, its parameter moves by 1e-4 of a step. Large weights saturate
-softmax, whose gradient is then a small difference of large terms. The effect of rounding depends on seed, model and
-steps, so `compare` measures it. The reference runs again with its sums in other orders (`reordered_sums`). The *spread*
-of a tensor at a step is its largest difference from the first run.
+its square, so if rounding moves an element of 1e-5 by 1e-9, its parameter moves by 1e-4 of a step. And large weights
+saturate softmax, whose gradient is then a small difference of large terms. The effect of rounding depends on seed,
+model and steps, so `compare` measures it: the reference runs again with its sums in other orders (`reordered_sums`).
+The *spread* of a tensor at a step is its largest difference from the first run.
 
 | difference of a tensor                       | verdict  |
 |----------------------------------------------|----------|
@@ -13,8 +13,8 @@ of a tensor at a step is its largest difference from the first run.
 | beyond that, or beyond its kind's `WIDEST`   | fault    |
 
 Each tensor is compared with its own spread at its own step, and no spread excuses more than `WIDEST`. So a bias that
-rounding moves far hides no fault in its weight or gradient, and a chaotic run hides no large fault. Float64, whose
-spread is smaller, shows smaller faults in a tensor that rounding moves.
+rounding moves far hides no fault in its weight or gradient, and a chaotic run hides no large fault. Float64 shows
+smaller faults in a tensor that rounding moves, because its spread is smaller.
 
 `reordered_sums` works below autograd, in forward and in backward. It leaves operations without a sum alone, so the
 mathematics of the run does not change.
@@ -25,7 +25,7 @@ mathematics of the run does not change.
 |                         | one: the partial sums of tensor parallelism, and for a weight gradient split batches |
 | `sum` and `mean`        | one of the dimensions is permuted: gradients of biases and of RMSNorm, losses        |
 
-It also leaves kernels alone that sum inside, such as LayerNorm's, attention's and Transformer Engine's.
+It also leaves kernels alone that sum internally, such as those of LayerNorm, attention and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ORDERS = (1, 2, 3, 4)
 def judge(
     found: Iterable[tuple[str, str, float]], tolerance: float, spread: Callable[[], Spread]
 ) -> tuple[Verdict, str | None]:
-    """The verdict on a layout, and the first tensor that rounding does not explain.
+    """Return the verdict on a layout, and the first tensor that rounding does not explain.
 
     If rounding explains every difference, the tensor is the first beyond the tolerance, or None.
 
@@ -73,7 +73,7 @@ def judge(
 
 
 def widest(runs: Iterable[Iterable[tuple[str, str, float]]]) -> Spread:
-    """The spread over runs of the reference, each given by its differences from the first run."""
+    """Return the spread over runs of the reference, each given by its differences from the first run."""
     spread: dict[str, float] = {}
     for found in runs:
         for name, _, difference in found:
@@ -97,8 +97,7 @@ _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.sum.IntList_out, _aten.
 
 @contextmanager
 def reordered_sums(parts: int) -> Iterator[None]:
-    """Inside the block sums run in another order. `parts` is the number of parts of a product, and selects the
-    order."""
+    """Run sums in another order inside the block. `parts` is a product's number of parts, and selects the order."""
     with _Reordered(parts):
         yield
 
@@ -122,7 +121,7 @@ class _Reordered(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _product(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-        """The product of the first parts, plus the products of the other parts in turn."""
+        """Return the product of the first parts, plus the products of the other parts in turn."""
         place, add = _PRODUCTS[func]
         left = self._reordered(args[place], -1).chunk(self.parts, -1)
         right = self._reordered(args[place + 1], -2).chunk(self.parts, -2)

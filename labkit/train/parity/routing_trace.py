@@ -8,7 +8,7 @@ positions, along the axes that place tokens:
 |----------------|--------------------------------------------------------------------------------|
 | dp             | microbatches dp_rank, dp_rank + dp, .. of each step (`labkit.data.gpt_data`)   |
 | cp             | chunks cp_rank and 2 cp - 1 - cp_rank of S                                     |
-| tp             | the tp_rank-th part of these chunks (sequence parallel), else all              |
+| tp             | part tp_rank of these chunks (sequence parallel), else all                     |
 | pp, ep, etp    | its own layers; the place of experts does not change a choice                  |
 
 Shapes: S sequence, B micro batch, E experts.
@@ -30,7 +30,7 @@ Routings = dict[str, list[Tensor]]
 
 
 def record_routings(chunks: Sequence[nn.Module]) -> Routings:
-    """Return lists that the routers of one process fill as they run, once for each microbatch."""
+    """Return lists that the routers of one process fill while they run, once for each microbatch."""
     from labkit.moe.router import routers_of
 
     routings: Routings = {}
@@ -42,7 +42,7 @@ def record_routings(chunks: Sequence[nn.Module]) -> Routings:
 def replay_routings(
     routings: Routings, config: RunConfig, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule
 ) -> None:
-    """Let all routers of a rank choose as the reference did.
+    """Make all routers of a rank choose as the reference did.
 
     Raises:
         ValueError: the reference has no such router.
@@ -63,7 +63,7 @@ def replay_routings(
 def own_records(
     records: Sequence[Tensor], config: RunConfig, groups: ParallelGroups, forwards: Sequence[int]
 ) -> Iterator[Tensor]:
-    """A rank's part of one router's records, [S/(cp tp), B, E] each, in the order of its forwards.
+    """Yield a rank's part of one router's records, [S/(cp tp), B, E] each, in the order of its forwards.
 
     forwards: the rank's microbatches in the order in which the stage computes them, the same in every step.
     """
@@ -82,6 +82,6 @@ def own_records(
 
 
 def _zigzag_part(record: Tensor, cp: int, rank: int) -> Tensor:
-    """A rank's two chunks of the sequence, dim 0; the inverse of `labkit.train.parity.assemble.join_zigzag`."""
+    """Return a rank's two chunks of the sequence, dim 0; the inverse of `labkit.train.parity.assemble.join_zigzag`."""
     chunks = record.chunk(2 * cp)
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]]) if cp > 1 else record

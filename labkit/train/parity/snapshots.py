@@ -1,10 +1,11 @@
 """Snapshots that the parity microscope takes on each rank.
 
 A rank keeps the outputs of its blocks for the first microbatch, and its gradients and parameters after chosen steps.
-It keeps its own parts and does not communicate; `labkit.train.parity.assemble` makes whole tensors of the parts.
+It keeps its own parts and does not communicate; `labkit.train.parity.assemble` makes whole tensors from the parts.
 
-With experts a rank also keeps the output of each router, so that a wrong routing is named before the block that it
-spoils. The biases that move the choice of experts are buffers; the snapshot keeps them among the parameters.
+With experts a rank also keeps the output of each router, so that the report names a wrong routing before the block
+whose output it changes. The biases that move the choice of experts are buffers; the snapshot keeps them among the
+parameters.
 
 Shapes: S sequence, B micro batch, T tokens (S x B), E experts.
 """
@@ -31,12 +32,12 @@ from labkit.schedules.ir import Schedule
 from labkit.train.parity.routing_trace import Routings, record_routings, replay_routings
 
 Ranges = tuple[tuple[int, int], ...]
-"""Parts of a flat tensor, each from its first element up to but without its end."""
+"""Parts of a flat tensor, each from its first element up to its end, which is excluded."""
 _LAYER = r"layers\.\d+(\.(cross_)?attention|\.mamba|\.mlp(\.router)?)?"
 BOUNDARIES = re.compile(rf"embedding|((en|de)coder\.)?({_LAYER}|final_norm)|lm_head")
 """Modules whose output is recorded."""
 EXPERT_BIAS = "expert_bias"
-"""Name of the buffer that a router adds to its scores to choose, moved after each step."""
+"""Name of the buffer that a router adds to its scores for the choice, and moves after each step."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Shard:
     full_rows: int
     """Rows of the whole tensor without vocabulary padding."""
     shared: bool
-    """A later stage's copy, such as the last one's of the tied word embedding (a V has none)."""
+    """A later stage's copy, such as the last stage's of the tied word embedding (a V schedule has no copy)."""
     owned: Ranges | None = None
     """Elements that are valid on this rank: after a reduce-scatter only those of its own shard. None means all."""
     expert: bool = False
-    """Belongs to an expert: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
+    """Belongs to an expert, so it is cut over etp with replicas on the ranks of edp, not over tp and dp x cp."""
     expert_parallel: bool = False
     """Dim 0 counts experts, and the ranks of ep hold different ones."""
     replicated: Replicated | None = None
@@ -163,10 +164,11 @@ class Recorder:
         self._handles.append(handle)
 
     def _note_use(self, names: list[str], module: nn.Module, *, before: bool) -> None:
-        """Append parameters to the order at the first call of the module: before its forward, or after it.
+        """Append parameters to the order at the first call of the module, before its forward or after it.
 
         Another module may use a child's weights without calling the child. Such parameters get their place after the
-        forward of the module around the child."""
+        forward of the module around the child.
+        """
 
         def note(*_: object) -> None:
             known = set(self.snapshot.order)
@@ -178,7 +180,7 @@ class Recorder:
             self._handles.append(handle)
 
     def _take_hooks_off(self) -> None:
-        """Remove hooks that never ran, after the first step: modules with hooks cannot become CUDA graphs."""
+        """Remove hooks that never ran, after the first step, because modules with hooks cannot become CUDA graphs."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -199,7 +201,7 @@ def _count_forwards(model: nn.Module) -> Callable[[], int]:
 
 
 def _own_ranges(chunks: Sequence[nn.Module]) -> dict[int, Ranges]:
-    """Id of a parameter that the distributed optimizer cuts -> ranges that this rank owns, maybe none."""
+    """Return id of a parameter that the distributed optimizer cuts -> ranges that this rank owns, maybe none."""
     owned: dict[int, Ranges] = {}
     for chunk in chunks:
         if getattr(chunk, "param_gather", None) is None:
@@ -218,7 +220,7 @@ def _is_ready(chunk: nn.Module) -> bool:
 
 
 def _expert_biases(chunks: Sequence[nn.Module]) -> dict[str, Shard]:
-    """The routers' biases, equal on all ranks that hold the layer, by their names in the whole model."""
+    """Return the routers' biases, equal on all ranks that hold the layer, by their names in the whole model."""
     buffers = (item for chunk in chunks for item in getattr(chunk, "module", chunk).named_buffers())
     return {
         name: Shard(bias.detach().cpu().clone(), None, 1, len(bias), False)
