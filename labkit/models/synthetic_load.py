@@ -76,8 +76,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A stage that sleeps for `seconds` of forward, input gradient and weight gradient; a full backward takes the last
-    two."""
+    """A stage that sleeps for `seconds` of forward, input and weight gradient; a full backward takes the last two."""
 
     def __init__(self, seconds: tuple[float, float, float]) -> None:
         super().__init__()

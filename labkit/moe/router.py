@@ -161,8 +161,7 @@ class TopKRouter(nn.Module):
         return _GatingLinear.apply(x_SBH.flatten(0, 1), self.weight, dtype)  # type: ignore[no-any-return]
 
     def routing(self, logits_TE: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-        """Return weights and choice from logits of `sequence` positions, adding to losses and load if the forward
-        counts."""
+        """Return weights and choice from logits of `sequence` positions. If it counts, add to losses and load."""
         moe, counts = self.moe, self.training and torch.is_grad_enabled()
         shape_SBE = (sequence, logits_TE.shape[0] // sequence, moe.num_experts)
         replayed, replayed_counted = self.replay.take(shape_SBE) if self.replay is not None else (None, None)
