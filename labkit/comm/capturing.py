@@ -117,7 +117,7 @@ def graph_warmup() -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """For recorders: inside the block `active_capture()` is None, so that what is called there records nothing."""
+    """Set `active_capture()` to None inside the block, so that what a recorder calls there records nothing."""
     capture = innermost(_Capture) or _Capture(None)  # outside a capture there is nothing to hide
     hidden, capture.recorder = capture.recorder, None
     try:

@@ -60,7 +60,7 @@ def issue(
 def _issue_guarded(
     operation: str, move: Callable[..., Finish], x: Tensor, group: Group, *details: Any, kept: int = 0
 ) -> Pending:
-    """`issue` while somebody watches, or if the start may block; the status slot then has the name of the call."""
+    """Start a transfer like `issue`, but for all who watch, and with the call's name in the status slot."""
     if (capture := active_capture()) is not None:  # it makes this call now, and again at each replay
         return capture.transfer(issue, operation, move, x, group, *details, kept=kept)
     if (own := dropped_result(operation, x, group, *details)) is not None:

@@ -5,8 +5,8 @@ and returns the result. In between, gloo's own threads move the data. `nccl.py` 
 
 Another algorithm replaces gloo's own if gloo's is slow (measured on two cores, torch 2.13):
 
-- All-reduce: two ranks exchange and add up to 1 MiB, up to 2 times faster on an idle machine. Beyond that gloo's own is
-  equal or faster. Both ranks get the same bits, because IEEE addition commutes.
+- All-reduce: up to 1 MiB two ranks exchange and add, which is up to 2 times faster on an idle machine. Beyond that
+  gloo's own is equal or faster. Both ranks get the same bits, because IEEE addition commutes.
 - Reduce-scatter: gloo emulates it by an all-reduce of everything. So two ranks exchange halves, and more ranks do an
   all-to-all. Each rank then adds the parts in the order of ranks, so the result does not depend on timing.
 - All-gather: two ranks exchange. gloo has no all-gather of parts of unequal size, so these take an all-to-all that

@@ -11,7 +11,7 @@ for its garbage collector. Five rules make sure that reuse and freeing do not ha
    for each other under different names. `Communicator.name` counts the requests for these ranks and this purpose; all
    members make the same requests, in the same order.
 2. *The first decides.* After each request the store has one cell that is written once. A member that asks for the
-   communicator again writes `shared`; a member that lets go of it writes `left`. The first word stands, and all members
+   communicator again writes `shared`; a member that lets go of it writes `left`. The first word counts, and all members
    follow it: they share the old communicator, or make a new one.
 3. *The last frees.* gloo fails in a rank whose neighbour closes its sockets too early. So every member counts itself
    out in the store, and frees its side when all members have done so.

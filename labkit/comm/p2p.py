@@ -164,7 +164,7 @@ class P2PWork:
         self._is_received, self._pending = op.operation == "recv", pending
 
     def wait(self) -> Payload:
-        """Block until the end. Returns received tensors as leaves that collect a gradient; () for a send."""
+        """Block until the end. Return received tensors as leaves that collect a gradient, or () for a send."""
         tensors = tuple([transfer.wait() for transfer in self._pending])
         return tuple([x.requires_grad_(x.is_floating_point()) for x in tensors]) if self._is_received else ()
 

@@ -31,8 +31,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:
     """Return the groups as an int64 array (num_groups, group_size); sizes and mask are in order, fastest axis first.
 
-    The ranks 0, 1, 2, ... fill a box with one dimension for each axis. The masked dimensions move behind the others.
-    Then the other dimensions are flattened to rows, the groups, and the masked ones to columns, the members.
+    The ranks 0, 1, 2, ... fill a box with one dimension for each axis. The masked dimensions become the last ones. Then
+    the other dimensions are flattened to rows, the groups, and the masked ones to columns, the members.
     """
     check_listable(prod(parallel_size), f"the sizes {list(parallel_size)}")
     slowest_first = range(len(parallel_size) - 1, -1, -1)

@@ -37,8 +37,9 @@ def kv_copies(config: ModelConfig, tp: int) -> int:
 class ParallelAttention(nn.Module):
     """Self-attention on the normalised input, with whole heads on each rank (arXiv 1909.08053, section 3).
 
-    It needs one all-reduce forward (after `proj`) and one backward (before `qkv`), because heads do not mix. The copies
-    of a key/value head add up their gradients once per step (`finalize_model_grads`).
+    It needs one all-reduce forward (after `proj`) and one backward (before `qkv`), and none in between, because each
+    head is whole on its rank. The copies of a key/value head add up their gradients once per step
+    (`finalize_model_grads`).
 
     Raises:
         ValueError: heads that do not divide hidden, or that cannot be shared out over tp.

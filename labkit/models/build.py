@@ -160,7 +160,7 @@ class Build:
         return self.group.size if self.sequence_parallel else 1
 
     def whole_here(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Mark and return a parameter outside the tensor-parallel regions, which every rank holds whole."""
+        """Return a parameter that every rank holds whole, outside the tensor-parallel regions, its gradient marked."""
         record_of(parameter).sequence_parallel = self.sequence_parallel
         return parameter
 

@@ -406,12 +406,12 @@ def _stacked_experts(*each: Tensor) -> Tensor:
 
 
 def _gates_and_ups(*each: Tensor) -> Tensor:
-    """E gates [G, H] and E ups [G, H] -> [E, 2G, H]."""
+    """Stack E gates [G, H] and E ups [G, H] -> [E, 2G, H]."""
     half = len(each) // 2
     return torch.cat([torch.stack(each[:half]), torch.stack(each[half:])], dim=1)
 
 
 def _each_gate_and_up(stacked: Tensor) -> Sequence[Tensor]:
-    """[E, 2G, H] -> E gates [G, H] and E ups [G, H]."""
+    """Split [E, 2G, H] -> E gates [G, H] and E ups [G, H]."""
     gates, ups = stacked.chunk(2, dim=1)
     return [*gates, *ups]

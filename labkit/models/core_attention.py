@@ -1,7 +1,7 @@
 """softmax(q k^T / sqrt(D)) v, as one kernel or one operation after the other.
 
-The kernel keeps q, k, v, its output and one number per row for backward. Without it the probabilities are kept as well,
-S x S for every head: the term 5 a s / h of arXiv 2205.05198. `model.attention_backend` chooses:
+The kernel keeps q, k, v, its output and one number per row for backward. Separate operations keep the probabilities as
+well, S x S for every head: the term 5 a s / h of arXiv 2205.05198. `model.attention_backend` chooses:
 
     fused                           the kernel that torch chooses for device, type, shape, mask and dropout
     flash, cudnn, efficient, math   this kernel of torch or an error; `math` is torch's own operation by operation
@@ -41,7 +41,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""Word of `model.attention_backend` -> the kernel behind scaled_dot_product_attention that it demands."""
+"""Value of `model.attention_backend` -> the kernel of scaled_dot_product_attention that it demands."""
 _computed: set[tuple[Any, ...]] = set()
 """Kinds of calls that a demanded kernel has computed. Only other calls are watched for warnings, because watching makes
 Python forget which warnings it has shown already."""

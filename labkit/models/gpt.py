@@ -152,7 +152,7 @@ class GPTModel(nn.Module):
         return tuple(table[rows, None, None].clone() for table in (self.rotary.cos, self.rotary.sin))
 
     def set_activation_checkpointing(self, on: bool) -> None:
-        """True: the next forwards recompute as configured. False: they keep everything."""
+        """Make the next forwards recompute as configured (True), or keep everything (False)."""
         self.recompute.active = on
 
     def forward(

@@ -89,7 +89,7 @@ class Segments:
         return flat if self.equal else flat.index_select(0, self._slots(blocks.device))
 
     def _slots(self, device: torch.device) -> Tensor:
-        """Position of each row in the blocks laid end to end, [N]."""
+        """Return the position of each row in the blocks laid end to end, [N]."""
         counts = torch.tensor(self.counts)
         starts = torch.arange(len(counts)) * counts.max() - (counts.cumsum(0) - counts)
         return (torch.arange(int(counts.sum())) + starts.repeat_interleave(counts)).to(device)

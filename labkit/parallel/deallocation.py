@@ -1,7 +1,7 @@
 """Free an activation once it has been sent, and still run its backward.
 
-After a stage has sent its output, only the graph behind it is needed; the values live on at the receiver. In a pipeline
-with w warm-up forwards that is w + 1 activations saved on every rank.
+After a stage has sent its output, it needs only the output's graph, because the receiver has the values. In a pipeline
+with w warm-up forwards this frees the memory of w + 1 activations on every rank.
 """
 
 from __future__ import annotations

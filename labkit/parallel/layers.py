@@ -58,11 +58,11 @@ class Gemms:
         return packed
 
     def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b: [.., I] -> [.., O]."""
+        """Return x W^T + b: [.., I] -> [.., O]."""
         return F.linear(x[0], weight, bias)
 
     def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
-        """dy W: [.., O] -> [.., I]."""
+        """Return dy W: [.., O] -> [.., I]."""
         return grad[0] @ weight
 
     def wgrad(

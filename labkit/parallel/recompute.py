@@ -51,7 +51,10 @@ class RandomStates:
 
     @classmethod
     def now(cls, rng: RngTracker | None) -> RandomStates:
-        """Return copies of the current states. Raises GraphCaptureError during a capture: no GPU state can be read."""
+        """Return copies of the current states.
+
+        Raises GraphCaptureError during a capture, because a GPU's states cannot be read then.
+        """
         refuse_host_sync("reading random states")
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return cls(torch.get_rng_state(), device, {} if rng is None else rng.get_states())

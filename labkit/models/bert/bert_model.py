@@ -8,7 +8,7 @@ unchanged. In `post` every norm is between a layer and the loss, and the paper r
 become unstable.
 
 Every position sees every other position of its sample, except padding. Parameters have the same names in both layouts:
-`layers.3.attention.norm` belongs to the attention half of layer 3, whether before or behind the half.
+`layers.3.attention.norm` belongs to the attention half of layer 3, whether it comes before or after that half.
 
 Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocabulary, n = B x heads of this rank.
 """

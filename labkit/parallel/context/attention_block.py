@@ -11,9 +11,9 @@ Backward joins nothing. With the whole row's `lse` and `out`, every block gives 
     ds = p (do v^T - sum(do out))    [n, S, T]        dq = ds k / sqrt(D)                  [n, S, D]
                                                       dk = ds^T q / sqrt(D)                [n, T, D]
 
-`fused` runs the kernels behind torch's scaled_dot_product_attention, because only these kernels return `lse`: on the
-host for every type, on a GPU for half precision. Other cases, and `fused=False`, run one operation after the other. No
-form keeps the probabilities.
+`fused` calls the kernels of torch's scaled_dot_product_attention directly, because only these kernels return `lse`: on
+the host for every type, on a GPU for half precision. Other cases, and `fused=False`, run one operation after the other.
+No form keeps the probabilities.
 
 Shapes: n query heads, m key/value heads (n a multiple of m), S queries, T keys, D head dimension.
 """

@@ -2,7 +2,7 @@
 
 | form                     | forward          | backward                                | KV in buffers |
 |--------------------------|------------------|-----------------------------------------|---------------|
-| `ring_attention`         | cp - 1 steps     | cp - 1 steps that pass KV, and behind   | 2/cp of all   |
+| `ring_attention`         | cp - 1 steps     | cp - 1 steps that pass KV, and after    | 2/cp of all   |
 |   (arXiv 2310.01889)     | that pass KV     | them cp - 1 that pass sums of dK and dV |               |
 | `all_gather_attention`   | all-gather of KV | all-gather of KV,                       | all           |
 |   (arXiv 2407.21783)     |                  | reduce-scatter of dK and dV             |               |
@@ -188,8 +188,8 @@ class _RingAttention(Function):
     At step i rank r works on the KV of rank s = r - i. In forward, KV moves on cp - 1 times. In backward, KV moves
     again, and the sums of s's gradients follow. Rank s + 1 starts these sums at step 1. Each rank adds its share and
     passes them on. After the last step they arrive at s, which adds the share of step 0. No block is left to hide this
-    last hop; every other message travels behind a block. Sums of half precision travel in float32 (twice the bytes), so
-    the rounding error does not grow with cp.
+    last hop, but every other message travels while a block is computed. Sums of half precision travel in float32 (twice
+    the bytes), so the rounding error does not grow with cp.
     """
 
     @staticmethod

@@ -115,7 +115,7 @@ class DistributedOptimizer:
             yield UpdatedPart(owned.parameter, first, owned.master, instances.rank, instances.size)
 
     def gradient_pieces(self) -> list[Tensor]:
-        """Gradients of this rank that count in the norm: no copy of a tied weight, no replica over tp, one instance."""
+        """Return this rank's gradients that count in the norm: no tied copy, no replica over tp, only one instance."""
         return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:

@@ -137,7 +137,7 @@ class GradBucket:
         return self._expected is not None and self._complete == len(self._expected)
 
     def learn(self) -> None:
-        """At the end of the first step: expect the same arrivals in later steps. Later calls change nothing."""
+        """At the end of the first step, expect the same arrivals in later steps. Later calls change nothing."""
         if self._expected is None:
             self._expected = dict(self._seen)
 
@@ -289,7 +289,7 @@ def build_buffers(
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters in the order of registration, by their name in every layout, else by their path."""
+    """Yield trainable parameters in the order of registration, by their name in every layout, else by their path."""
     taken: set[str] = set()
     for path, parameter in module.named_parameters():
         if parameter.requires_grad:

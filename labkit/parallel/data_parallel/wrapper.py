@@ -38,7 +38,7 @@ class ChunkWrapper(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside the block only accumulate; asking for a synchronisation there is an error."""
+        """Let backward passes inside the block only accumulate; asking for a synchronisation there is an error."""
         outer, self._may_sync = self._may_sync, False
         try:
             yield

@@ -99,7 +99,7 @@ class TokenIdChecks:
             raise error
 
     def look_together(self, group: Group) -> None:
-        """`look` on all ranks of `group`, which all call it and all raise the error of the first rank that has one."""
+        """Call `look` on all ranks of `group`. All call this and raise the error of the first rank that has one."""
         found = gather_objects(self.error(), group)
         self._notes.clear()
         for error in found:

@@ -36,7 +36,7 @@ def columns(stream: TextIO) -> int | None:
     """Return the width of the terminal of `stream`: None for a file or pipe, 0 for a terminal of unknown width."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError, AttributeError):  # no terminal; a stream of Python without a file behind it
+    except (OSError, ValueError, AttributeError):  # no terminal, or a Python stream without a file descriptor
         return None
 
 

@@ -99,7 +99,7 @@ def _ratios(own: Sequence[float], peers: Sequence[Sequence[float]]) -> Iterator[
 
 
 class PaceWatch:
-    """Measures this rank's busy time, and remembers which slow ranks were named, equally on every rank."""
+    """Measures this rank's busy time, and remembers which slow ranks were named; every rank remembers the same."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._stage, self._host = groups.pp.rank, socket.gethostname()
