@@ -40,7 +40,7 @@ class StreamClock:
 
     @contextmanager
     def span(self, name: str, kind: str, *, microbatch: int | None = None, chunk: int | None = None) -> Iterator[None]:
-        """Record an Event as `labkit.events.span` does, for the block's work on the stream; `settle` adds times."""
+        """Record an Event for the block's work on the stream, as `events.span` does; its times come with `settle`."""
         recorder = active_recorder()
         if recorder is None:
             with ranged(name):

@@ -23,7 +23,7 @@ def kv_copies(config: ModelConfig, tp: int) -> int:
     """Return how many ranks of tp hold the same key/value head: 1 where each rank has key/value heads of its own.
 
     Raises:
-        ValueError: heads that cannot be shared out over tp.
+        ValueError: heads that cannot be divided among the ranks of tp.
     """
     kv_heads = config.kv_heads or config.heads
     if config.heads % tp or (kv_heads % tp and tp % kv_heads):
@@ -42,7 +42,7 @@ class ParallelAttention(nn.Module):
     (`finalize_model_grads`).
 
     Raises:
-        ValueError: heads that do not divide hidden, or that cannot be shared out over tp.
+        ValueError: heads that do not divide hidden, or that cannot be divided among the ranks of tp.
     """
 
     def __init__(self, name: str, build: Build) -> None:

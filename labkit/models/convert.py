@@ -234,7 +234,7 @@ def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], 
     `full` may be a part of the model, as a pipeline stage holds it.
 
     Raises:
-        ValueError: a model of another family, or a tensor that has no place in the family.
+        ValueError: a model of another family, or a tensor that has no counterpart in the family.
     """
     recipes = {recipe.ours: recipe for recipe in _recipes(config, moe)}
     theirs: State = {}
