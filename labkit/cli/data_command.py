@@ -145,8 +145,8 @@ ACTIONS: dict[str, Action] = {
 
 COMMAND = Command(
     name="data",
-    summary="Indexed datasets in Megatron's format: `prepare FILE... PREFIX` tokenises .txt (one document a file), "
-    ".jsonl (one object a line) and .parquet files into PREFIX.bin and PREFIX.idx; `clean FILE... OUT.jsonl` leaves "
+    summary="Indexed datasets in Megatron's format: `prepare FILE... PREFIX` tokenises .txt (one document per file), "
+    ".jsonl (one object per line) and .parquet files into PREFIX.bin and PREFIX.idx; `clean FILE... OUT.jsonl` leaves "
     "out short documents, near-duplicates and test documents; `show PREFIX...` checks and counts; "
     "`merge PREFIX... OUT` joins datasets.",
     options=(
@@ -162,7 +162,9 @@ COMMAND = Command(
         Option("sentences", "bool", "keep each sentence as a sequence, for BERT and T5", False),
         Option("workers", "int", "processes that tokenise; one for each core where not given", ge=1),
         Option("min-tokens", "int", "clean: fewest tokens of a document; 0 keeps short ones", 128, ge=0),
-        Option("jaccard", "float", "clean: similarity from which on a document is a near-duplicate", 0.7, gt=0, le=1),
+        Option(
+            "jaccard", "float", "clean: documents with this similarity or more are near-duplicates", 0.7, gt=0, le=1
+        ),
         Option(
             "tests",
             "tuple[str, ...]",

@@ -179,7 +179,7 @@ def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
 
 COMMAND = Command(
     name="parity",
-    summary="Hold layouts against one process on loss, gradients and updated parameters; name what differs first.",
+    summary="Compare layouts with a single process: loss, gradients and updated parameters; name what differs first.",
     options=(
         Option("layouts", "str", f"layouts such as tp=2,pp=2;dp=2; the configuration's own, or {STANDARD_LAYOUTS}"),
         Option("steps", "int", "optimizer steps", 3, ge=1),

@@ -156,7 +156,7 @@ def execute(arguments: Arguments, **providers: Any) -> int:
 
 
 def saved_words(config: RunConfig) -> str:
-    """Return `; the same command goes on from ...` for the message of an interrupt; empty if the run saves nothing."""
+    """Return `; the same command continues from ...` for an interrupt's message; empty if the run saves nothing."""
     from labkit.train.checkpoint.manifest import CheckpointError
     from labkit.train.checkpoint.resume import to_try
     from labkit.train.run_folder.contents import saves_into
@@ -167,7 +167,7 @@ def saved_words(config: RunConfig) -> str:
         found = to_try(config)
     except CheckpointError:  # the same command would be rejected, for example with checkpoint.load = none
         return f"; checkpoints: {saves_into(config)}"
-    return f"; the same command goes on from {found[0]}" if found else "; nothing was saved"
+    return f"; the same command continues from {found[0]}" if found else "; nothing was saved"
 
 
 def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()) -> list[str]:

@@ -23,7 +23,7 @@ def check_mesh_dims(names: Sequence[str]) -> None:
     """Raise ValueError for names that share an axis, mix dense with expert groups, or are no product of axes."""
     for name in names:
         if name not in GROUP_TOKENS:
-            raise ValueError(f"{name!r} is no dim of a mesh; choose among {', '.join(GROUP_TOKENS)}")
+            raise ValueError(f"{name!r} is not a mesh dim; choose among {', '.join(GROUP_TOKENS)}")
     axes = [axis for name in names for axis in GROUP_TOKENS[name][1].split("-")]
     if len(set(axes)) < len(axes):
         raise ValueError(f"the mesh dims {', '.join(names)} share an axis; each axis may appear once")

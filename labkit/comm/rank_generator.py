@@ -71,7 +71,7 @@ def parse_order(order: str) -> list[str]:
     axes = order.lower().split("-")
     for axis in axes:
         if axis not in AXES:
-            raise ValueError(f"order {order!r} names {axis!r}, which is no axis; the axes are {', '.join(AXES)}")
+            raise ValueError(f"order {order!r} names {axis!r}, which is not an axis; the axes are {', '.join(AXES)}")
         if axes.count(axis) > 1:
             raise ValueError(f"order {order!r} names {axis!r} {axes.count(axis)} times; name each axis once")
     return axes
@@ -119,7 +119,9 @@ class RankGenerator:
         wanted = str(token).lower().replace("_", "-").split("-")
         for axis in wanted:
             if axis not in AXES:
-                raise ValueError(f"token {token!r} names {axis!r}, which is no axis; the axes are {', '.join(AXES)}")
+                raise ValueError(
+                    f"token {token!r} names {axis!r}, which is not an axis; the axes are {', '.join(AXES)}"
+                )
             if wanted.count(axis) > 1:
                 raise ValueError(f"token {token!r} names {axis!r} {wanted.count(axis)} times; name each axis once")
         return [axis in wanted for axis in self.axes]

@@ -135,7 +135,7 @@ def _rows(path: Path, key: str) -> Iterator[Piece]:
             first += len(texts)
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
-        rule = f"a text behind row {first - 1} is not UTF-8 (byte 0x{bad:02x})"
+        rule = f"a text after row {first - 1} is not UTF-8 (byte 0x{bad:02x})"
         raise DocumentError(f"{path}: {rule}; write the column as UTF-8") from None
     except ArrowException as error:
         raise DocumentError(f"{path}: is not a Parquet file, or it is damaged ({error}); make it again") from None

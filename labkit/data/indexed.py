@@ -276,7 +276,7 @@ class IndexedDatasetBuilder:
         stored = tokens.astype(self.dtype, copy=False)
         if stored is not tokens and not np.array_equal(stored, tokens):
             wrong = tokens[np.flatnonzero(stored != tokens)[0]]
-            rule = f"an id behind document {self.num_documents - 1} is {wrong}, which {self.dtype.name} cannot hold"
+            rule = f"an id after document {self.num_documents - 1} is {wrong}, which {self.dtype.name} cannot hold"
             raise ValueError(f"{self.bin_path}: {rule}; choose a wider type")
         if sum(lengths) != stored.size or min(lengths, default=0) < 0:
             has = counted(sum(lengths), "token")

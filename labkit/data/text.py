@@ -254,7 +254,7 @@ def _word_piece(vocabulary: Path) -> Tokenizer:
     special = [token for token in SPECIAL_TOKENS if token in ids]
     if "[UNK]" not in ids or len(ids) < len(lines):
         wrong = "has a token twice" if "[UNK]" in ids else "has no [UNK]"
-        raise ValueError(f"data.tokenizer: {str(vocabulary)!r} {wrong}; a WordPiece vocabulary has one token a line")
+        raise ValueError(f"data.tokenizer: {str(vocabulary)!r} {wrong}; a WordPiece vocabulary has one token per line")
     lowers = not any(token != token.lower() for token in lines if token not in special and token[:1] != "[")
     options = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
     told, strips, chinese = _beside(vocabulary, "tokenizer_config.json", bool, *options)

@@ -163,7 +163,7 @@ def _tables(
                 made = example(cells)
             except ValueError:
                 raise ValueError(
-                    f"{path}, line {number}: {columns[2]} is {cells[columns[2]]!r}, which is no class of {row}"
+                    f"{path}, line {number}: {columns[2]} is {cells[columns[2]]!r}, which is not a class of {row}"
                 ) from None
             parts[part] += [] if made is None else [made]
         _few(path, left_out, rows)
@@ -193,7 +193,7 @@ def _few(path: Path, left_out: int, rows: int) -> None:
     if left_out > MOST_LEFT_OUT * rows:
         raise ValueError(
             f"{path}: {left_out:,} of {counted(rows, 'row')} cannot be used, and 1% may be; each row needs its "
-            "texts and as many cells as the header, and each answer must stand at its place in the text"
+            "texts and as many cells as the header, and each answer must be where the file says it is in the text"
         )
 
 

@@ -161,7 +161,7 @@ class Windows:
         self._passages, self._packer = passages, packer
         if packer.room(most) < 1:
             raise ValueError(
-                f"samples of {packer.length} tokens have no room behind a question of {most}; raise --seq-length to "
+                f"samples of {packer.length} tokens have no room after a question of {most}; raise --seq-length to "
                 f"{most + 4} or more"
             )
         self._texts: dict[str, tuple[np.ndarray, np.ndarray]] = {}

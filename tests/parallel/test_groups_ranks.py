@@ -181,7 +181,7 @@ def refused(config: ParallelConfig, names: tuple[str, ...]) -> str:
         ({"tp": 3}, ("tp",), "world size 8 is not a multiple of tp 3"),
         ({"tp": 2}, ("tp", "tp_cp"), "share an axis"),
         ({"tp": 2}, ("dp", "ep"), "mix groups of the dense layers with groups of the experts"),
-        ({"tp": 2}, ("embd",), "'embd' is no dim of a mesh"),
+        ({"tp": 2}, ("embd",), "'embd' is not a mesh dim"),
     ],
 )
 def test_refusals_on_every_rank(ranks: Ranks, layout: dict, names: tuple[str, ...], message: str) -> None:

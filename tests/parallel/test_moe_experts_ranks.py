@@ -207,6 +207,6 @@ def uneven(experts: int, width: int) -> str:
 
 def test_what_does_not_divide_is_refused(on_ranks: Callable[..., list[Any]]) -> None:
     for message in on_ranks(uneven, 4, 3, 4):
-        assert "layers.0.mlp.experts: 3 experts cannot be shared out over ep=2" in message
+        assert "layers.0.mlp.experts: 3 experts cannot be divided over ep=2" in message
     for message in on_ranks(uneven, 4, 4, 5):
         assert "layers.0.mlp.experts.fc1.weight: dimension 1 of (4, 10, 8) cannot be cut over etp=2 in 2" in message

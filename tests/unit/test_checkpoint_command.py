@@ -340,8 +340,8 @@ REQUESTS = [
     ("list DIR/latest", "is no folder"),
     ("export DIR nowhere/x.safetensors", "there is no folder 'nowhere'; make it first"),
     ("export DIR DIR/latest", "is a file; give a folder, or a name that ends with .safetensors"),
-    ("export DIR DIR/step_00000002/x.safetensors", "lies in a checkpoint, whose files stay as they are"),
-    ("export DIR DIR/step_00000002", "lies in a checkpoint, whose files stay as they are"),
+    ("export DIR DIR/step_00000002/x.safetensors", "is inside a checkpoint, whose files must not change"),
+    ("export DIR DIR/step_00000002", "is inside a checkpoint, whose files must not change"),
     ("export DIR EMPTY/there.safetensors", "exists; --overwrite replaces it"),
     ("import DIR/latest EMPTY", "is a file; give a folder"),
 ]

@@ -86,7 +86,7 @@ def test_without_a_mask_both_cuts_are_alike():
     [
         (lambda: ring_load(30, 4), "30 positions cannot be cut into 2 x cp = 8 chunks; choose a multiple of 8"),
         (lambda: ring_plan(4, 4), "rank 4 is not one of the 4 ranks"),
-        (lambda: gathered_plan(2, 0, layout="striped"), "'striped' is no way to cut a sequence; choose zigzag or"),  # type: ignore[arg-type]
+        (lambda: gathered_plan(2, 0, layout="striped"), "'striped' is not a layout of a sequence; choose zigzag or"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_planned_is_refused(call, message):

@@ -77,7 +77,7 @@ def test_datasets_are_joined(tmp_path):
 def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path):
     for wrong in (65536, -1, 1.5):
         with (
-            pytest.raises(ValueError, match=rf"an id behind document 0 is {wrong}, which uint16 cannot hold"),
+            pytest.raises(ValueError, match=rf"an id after document 0 is {wrong}, which uint16 cannot hold"),
             IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder,
         ):
             builder.add_document([1])

@@ -80,7 +80,7 @@ def test_capitals_in_a_vocabulary_keep_the_case(tmp_path):
         ({"vocab.json": '{"\\ud800": 0}', "merges.txt": ""}, ValueError, "GPT-2: has half a surrogate pair"),
         ({"vocab.json": '{"a": 0}', "merges.txt": "a a a"}, ValueError, "are no vocabulary and merges of GPT-2"),
         ({"vocab.json": '{"a": 0}', "merges.txt": "x y\n"}, ValueError, "are no vocabulary and merges of GPT-2"),
-        ({"vocab.txt": "a\nb\n"}, ValueError, r"vocab\.txt' has no \[UNK\]; a WordPiece vocabulary has one token a"),
+        ({"vocab.txt": "a\nb\n"}, ValueError, r"vocab\.txt' has no \[UNK\]; a WordPiece vocabulary has one token per"),
         ({"vocab.txt": "[UNK]\nb\nb\n"}, ValueError, "has a token twice"),
         ({"vocab.txt": b"\xff"}, ValueError, "is not UTF-8"),
     ],
@@ -201,7 +201,7 @@ def test_columns_of_parquet_are_named(tmp_path):
         list(pieces_of(tmp_path / "a.parquet", "body"))
     bad = pyarrow.array([b"fine", b"b\xff"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "c.parquet")
-    with pytest.raises(DocumentError, match=r"c\.parquet: a text behind row 0 is not UTF-8 \(byte 0xff\)"):
+    with pytest.raises(DocumentError, match=r"c\.parquet: a text after row 0 is not UTF-8 \(byte 0xff\)"):
         list(pieces_of(tmp_path / "c.parquet", "text"))
     with pytest.raises(DocumentError, match=r"b\.txt: no such file"):
         list(pieces_of(tmp_path / "b.txt", "text"))

@@ -173,7 +173,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "tp is True, which is no integer": lambda: RankGenerator(tp=True),
     "rank_offset is -1; it must be at least 0": lambda: RankGenerator(rank_offset=-1),
     "order 'dp-pp' leaves out tp, whose size is 2": lambda: RankGenerator(tp=2, order="dp-pp"),
-    "order 'tp-xp' names 'xp', which is no axis": lambda: RankGenerator(order="tp-xp"),
+    "order 'tp-xp' names 'xp', which is not an axis": lambda: RankGenerator(order="tp-xp"),
     "order 'tp-dp-tp' names 'tp' 2 times": lambda: RankGenerator(order="tp-dp-tp"),
     "order is None; give a string": lambda: RankGenerator(order=None),  # pyright: ignore[reportArgumentType]
     "token 'tp-zp' names 'zp'": lambda: PART.get_ranks("tp-zp"),

@@ -117,7 +117,7 @@ def test_ctrl_c_says_where_the_same_command_goes_on(
     assert said(dir=folder) == "interrupted; nothing was saved"
     with pytest.raises(RunInterrupted):
         pretrain(small().override({"checkpoint.dir": folder}), observer=Asks(2))
-    assert said(dir=folder) == f"interrupted; the same command goes on from {folder}/step_00000003"
+    assert said(dir=folder) == f"interrupted; the same command continues from {folder}/step_00000003"
     anew = small().override({"checkpoint.dir": folder, "checkpoint.load": "none"})  # would be rejected now
     assert saved_words(anew) == f"; checkpoints: {folder}"
 

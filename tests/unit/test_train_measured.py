@@ -96,8 +96,8 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("ratio", "load", "cores", "said"),
     [
-        (1.19, 14.0, 2, "1.19; to 20%, they agree"),
-        (0.81, 1.0, 2, "0.81; to 20%, they agree"),
+        (1.19, 14.0, 2, "1.19; they agree within 20%"),
+        (0.81, 1.0, 2, "0.81; they agree within 20%"),
         (1.52, 14.2, 2, "1.52; this machine was busy: load 14 on 2 cores, at most 4 of it by this run"),
         (0.61, 5.0, 2, "0.61; this machine was busy: load 5 on 2 cores, at most 4 of it by this run"),
         # four ranks alone make a load of 4, and 64 cores have room for 14

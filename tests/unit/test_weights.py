@@ -278,7 +278,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="7 must be a multiple of 2"):
         make_parameter("a", (7, 4), group=member(0, 2), partition_dim=0, **HERE)
     cut = {"partition_dim": 1, "partition_stride": 2}
-    with pytest.raises(ValueError, match="experts: 5 experts cannot be shared out over ep=2; choose a multiple of it"):
+    with pytest.raises(ValueError, match="experts: 5 experts cannot be divided over ep=2; choose a multiple of it"):
         make_expert_parameter("experts", "fc1.weight", (5, 4, 4), ep=member(0, 2), etp=member(0, 1), **cut)
     with pytest.raises(ValueError, match=r"experts.fc1.weight: dimension 1 of \(4, 6, 4\) cannot be cut over etp=2"):
         make_expert_parameter("experts", "fc1.weight", (4, 6, 4), ep=member(0, 2), etp=member(0, 2), **cut)

@@ -41,7 +41,7 @@ def _list(arguments: Arguments, folder: Path) -> int:
 
 
 def _verify(arguments: Arguments, folder: Path) -> int:
-    """Read every byte of each checkpoint; fail with each file and tensor that is not as it was written."""
+    """Read every byte of each checkpoint; fail and name each file and tensor that has changed since it was written."""
     bad = []
     for path in _found(arguments, folder):
         problems = list(_problems(path))
@@ -113,7 +113,7 @@ def _in_the_way(out: Path, target: Path, *, as_file: bool, overwrite: bool) -> l
     if not as_file and out.exists() and not out.is_dir():
         return [f"OUT {name}: is a file; give a folder, or a name that ends with .safetensors"]
     if (target.parent / MANIFEST).exists():
-        return [f"OUT {name}: lies in a checkpoint, whose files stay as they are; give another place"]
+        return [f"OUT {name}: is inside a checkpoint, whose files must not change; choose another folder"]
     there = [path for path in (target, out / "config.json") if path.exists()]
     if there and not overwrite:
         return [f"OUT {shown(str(there[0]), 200)}: exists; --overwrite replaces it"]

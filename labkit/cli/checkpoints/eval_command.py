@@ -122,7 +122,7 @@ COMMAND = Command(
         Option(
             "out",
             "str",
-            "add rows to this file of JSON lines; a cut evaluation goes on, a finished one is read",
+            "add rows to this file of JSON lines; an interrupted evaluation continues, a finished one is not repeated",
             path="any",
         ),
         Option("micro-batch-size", "int", "windows or passages of one forward pass", 4, ge=1),

@@ -144,7 +144,7 @@ COMMAND = Command(
         Option("micro-batch-size", "int", "samples of one forward pass; up to 8 where not given", ge=1),
         Option("seed", "int", "of the head, dropout and order; the first of --seeds", 1234, ge=0),
         Option("seeds", "int", "runs, each with the next seed; the last line has their median", 1, ge=1),
-        Option("sweep", "bool", "try each row of the task in Table 6 first, and go on with the best", False),
+        Option("sweep", "bool", "try each row of the task in Table 6 first, and continue with the best", False),
         Option("ensemble", "bool", "add the scores of all seeds", False),
         Option("squad-version", "str", "1.1 or 2.0, where the folder has both", choices=VERSIONS),
         Option("save", "str", "folder for the weights of each run, as checkpoints", path="folder"),

@@ -126,7 +126,7 @@ COMMAND = Command(
     name="generate",
     summary="Continue prompts with the model of a checkpoint; without a prompt, begin a text.",
     options=(
-        Option("prompts", "str", "a file with more prompts, one a line", path="file"),
+        Option("prompts", "str", "a file with more prompts, one per line", path="file"),
         *MODEL_OPTIONS,
         Option("max-new-tokens", "int", "most tokens to add to a prompt; what fits, up to 64, where not given", ge=1),
         Option("temperature", "float", "0 takes the most likely token; above, tokens are drawn", 0.0, ge=0),

@@ -144,8 +144,8 @@ class MoETokenDispatcher(ABC):
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Compute the stages of the shared experts while tokens travel, and add their output at the end."""
         raise ValueError(
-            f"{type(self).__name__} has no transfer to hide the shared experts behind; set moe.dispatcher to alltoall, "
-            "or moe.shared_expert_overlap to false"
+            f"{type(self).__name__} has no transfer that the shared experts could overlap with; set "
+            "moe.dispatcher to alltoall, or moe.shared_expert_overlap to false"
         )
 
     def flatten(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def chunks_of_rank(cp: int, rank: int, layout: Layout = "zigzag") -> tuple[int, 
     if not 0 <= rank < cp:
         raise ValueError(f"rank {rank} is not one of the {cp} ranks of context parallelism, counted from 0")
     if layout not in LAYOUTS:
-        raise ValueError(f"{layout!r} is no way to cut a sequence; choose {' or '.join(LAYOUTS)}")
+        raise ValueError(f"{layout!r} is not a layout of a sequence; choose {' or '.join(LAYOUTS)}")
     return (rank, 2 * cp - 1 - rank) if layout == "zigzag" else (2 * rank, 2 * rank + 1)
 
 

@@ -242,7 +242,7 @@ def make_expert_parameter(
     """
     experts = full_shape[0]
     if experts % ep.size:
-        raise ValueError(f"{name}: {experts} experts cannot be shared out over ep={ep.size}; choose a multiple of it")
+        raise ValueError(f"{name}: {experts} experts cannot be divided over ep={ep.size}; choose a multiple of it")
     if full_shape[partition_dim] % (etp.size * partition_stride):
         raise ValueError(
             f"{name}.{part}: dimension {partition_dim} of {tuple(full_shape)} cannot be cut over etp={etp.size} in "

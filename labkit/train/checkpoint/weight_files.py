@@ -152,8 +152,8 @@ def files_of(source: Path) -> tuple[list[Path], list[str]]:
 
 def _pickled(source: Path, file: str) -> str:
     return (
-        f"{source}: {file} is pickled, and reading a pickle runs what stands in it; labkit reads safetensors alone, so "
-        "load the model in transformers where you trust it, and save_pretrained it"
+        f"{source}: {file} is pickled, and reading a pickle runs code that it contains; labkit reads only "
+        "safetensors, so load the model in transformers where you trust it, and save_pretrained it"
     )
 
 
@@ -165,7 +165,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for file in found.values():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} names the file {shown(file)}; the files of a model are safetensors files beside their index"
+                f"{index} names the file {shown(file)}; the files of a model are safetensors files next to their index"
             )
         if not os.path.isfile(index.parent / file):  # Path.is_file raises for a name that is too long
             raise CheckpointError(f"{index.parent} lacks {shown(file)}, which {index.name} names; fetch it again")

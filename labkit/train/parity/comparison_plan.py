@@ -121,7 +121,7 @@ def _depends_on_placement(config: RunConfig, world_size: int, held_against: Plac
     if here.parts != held_against.parts:
         why = (
             f"goes by the tokens that one rank holds, 1/{here.parts} of a micro batch here and 1/{held_against.parts} "
-            "in what it is held against; leave it out, or compare layouts of equal tp x cp"
+            "in the reference; leave it out, or compare layouts of equal tp x cp"
         )
         if moe.capacity_factor is not None:
             return f"moe.capacity_factor = {moe.capacity_factor}: {why}"
@@ -130,7 +130,7 @@ def _depends_on_placement(config: RunConfig, world_size: int, held_against: Plac
     if moe.load_balancing == "global_aux_loss" and here.replicas != held_against.replicas:
         return (
             f"moe.load_balancing = 'global_aux_loss': goes by the micro batches seen so far, {here.replicas} at once "
-            f"here and {held_against.replicas} in what it is held against; choose aux_loss, or layouts of equal dp"
+            f"here and {held_against.replicas} in the reference; choose aux_loss, or layouts of equal dp"
         )
     return ""
 
@@ -212,8 +212,8 @@ def _graphs(config: RunConfig, dtype: str) -> str:
             named = "graph.cuda_graph_impl = 'full_iteration'"
         return (
             f"{named}: in float32 layouts replay the choice of experts of "
-            "one process, and a graph that holds the router would make the choice of its capture for ever; compare in "
-            "float64, or capture attn alone"
+            "one process, and a graph that holds the router would repeat the choice of its capture at every "
+            "replay; compare in float64, or capture attn alone"
         )
     return ""
 

@@ -99,7 +99,7 @@ def judge_prediction(ratio: float, ranks: int) -> str:
     """
     said = f"measured over predicted time of a step: {ratio:.2f}"
     if abs(ratio - 1) <= TOLERANCE:
-        return f"{said}; to {TOLERANCE:.0%}, they agree"
+        return f"{said}; they agree within {TOLERANCE:.0%}"
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     machine = f"load {load:.0f} on {cores} {'core' if cores == 1 else 'cores'}"
     if load >= max(ranks, cores) + 1:
