@@ -165,7 +165,9 @@ def test_layouts_and_points_that_cannot_be_are_refused() -> None:
 def test_shared_experts_need_a_transfer_to_hide_behind() -> None:
     for kind in ("local", "allgather"):
         dispatcher = build_dispatcher(MoEConfig(num_experts=4, dispatcher=kind), groups_of())
-        with pytest.raises(ValueError, match=r"no transfer that the shared experts could overlap with; set moe\.dispatcher"):
+        with pytest.raises(
+            ValueError, match=r"no transfer that the shared experts could overlap with; set moe\.dispatcher"
+        ):
             dispatcher.set_shared_experts(object())
 
 
