@@ -9,6 +9,7 @@ The tests that say how soon a hang ends mostly wait: two pieces of them share a 
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import subprocess
 import sys
@@ -62,12 +63,12 @@ class Piece:
         """Of the tool: without GPUs but for the tests that need one. A chapter's `device = auto` is then the CPU.
 
         Tests have one thread, as ranks have. With two, the threads of pieces that run side by side wait for each other.
-        Chapters have as many as a user's. Bytecode is kept, whatever the environment says: hundreds of processes import
-        labkit, and compiling it takes each a third of a second.
+        Chapters have as many as a user's. None of them writes bytecode, which `main` has compiled: a process that a
+        test kills, or whose files it limits, could leave half of one.
         """
         threads = {} if self.name.startswith(OF_CHAPTERS) else {"OMP_NUM_THREADS": "1"}
         gpus = {} if "tests/gpu" in self.arguments else {"CUDA_VISIBLE_DEVICES": ""}
-        return os.environ | {"PYTHONDONTWRITEBYTECODE": ""} | threads | gpus
+        return os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | threads | gpus
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,8 @@ def main() -> int:
     for report in REPORTS.glob("*.xml"):
         report.unlink()
     start = time.monotonic()
+    # Hundreds of processes import labkit, and compiling it takes each a third of a second.
+    compileall.compile_dir(ROOT / "labkit", quiet=2)
     outcome = run([every[name] for name in arguments.stage or every])
     reports = sorted(REPORTS.glob("*.xml"))
     print("\nslowest tests:", *(f"{seconds:7.1f} s  {name}" for seconds, name in slowest(reports)), sep="\n")
