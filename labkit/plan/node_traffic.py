@@ -172,6 +172,7 @@ def _distance_from_default(order: str) -> list[int]:
 
 
 def every_order(model: TransformerTraffic, sizes: Mapping[str, Any], world_size: int) -> list[str]:
+    """Return every order string of the layout's axes, for a comparison of the bytes that cross nodes."""
     dense, expert = _generators(model, {k: v for k, v in sizes.items() if k != "order"}, world_size)
     used = [axis for axis in LAYOUT_AXES if any(part and part.sizes[axis] > 1 for part in (dense, expert))]
     return ["-".join(axes) for axes in itertools.permutations(used)]
