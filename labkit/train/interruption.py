@@ -8,8 +8,10 @@ A scheduler sends SIGTERM before it takes a machine away. The request travels in
    (`gradient_statistics`). So all ranks learn in the same step that one of them was asked.
 3. All ranks leave the loop after this step by `RunInterrupted`. The command then exits with `EXIT_CODE`.
 
-A rank ignores further SIGTERMs: a scheduler may signal every process of a job, and torchrun its ranks once more. The
-process that asks too long in vain kills the ranks. torchrun does so after `--shutdown-timeout` seconds.
+A rank ignores further SIGTERMs: a scheduler may signal every process of a job, and torchrun its ranks once more. One
+may also come when the ranks have already told each other, so a process that was stopped ignores it for a moment longer
+(`_handling`). The process that asks too long in vain kills the ranks. torchrun does so after `--shutdown-timeout`
+seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -29,7 +31,7 @@ EXIT_CODE = 75
 PATIENCE = 60.0
 """Seconds that the ranks of `labkit train` get to finish a step and to save."""
 _SAME_REQUEST = 1.0
-"""Seconds within which a second SIGTERM belongs to the same request: the scheduler reached this process twice."""
+"""Seconds within which a further SIGTERM belongs to the same request: the scheduler reaches all processes of a job."""
 
 _signalled = False
 _listening = False
@@ -56,6 +58,31 @@ def _in_main_thread() -> bool:
 
 
 @contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None], *, command: bool = False) -> Iterator[None]:
+    """Inside the block SIGTERM calls `handler`. If RunInterrupted ends the block, or `command` is True and the process
+    is about to end anyway, SIGTERM is ignored for `_SAME_REQUEST` seconds more. Later ones find the handler of before.
+    """
+    before = signal.signal(signal.SIGTERM, handler)
+    before = signal.SIG_DFL if before is None else before
+    ended_at = 0.0
+
+    def ignore_for_a_moment(number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() - ended_at >= _SAME_REQUEST:
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+
+    after = ignore_for_a_moment if command else before
+    try:
+        yield
+    except RunInterrupted:
+        after = ignore_for_a_moment
+        raise
+    finally:
+        ended_at = time.monotonic()
+        signal.signal(signal.SIGTERM, after)
+
+
+@contextmanager
 def listening() -> Iterator[None]:
     """Inside the block SIGTERM asks this rank to stop, instead of killing it. Other threads than the main one, and
     blocks inside such a block, change nothing."""
@@ -68,13 +95,12 @@ def listening() -> Iterator[None]:
         global _signalled
         _signalled = True
 
-    before = signal.signal(signal.SIGTERM, note)
-    _signalled, _listening = False, True
-    try:
-        yield
-    finally:
-        _signalled, _listening = False, False
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+    with _handling(note):
+        _signalled, _listening = False, True
+        try:
+            yield
+        finally:
+            _signalled, _listening = False, False
 
 
 @contextmanager
@@ -106,11 +132,10 @@ def passing_on(patience: float = PATIENCE) -> Iterator[None]:
                 "checkpoint, if there is one, is older"
             )
 
-    before = signal.signal(signal.SIGTERM, ask)
-    try:
-        yield
-    finally:
-        if deadline is not None:
-            deadline.cancel()
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-        launcher.ask_to_stop(False)
+    with _handling(ask, command=True):
+        try:
+            yield
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            launcher.ask_to_stop(False)
