@@ -55,7 +55,7 @@ RESUMING = [
     ),
     Fault(
         "samples begin anew",
-        "gpt_data:_microbatches",
+        "batches:_microbatches",
         "consumed + own",
         "own",
         READ,

@@ -83,7 +83,7 @@ GRADIENTS = [
     ),
     Fault(
         "every replica reads the same samples",
-        "gpt_data:_microbatches",
+        "batches:_microbatches",
         "microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step)",
         "microbatch_positions(config, dp=groups.dp.size, dp_rank=0, step=step)",
         Comparison(DP, "loss"),

@@ -24,7 +24,7 @@ from labkit.comm.collectives import gather_objects
 from labkit.comm.groups import ParallelGroups
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import counted
-from labkit.data.gpt_data import data_iterator
+from labkit.data.batches import data_iterator
 from labkit.finetune.scores import scores_of
 from labkit.finetune.starting_weights import Weights, load_weights, weights_at
 from labkit.finetune.table6 import DROPOUT, LENGTH, TABLE_6, WARMUP, WEIGHT_DECAY, Row, size_of

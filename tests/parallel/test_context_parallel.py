@@ -10,7 +10,7 @@ import torch
 
 from labkit.config import RunConfig, presets
 from labkit.data import build_gpt_datasets
-from labkit.data.gpt_data import data_iterator as microbatches
+from labkit.data.batches import data_iterator as microbatches
 from labkit.launch import run
 from labkit.models import build_model_chunks, core_attention, gpt
 from labkit.parallel import Group, initialize_model_parallel, zigzag_positions

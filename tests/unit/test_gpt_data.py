@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from labkit.data import GPTDataset, build_gpt_datasets, data_iterator, load_tokenizer, unigram_entropy
-from labkit.data.gpt_data import microbatch_positions
+from labkit.data.batches import microbatch_positions
 from labkit.data.text import BUNDLED, encode
 from labkit.parallel import ParallelGroups, single_process_groups
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from labkit.comm.groups import ParallelGroups, initialize_model_parallel
 from labkit.config import RunConfig, presets
-from labkit.data.gpt_data import microbatch_positions
+from labkit.data.batches import microbatch_positions
 from labkit.parallel.context.zigzag import zigzag_positions
 from labkit.train.parity.routing_trace import own_records, record_routings, replay_routings
 

@@ -29,7 +29,7 @@ def test_the_page_names_the_files_between_a_step_and_its_loss() -> None:
     journey = shape.to_the_loss()
     assert journey.files[0] == "train/stepping.py" and "models/gpt.py" in journey.files
     assert set(journey.files) <= NAMED
-    assert journey.changes <= 120
+    assert journey.changes <= 130
 
 
 def test_a_dense_layer_costs_few_python_calls() -> None:

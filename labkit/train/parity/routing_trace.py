@@ -6,7 +6,7 @@ positions, along the axes that place tokens:
 
 | axis           | part of the records on a rank                                                  |
 |----------------|--------------------------------------------------------------------------------|
-| dp             | microbatches dp_rank, dp_rank + dp, .. of each step (`labkit.data.gpt_data`)   |
+| dp             | microbatches dp_rank, dp_rank + dp, .. of each step (`data.batches`)           |
 | cp             | chunks cp_rank and 2 cp - 1 - cp_rank of S                                     |
 | tp             | part tp_rank of these chunks (sequence parallel), else all                     |
 | pp, ep, etp    | its own layers; the place of experts does not change a choice                  |
