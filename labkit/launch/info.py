@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from labkit.launch import processes
+from labkit.launch.shared_cores import do_not_interrupt
 
 if TYPE_CHECKING:
     import torch
@@ -281,6 +282,8 @@ def join_group(
     backend = choose_backend(backend, where, local_world_size)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    if backend == "gloo":
+        do_not_interrupt()  # the threads that gloo starts inherit it
     meeting.set_timeout(torch_timeout(timeout, backend))
     dist.init_process_group(
         backend,

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -336,3 +337,29 @@ def test_sixteen_warm_ranks_are_the_same_processes():
         first = ranks.run(os.getpid)
         assert ranks.run(sum_of_ranks, 2.0)[15][0] == 240.0
         assert ranks.run(os.getpid) == first and len(set(first)) == 16
+
+
+def policies() -> set[int]:
+    """Of this rank's main thread and of gloo's. A thread that torch started before the group keeps its own."""
+    dist.all_reduce(torch.ones(1))
+    found = {os.sched_getscheduler(0)}
+    for thread in Path("/proc/self/task").iterdir():
+        if "gloo" in (thread / "comm").read_text():
+            found.add(os.sched_getscheduler(int(thread.name)))
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux's scheduler")
+def test_ranks_do_not_interrupt_each_other_unless_somebody_chose_a_policy() -> None:
+    assert run(policies, 2) == [{os.SCHED_BATCH}] * 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "the launching process has an answer to give at once"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="Linux's scheduler")
+def test_a_policy_that_somebody_chose_stays() -> None:
+    chosen = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0));"
+    asks = (
+        "from labkit.launch.shared_cores import do_not_interrupt; do_not_interrupt(); print(os.sched_getscheduler(0))"
+    )
+    found = subprocess.run([sys.executable, "-c", chosen + asks], capture_output=True, text=True, check=True)
+    assert int(found.stdout) == os.SCHED_IDLE
