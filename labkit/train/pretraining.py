@@ -26,8 +26,8 @@ from torch import nn
 
 from labkit.comm.groups import ParallelGroups, initialize_model_parallel, single_process_groups
 from labkit.config import ModelConfig, OptimConfig, RunConfig
-from labkit.data.datasets import build_datasets
 from labkit.data.batches import data_iterator
+from labkit.data.datasets import build_datasets
 from labkit.events import Event, recording
 from labkit.fp8.recipe import Float8Recipe, float8_recipe
 from labkit.fp8.scaling import Float8Spec

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from labkit.config import DataConfig, RunConfig, presets
 from labkit.data import IndexedDataset, IndexedDatasetBuilder, bundled_text, load_tokenizer
+from labkit.data.batches import data_iterator
 from labkit.data.datasets import build_datasets
 from labkit.data.masked.bert_samples import build_bert_datasets, cut, special_tokens
 from labkit.data.masked.sentence_index import (
@@ -22,7 +23,6 @@ from labkit.data.masked.sentence_index import (
 )
 from labkit.data.masked.sentence_samples import TextSentences
 from labkit.data.masked.t5_samples import T5Maker, T5Tokens, build_t5_datasets, t5_sample, t5_tokens
-from labkit.data.batches import data_iterator
 from labkit.data.preparation import Recipe, prepare
 from labkit.data.text import BUNDLED, bundled_tokens, located_tokens
 from labkit.parallel import single_process_groups

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import plan
 from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
-from labkit.data.datasets import build_datasets
 from labkit.data.batches import data_iterator
+from labkit.data.datasets import build_datasets
 from labkit.models import Share, T5Model
 from labkit.models.full_shapes import full_shapes
 from labkit.models.saved_tensors import SavedTensors
