@@ -50,7 +50,7 @@ def execute(arguments: Arguments) -> int:
     try:
         schedule = _read(arguments) if options["verify"] else _build(options)
         _check_rank(arguments, schedule)
-        lines = _verdicts(schedule, options) if options["verify"] else []
+        lines = _verdicts(schedule, options) if options["verify"] or options["transport"] else []
         timeline = simulate(schedule)
     except ConfigError:
         raise  # it lists every problem
@@ -97,8 +97,6 @@ def _missing_or_idle(arguments: Arguments) -> list[str]:
         if option.name in _EXAMPLES and options[option.key] is None and not written & {option.key, *option.aliases}:
             example = f"--{option.name} {_EXAMPLES[option.name]}"
             problems.append(f"--{option.name}: is missing; give it ({example}), or a file (--verify FILE.csv)")
-    if options["transport"]:
-        problems.append("--transport: names the transports of --verify FILE, which is missing")
     if not _interleaves(options) and "vpp" not in written:
         rule = "has no effect: only the interleaved schedule, with --vpp above 1,"
         if options["group_size"] is not None:
@@ -401,7 +399,7 @@ COMMAND = Command(
         Option(
             "transport",
             "tuple[str, ...]",
-            f"check over these: {', '.join(TRANSPORTS)}, or all; posted, as training, if none",
+            f"check the schedule over these: {', '.join(TRANSPORTS)}, or all (default: posted, as training does)",
         ),
     ),
     execute=execute,

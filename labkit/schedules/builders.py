@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 
@@ -161,7 +162,7 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
     if row.chunks is None:
         if vpp == 1 and pp > 1:
             raise ValueError(f"schedule.name is {name!r} and vpp is 1: give parallel.vpp at least 2, or choose 1f1b")
-        return builder(pp, vpp, microbatches, config.microbatch_group_size, **read)
+        return _built(row.builder, builder(pp, vpp, microbatches, config.microbatch_group_size, **read))
     if config.all_warmup:
         raise ValueError(f"schedule.all_warmup is a rule of interleaving, and schedule.name is {name!r}; leave it out")
     if vpp not in (1, row.chunks):
@@ -169,7 +170,14 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
             f"schedule.name is {name!r}, which has {counted(row.chunks, 'stage')} a rank, and vpp is {vpp}: leave "
             "parallel.vpp at 1, or choose interleaved"
         )
-    return builder(pp, microbatches, **read)
+    return _built(row.builder, builder(pp, microbatches, **read))
+
+
+def _built(builder: str, made: Any) -> Schedule:
+    """Return what a builder made, if it is a Schedule; a new builder may have forgotten its `return`."""
+    if not isinstance(made, Schedule):
+        raise ValueError(f"{builder} returned {type(made).__name__}; a builder returns a labkit.schedules.Schedule")
+    return made
 
 
 def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:

@@ -95,8 +95,13 @@ def test_every_name_is_printed_and_reads_back(capsys: pytest.CaptureFixture[str]
     assert f"bubble {timeline.bubble_fraction:.1%} of the makespan" in text
     assert ("its weight gradient" in text) == SCHEDULES[name].splits_backward
     assert ("warm-up   " in text) == (name == "1f1b")  # Megatron's number exists for its own schedules alone
+    verdicts = [f"{t}: yes, it runs" for t in ("posted", "batched", "even_odd")]
+    assert (
+        told(capsys, "--pp", "2", "--microbatches", "4", "--name", name, "--transport", "all").splitlines()[:3]
+        == verdicts
+    )
     again = told(capsys, "--verify", str(tmp_path / "s.csv"), "--transport", "posted, batched,even_odd")
-    assert again.splitlines()[:3] == [f"{t}: yes, it runs" for t in ("posted", "batched", "even_odd")]
+    assert again.splitlines()[:3] == verdicts
     assert again.partition("actions: ")[2] == text.partition("actions: ")[2].partition("\nwritten")[0]
 
 
@@ -191,7 +196,6 @@ def test_the_summary_defines_what_it_counts(
         (["--pp", "4", "--microbatch", "8"], ["--microbatch: unknown option; did you mean", "--microbatches"]),
         ([*SIZES, "--name", "interleave"], ["--name 'interleave': choose one of", "did you mean", "interleaved"]),
         ([*SIZES, "--rank", "4"], ["--rank 4: the schedule's ranks are 0 to 3"]),
-        ([*SIZES, "--transport", "batched"], ["--transport: names the transports of --verify FILE"]),
         ([*SIZES, "--plot", "f.jpeg"], ["--plot 'f.jpeg': its name ends with one of .png"]),
         (["--pp", "4", "--vpp", "2", "--microbatches", "6"], ["6 microbatches"]),
         (["--pp", "4", "--vpp", "2", "--microbatches", "1"], ["1 microbatch on", "microbatches to 4, or set vpp to 1"]),

@@ -344,6 +344,12 @@ def test_a_config_that_names_no_possible_schedule_is_refused(config, sizes, need
         build_schedule(config, **({"pp": 2, "microbatches": 4} | sizes))
 
 
+def test_a_builder_that_forgot_its_return_is_named(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "gpipe", SCHEDULES["gpipe"]._replace(builder="builtins:print"))
+    with pytest.raises(ValueError, match=r"^builtins:print returned NoneType; a builder returns a labkit"):
+        build_schedule(ScheduleConfig(name="gpipe"), pp=2, microbatches=4)
+
+
 def test_a_file_for_another_run_is_refused(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(gpipe(2, 4).to_csv())
