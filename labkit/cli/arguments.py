@@ -24,6 +24,8 @@ class Option(FieldSpec):
 
     pairs: bool = False
     """Whether it takes two words, a name and a value, or both as NAME=VALUE, and may be repeated."""
+    unset: str = ""
+    """What the help says in place of `default: ` and the default, such as `required` or `default: one per core`."""
 
     @property
     def key(self) -> str:
@@ -56,6 +58,7 @@ class Command:
     options: tuple[Option, ...]
     execute: Callable[[Arguments], int]
     example: str
+    """A command line to copy, or several, one per line."""
     words: str = ""
     """The name of its positional arguments, in capitals; empty if it takes none."""
     paths: bool = False
@@ -130,9 +133,9 @@ class Arguments:
 
 
 CONFIG_OPTIONS = (
-    Option("config", "str", "YAML file of the run; fields on the command line come on top", path="any"),
-    Option("preset", "str", "ready configuration under the file: tiny, llama_tiny, gpt2_124m, table1_1_2b, ..."),
-    Option("print-config", "bool", "print the whole configuration as YAML, every field explained, and stop", False),
+    Option("config", "str", "YAML file of the run; options override what it says", path="any"),
+    Option("preset", "str", "ready-made configuration to start from, one of those below"),
+    Option("print-config", "bool", "print the configuration as explained YAML, and stop", False),
 )
 _WORD = FieldSpec("word", "str", path="any")
 
@@ -238,7 +241,11 @@ def _unknown(key: str, command: Command, why: str) -> str:
     names += [spec.name for spec in extra_specs(command.extra_args_provider).values()]
     hint = nearest(key, [f"--{name}" for name in names]) or nearest(key.replace("_", "-"), names)
     pairs = any(option.pairs for option in command.options)
-    listed = f"a chapter's parameter is set by -p {key} VALUE" if pairs else f"{command.called} --help lists them"
+    listed = (
+        f"a chapter's parameter is set by -p {key} VALUE"
+        if pairs
+        else f"{command.called} --help{'-all' * command.configurable} lists them"
+    )
     return f"unknown option{hint or f'; {listed}'}"
 
 

@@ -9,19 +9,14 @@ import importlib
 import os
 import signal
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from labkit.cli.arguments import Command, read
-from labkit.cli.output import folded, readers_may_leave, room, show
+from labkit.cli.output import readers_may_leave, room, show
 from labkit.config import ConfigError
 from labkit.config.errors import nearest, shown
-from labkit.config.field_spec import FieldSpec
-from labkit.config.fields import SPECS, extra_specs
-from labkit.config.sections import SECTIONS
 
 COMMANDS = {
     "doctor": ("doctor_command", "check that this machine can launch ranks"),
@@ -153,7 +148,9 @@ def _dispatch(words: list[str]) -> int:
 
 def run_command(command: Command, rest: list[str]) -> int:
     """Read the words after the name of a command and execute it, or print its help or the configuration."""
-    if any(word in ("-h", "--help") for word in rest):
+    if any(word in ("-h", "--help", "--help-all") for word in rest):
+        from labkit.cli.help_text import help_text
+
         print(help_text(command, rest))
         return 0
     arguments = read(command, rest)
@@ -162,41 +159,3 @@ def run_command(command: Command, rest: list[str]) -> int:
         print(arguments.config.to_commented_yaml(room()), end="")
         return 0
     return command.execute(arguments)
-
-
-def help_text(command: Command, given: Sequence[str] = ()) -> str:
-    """Return the text of `labkit COMMAND --help`: every option, and every field with its help. Lines fit the terminal,
-    or 80 columns.
-
-    given: the words of the command line. If an action is among them, the text is about the action alone.
-    """
-    width = min(118, room() or 80)
-    for name in [word for word in given if word in command.actions][:1]:
-        action = command.actions[name]
-        summary = (action.do.__doc__ or "").partition("\n")[0]
-        command = replace(
-            command, name=f"{command.name} {name}", words=action.words, summary=summary,
-            options=tuple(option for option in command.options if option.key in action.options),
-            example=command.example if f" {name} " in command.example else "",
-        )  # fmt: skip
-    words = f" {command.words}" if command.words else ""
-    takes = " [options]" if command.all_options else ""
-    lines = [f"usage: {command.called}{words}{takes}", "", *textwrap.wrap(command.summary, width)]
-    lines += ["", "options:"] if command.all_options else []
-    for option in command.all_options:
-        lines += _row(option, width, "-p, " if option.pairs else "")
-    specs = (SPECS | extra_specs(command.extra_args_provider)).values()
-    for section, cls in SECTIONS.items() if command.configurable else ():
-        rows = [_row(spec, width) for spec in specs if spec.section == section]
-        lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", width)] if rows else []
-        lines += [line for row in rows for line in row]
-    return "\n".join([*lines, *(["", *folded(command.example, "example: ", width)] if command.example else [])])
-
-
-def _row(spec: FieldSpec, width: int, short: str = "") -> list[str]:
-    """Return the lines `  --option INT   its text`; after a long option the text begins on a line of its own."""
-    values = {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}
-    value = " NAME VALUE" if short else values.get(spec.kind, f" {spec.kind.upper()}")
-    word = f"  {short}--{spec.dotted}{value}"
-    first, *more = [f"{'':26}{line}" for line in spec.help_lines(width - 26)] or [""]
-    return [f"{word:<26}{first[26:]}", *more] if len(word) < 26 else [word, first, *more]

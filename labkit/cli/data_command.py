@@ -153,14 +153,19 @@ COMMAND = Command(
         Option(
             "tokenizer",
             "str",
-            "a `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; the bundled BPE where "
-            "not given",
+            "a `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt",
             path="any",
+            unset="default: the bundled BPE",
         ),
-        Option("key", "str", "key of the text in JSON lines, column in Parquet", "text"),
-        Option("append-eod", "bool", "close each document with the end token; where not given, without --sentences"),
+        Option("key", "str", "key of the text in JSON lines, or its column in Parquet", "text"),
+        Option(
+            "append-eod",
+            "bool",
+            "end each document with the end token",
+            unset="default: true, but false with --sentences",
+        ),
         Option("sentences", "bool", "keep each sentence as a sequence, for BERT and T5", False),
-        Option("workers", "int", "processes that tokenise; one for each core where not given", ge=1),
+        Option("workers", "int", "processes that tokenise", ge=1, unset="default: one per core"),
         Option("min-tokens", "int", "clean: fewest tokens of a document; 0 keeps short ones", 128, ge=0),
         Option(
             "jaccard", "float", "clean: documents with this similarity or more are near-duplicates", 0.7, gt=0, le=1

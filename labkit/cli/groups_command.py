@@ -14,6 +14,7 @@ from labkit.cli.output import folded, room, show
 from labkit.config import ParallelConfig
 from labkit.config.axis_sizes import axis_sizes, sizes_in_words
 from labkit.config.errors import counted
+from labkit.config.fields import SPECS
 from labkit.config.rules import layout_problems
 
 MOST_LISTED_RANKS = 2**20
@@ -145,7 +146,7 @@ _HELP = {
     "pp": ("pipeline parallel size", "pipeline_model_parallel_size"),
     "cp": ("context parallel size", "context_parallel_size"),
     "ep": ("expert parallel size", "expert_model_parallel_size"),
-    "etp": ("tensor parallel size inside experts; tp where not given", "expert_tensor_parallel_size"),
+    "etp": ("tensor parallel size inside experts", "expert_tensor_parallel_size"),
     "order": ("axes from fastest to slowest varying, such as tp-cp-ep-dp-pp", "rank_order"),
     "split_rank": ("first pipeline rank of the decoder", "pipeline_model_parallel_split_rank"),
     "rank_offset": ("number of the first rank", "first_rank"),
@@ -156,12 +157,23 @@ COMMAND = Command(
     name="groups",
     summary="Rank groups of a layout: which ranks talk to each other, for every kind of group.",
     options=(
-        Option("world-size", "int", "number of ranks", aliases=("nproc",)),
+        Option("world-size", "int", "number of ranks", aliases=("nproc",), unset="required"),
         *(
-            Option(name.replace("_", "-"), _KINDS[name], text, aliases=(alias, f"parallel.{name}"))
+            Option(
+                name.replace("_", "-"),
+                _KINDS[name],
+                text,
+                aliases=(alias, f"parallel.{name}"),
+                unset=f"default: {'tp' if name == 'etp' else SPECS[f'parallel.{name}'].default_words}",
+            )
             for name, (text, alias) in _HELP.items()
         ),
-        Option("rank", "int", "only the groups of this rank; costs the same in a world of any size"),
+        Option(
+            "rank",
+            "int",
+            "show only the groups of this rank, which takes the same time in a world of any size",
+            unset="default: all ranks",
+        ),
         Option("json", "bool", "print JSON", False),
     ),
     execute=execute,

@@ -33,10 +33,10 @@ WEEK = 7 * 24 * 3600
 TIMEOUT = Option(
     "timeout",
     "float",
-    "seconds that a rank may wait for others before the run is ended as hung, however long it computes; "
-    "parallel.distributed_timeout_minutes where not given",
+    "longest wait for other ranks, in seconds, before the run is ended as hung",
     gt=0,
     le=WEEK,
+    unset="default: parallel.distributed_timeout_minutes",
 )
 """The option of `labkit train` and `labkit parity`."""
 ROOM = 30
@@ -391,22 +391,28 @@ def on_first_rank(line: str) -> None:
 
 COMMAND = Command(
     name="train",
-    summary="Train a model under a layout. Under torchrun its ranks are used: python -m torch.distributed.run "
-    "--nproc-per-node 4 -m labkit.cli train --config f.yaml",
+    summary="Train a model under a parallel layout, on ranks of this machine or on those that torchrun started "
+    "(python -m torch.distributed.run --nproc-per-node 4 -m labkit.cli train --config f.yaml).",
     options=(
         Option(
-            "nproc", "int", "ranks to start here; as few as the layout allows where not given", aliases=("world_size",)
+            "nproc",
+            "int",
+            "ranks to start on this machine",
+            aliases=("world_size",),
+            unset="default: as few as the layout allows",
         ),
         DEVICE,
         TIMEOUT,
         Option(
             "trace",
             "str",
-            "write the last train.keep_event_steps steps into this file (json) for ui.perfetto.dev",
+            "write a timeline of the last steps (train.keep_event_steps) into this JSON file, for ui.perfetto.dev",
             path="any",
         ),
     ),
     execute=execute,
-    example="labkit train --preset tiny --nproc 4 --parallel.tp 2 --parallel.pp 2 --train.steps 50",
+    example="labkit train --preset tiny --nproc 4 --tp 2 --pp 2 --steps 50\n"
+    "labkit train --preset tiny --nproc 4 --tensor-model-parallel-size 2 --num-layers 12\n"
+    "labkit train --config f.yaml --lr 1e-4 --output-dir runs/a",
     configurable=True,
 )

@@ -240,7 +240,7 @@ COMMAND = Command(
     "terminal this is drawn anew until the runs are over; Ctrl-C ends it. Pass a parent folder to see every run in it.",
     options=(
         Option("interval", "float", "seconds from one picture to the next", 2.0, ge=0.1, le=3600),
-        Option("once", "bool", "show the runs once and end, as a file or pipe gets them", False),
+        Option("once", "bool", "show the runs once and end, as in a file or pipe", False),
     ),
     execute=execute,
     example="labkit watch runs/first runs/second",

@@ -139,6 +139,15 @@ class FieldSpec:
         """The text, followed by the limits."""
         return self.doc + (f" [{self.limits}]" if self.limits else "")
 
+    @property
+    def default_words(self) -> str:
+        """The default as the command line takes it: `none`, `true`, `1e-08`, `1,0`."""
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default)) or "empty"
+        if self.default is None or isinstance(self.default, bool):
+            return str(self.default).lower()
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
     def help_lines(self, width: int) -> list[str]:
         """Return `help` in lines of at most `width` columns; limits that fit on one line are not broken."""
         limits = self.help[len(self.doc) + 1 :]

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from labkit.cli import main
 from labkit.cli.arguments import CONFIG_OPTIONS, read
-from labkit.cli.command_line import COMMANDS, help_text
+from labkit.cli.command_line import COMMANDS
+from labkit.cli.help_text import COMMON, help_text
 from labkit.cli.output import folded, table
 from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS, read_layouts
 from labkit.cli.run_command import COMMAND as RUN
@@ -35,7 +36,7 @@ from labkit.comm.group_plan import GROUP_KINDS
 from labkit.comm.rank_generator import rank_generators
 from labkit.config import RunConfig, field, presets, yaml_text
 from labkit.config.errors import shown
-from labkit.config.fields import ALIASES, SPECS
+from labkit.config.fields import ALIASES, SPECS, resolve
 from labkit.config.sections import SECTIONS
 from labkit.evaluate.records import Records
 from labkit.events import Event, write_jsonl
@@ -92,7 +93,13 @@ def test_help_is_short_and_names_every_command(capsys: pytest.CaptureFixture[str
 def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: labkit {name}") and f"example: labkit {name}" in " ".join(out.split())
+    assert out.startswith(f"usage: labkit {name}")
+    assert re.search(f"examples?: labkit {name}", " ".join(out.split()))
+    rows = re.findall(
+        r"^  (?:-p, )?--[^\n]*(?:\n {26}[^\n]*)*", out.partition("\noptions:\n")[2].split("\n\n")[0], re.M
+    )
+    assert len(rows) == len(OF_THE_COMMANDS[name].all_options)
+    assert all(re.search(r"\(((default: |as )[^)]|required)", row) for row in rows)
 
 
 def test_help_of_an_action_has_its_own_words_and_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,10 +110,25 @@ def test_help_of_an_action_has_its_own_words_and_options(capsys: pytest.CaptureF
         assert out.startswith(f"usage: labkit checkpoint {action} DIR") and ("example: " in out) == (action == "export")
 
 
-def test_help_of_train_shows_every_field_with_its_string() -> None:
+def test_help_of_train_takes_two_screens() -> None:
+    """The short one has every preset and, of each common field, names that are all this field's, and its default."""
     text = help_text(TRAIN)
-    assert all(f"--{name}" in text for name in SPECS)
-    assert "Base of the rotary frequencies." in " ".join(text.split())
+    assert len(text.splitlines()) <= 100 and max(map(len, text.splitlines())) <= 100
+    assert all(f" {name} " in text for name in presets.PRESETS) and "--help-all" in text
+    rows = [line.strip().partition(": ")[0].split(", ") for line in COMMON.splitlines() if line.startswith(" ")]
+    found = [{resolve(name.lstrip("-"))[0] for name in names} for names in rows]
+    assert all(len(fields) == 1 and None not in fields for fields in found) and len(set.union(*found)) == len(rows)
+    said = " ".join(text.split())
+    for words in ("--lr FLOAT peak learning rate (default: 0.001)", "(default: 4 x hidden)", "gpt2_124m 124M,"):
+        assert words in said
+
+
+def test_help_all_shows_every_field_with_its_string() -> None:
+    said = " ".join(help_text(TRAIN, ["--help-all"]).split())
+    assert all(f"--{spec.dotted} " in said and f"(default: {spec.default_words}" in said for spec in SPECS.values())
+    assert (
+        "--model.rope_theta FLOAT Base of the rotary frequencies. (default: 10000; Megatron-LM: --rotary-base)" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -471,6 +493,7 @@ SCREENS = [
     "data clean --help",
     "checkpoint list --help",
     *(f"{name} --help" for name in COMMANDS),
+    "train --help-all",
 ]
 
 

@@ -174,8 +174,8 @@ COMMAND = Command(
     "checkpoint of a model's folder or safetensors file. DIR is the folder of a run, or of its checkpoints; verify "
     "and export also take one step.",
     options=(
-        Option("step", "int", "export the checkpoint of this step; the latest where not given", ge=0),
-        Option("dtype", "str", "type of exported weights; that of the stored ones where not given", choices=DTYPES),
+        Option("step", "int", "export the checkpoint of this step", ge=0, unset="default: the latest"),
+        Option("dtype", "str", "type of the exported weights", choices=DTYPES, unset="default: as stored"),
         Option("overwrite", "bool", "export over existing files", False),
     ),
     execute=execute,

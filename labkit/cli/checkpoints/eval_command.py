@@ -116,7 +116,9 @@ COMMAND = Command(
     summary="Score checkpoints: perplexity of WikiText-103's test text, or accuracy on LAMBADA (arXiv 1909.08053, "
     "section 5.2).",
     options=(
-        Option("path", "str", "the text (wikitext), or passages as JSON lines (lambada)", path="file"),
+        Option(
+            "path", "str", "the text (wikitext), or passages as JSON lines (lambada)", path="file", unset="required"
+        ),
         *MODEL_OPTIONS,
         Option("all", "bool", "every checkpoint of the folder", False),
         Option(
@@ -126,7 +128,9 @@ COMMAND = Command(
             path="any",
         ),
         Option("micro-batch-size", "int", "windows or passages of one forward pass", 4, ge=1),
-        Option("stride", "int", "wikitext: tokens by which the window moves; 32, the paper's", ge=1),
+        Option(
+            "stride", "int", "wikitext: tokens by which the window moves", ge=1, unset="default: 32, as in the paper"
+        ),
         Option("raw", "bool", "wikitext: the text as it is, not detokenised", False),
         Option("loose", "bool", "lambada: only the last token of the last word counts", False),
     ),

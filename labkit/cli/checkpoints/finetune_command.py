@@ -124,29 +124,38 @@ def _percent(scores: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {100 * value:.1f}" for name, value in scores.items())
 
 
+_TABLE_6 = "default: as in Table 6"
 COMMAND = Command(
     name="finetune",
     summary="Fine-tune a BERT on the files of a task, as Megatron-LM's paper does (arXiv 1909.08053, section 5.3). "
     "Table 6 gives batch, learning rate and epochs for the size of the model.",
     options=(
-        Option("path", "str", "folder with the task's files, as their authors publish them", path="any"),
+        Option(
+            "path", "str", "folder with the task's files, as their authors publish them", path="any", unset="required"
+        ),
         *MODEL_OPTIONS,
-        Option("nproc", "int", "ranks to start, a multiple of tp x pp; tp x pp where not given", ge=1),
-        Option("sequence-parallel", "bool", "cut activations along the sequence over tp", False),
-        Option("distributed-optimizer", "bool", "cut the optimizer's state over data-parallel ranks", False),
-        Option("size", "str", "row of Table 6; that of the model where not given", choices=SIZES),
-        Option("batch", "int", "samples of a step; Table 6's where not given, as the next two", ge=1),
-        Option("lr", "float", "peak learning rate", gt=0),
-        Option("epochs", "float", "passes over the training samples", gt=0),
-        Option("warmup", "float", "share of the steps over which the rate rises", WARMUP, ge=0, lt=1),
-        Option("dropout", "float", "in the model and before the head", DROPOUT, ge=0, lt=1),
+        Option("nproc", "int", "ranks to start, a multiple of tp x pp", ge=1, unset="default: tp x pp"),
+        Option("sequence-parallel", "bool", "split activations along the sequence over tp", False),
+        Option("distributed-optimizer", "bool", "shard the optimizer's state over data-parallel ranks", False),
+        Option("size", "str", "row of Table 6", choices=SIZES, unset="default: that of the model's size"),
+        Option("batch", "int", "samples of a step", ge=1, unset=_TABLE_6),
+        Option("lr", "float", "peak learning rate", gt=0, unset=_TABLE_6),
+        Option("epochs", "float", "passes over the training samples", gt=0, unset=_TABLE_6),
+        Option("warmup", "float", "share of the steps during which the rate rises", WARMUP, ge=0, lt=1),
+        Option("dropout", "float", "dropout in the model and before the head", DROPOUT, ge=0, lt=1),
         Option("seq-length", "int", "tokens of a sample, at most the model's", LENGTH, ge=8),
-        Option("micro-batch-size", "int", "samples of one forward pass; up to 8 where not given", ge=1),
-        Option("seed", "int", "of the head, dropout and order; the first of --seeds", 1234, ge=0),
+        Option(
+            "micro-batch-size",
+            "int",
+            "samples of one forward pass",
+            ge=1,
+            unset="default: as many as divide the batch, up to 8",
+        ),
+        Option("seed", "int", "seed of the head, dropout and order; with --seeds, the first one", 1234, ge=0),
         Option("seeds", "int", "runs, each with the next seed; the last line has their median", 1, ge=1),
         Option("sweep", "bool", "try each row of the task in Table 6 first, and continue with the best", False),
         Option("ensemble", "bool", "add the scores of all seeds", False),
-        Option("squad-version", "str", "1.1 or 2.0, where the folder has both", choices=VERSIONS),
+        Option("squad-version", "str", "version of SQuAD", choices=VERSIONS, unset="default: that of the folder"),
         Option("save", "str", "folder for the weights of each run, as checkpoints", path="folder"),
         Option(
             "out", "str", "add rows to this file of JSON lines; a run whose row is there is not repeated", path="any"

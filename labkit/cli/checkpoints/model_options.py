@@ -26,9 +26,9 @@ from labkit.train.checkpoint.manifest import CheckpointError, read_manifest
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 MODEL_OPTIONS = (
-    Option("checkpoint", "str", "folder of a run or of its checkpoints, or one step", path="any"),
-    Option("step", "int", "the checkpoint of this step; the latest where not given", ge=0),
-    Option("tokenizer", "str", "the tokenizer's file; where not given, that of the run", path="file"),
+    Option("checkpoint", "str", "folder of a run or of its checkpoints, or one step", path="any", unset="required"),
+    Option("step", "int", "the checkpoint of this step", ge=0, unset="default: the latest"),
+    Option("tokenizer", "str", "the tokenizer's file", path="file", unset="default: that of the run"),
     Option("tp", "int", "tensor parallel size", 1, ge=1),
     Option("pp", "int", "pipeline parallel size", 1, ge=1),
     Option("precision", "str", "type of the computation", "fp32", choices=PRECISIONS),
