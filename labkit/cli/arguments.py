@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from labkit.config import ConfigError, RunConfig, fields
+from labkit.config import ConfigError, RunConfig, fields, megatron_flags
 from labkit.config.errors import counted, nearest, shown
 from labkit.config.field_spec import BadValueError, FieldSpec
 from labkit.config.fields import KNOWN_NAMES, NOT_FIELDS, SPECS, Entry, Given, extra_specs, resolve
@@ -137,6 +137,11 @@ CONFIG_OPTIONS = (
     Option("preset", "str", "ready-made configuration to start from, one of those below"),
     Option("print-config", "bool", "print the configuration as explained YAML, and stop", False),
 )
+_MEGATRON_OPTIONS = (
+    *(Option(name.replace("_", "-"), "bool", default=False) for name in megatron_flags.SWITCHES),
+    Option(megatron_flags.CHUNK.replace("_", "-"), "int", ge=1),
+)
+"""Flags of Megatron-LM that set fields by another name or rule; a `configurable` command takes them."""
 _WORD = FieldSpec("word", "str", path="any")
 
 
@@ -146,8 +151,9 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     Problems are only collected in `problems`, so that the command can add its own and reject all of them at once.
     Raises ConfigError for an option or word that cannot be a path.
     """
-    by_name = {name: option for option in command.all_options for name in option.names}
-    values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in command.all_options}
+    options = (*command.all_options, *(_MEGATRON_OPTIONS if command.configurable else ()))
+    by_name = {name: option for option in options for name in option.names}
+    values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in options}
     own_specs = extra_specs(command.extra_args_provider)
     if clash := [spec.name for spec in own_specs.values() if spec.name in by_name]:
         raise ValueError(f"extra_args_provider: --{clash[0]} is an option of {command.called}; choose another name")
@@ -178,10 +184,13 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
         if pairs and not equals and rest and "=" in rest[0] and not rest[0].startswith("--"):
             equals, text = "=", rest.pop(0)
         taken = [text] if equals else _take(rest, 1 + pairs, is_bool=spec.kind == "bool", words=command.words)
+        if not command.words and not equals:
+            spec, taken = _with_more(spec, taken, rest)
         if pairs and equals:
             taken = text.split("=", 1)
         if len(taken) <= pairs:
             needed = "a name and a value, as in -p steps 5 or -p 10:steps=5" if pairs else "a value after it"
+            needed += f": {', '.join(spec.choices)}" if spec.choices else ""
             if pairs and not equals and rest and not rest[0].startswith("-"):
                 rest.pop(0)  # the name without a value, which is no chapter either
             problems.append(f"--{written}: needs {needed}")
@@ -230,6 +239,18 @@ def _take(rest: list[str], count: int, *, is_bool: bool, words: str) -> list[str
     return taken
 
 
+def _with_more(spec: FieldSpec, taken: list[str], rest: list[str]) -> tuple[FieldSpec, list[str]]:
+    """Return the field and its value with the words after it, which Megatron-LM writes in place of commas.
+
+    Several words after `--data-path` are weights and prefixes, and so the value of `data.blend`.
+    """
+    if taken and (spec.kind.startswith("tuple") or spec.dotted == "data.path"):
+        while rest and not rest[0].startswith("-"):
+            taken = [f"{taken[0]},{rest.pop(0)}"]
+            spec = SPECS["data.blend"] if spec.dotted == "data.path" else spec
+    return spec, taken
+
+
 def _unknown(key: str, command: Command, why: str) -> str:
     """Return why there is no option of this name, with the nearest name that there is."""
     if key in NOT_FIELDS:
@@ -249,7 +270,7 @@ def _unknown(key: str, command: Command, why: str) -> str:
     return f"unknown option{hint or f'; {listed}'}"
 
 
-def _read_config(arguments: Arguments, entries: Sequence[Entry], command: Command) -> None:
+def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -> None:
     """Read the configuration: the fields of the command line override the file, and the file overrides the preset."""
     from labkit.config import presets, yaml_text
 
@@ -269,6 +290,15 @@ def _read_config(arguments: Arguments, entries: Sequence[Entry], command: Comman
         problems += [f"{path}: {p}" for p in bad]
     except ConfigError as error:
         problems += [f"--config {shown(path, 200)}: {p}" for p in error.problems]
+    flags = {option.key: options.pop(option.key) for option in _MEGATRON_OPTIONS}
+    for name, sets in megatron_flags.SWITCHES.items():
+        for dotted, value in sets.items() if flags[name] else ():
+            entries.append(Entry(f"--{name.replace('_', '-')}", dotted, value))
+            arguments.typed[dotted] = f"{entries[-1].key}, so {dotted} ="
     newer, bad = fields.convert_entries(entries, text=True, specs=SPECS | extra_specs(command.extra_args_provider))
     problems += bad
-    arguments.config = arguments.config.replaced(values | newer).with_extra(command.extra_args_provider)
+    config = arguments.config.replaced(values | newer).with_extra(command.extra_args_provider)
+    more, bad = megatron_flags.derived(flags, config)
+    problems += bad
+    problems += [f"{name}: follows from a flag of Megatron-LM, too; give one of them" for name in more if name in newer]
+    arguments.config = config.replaced(more)

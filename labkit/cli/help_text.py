@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from labkit.cli.arguments import Command, Option
 from labkit.cli.output import folded, room
-from labkit.config import presets
+from labkit.config import megatron_flags, presets
 from labkit.config.field_spec import FieldSpec
 from labkit.config.fields import SPECS, extra_specs, resolve
 from labkit.config.sections import SECTIONS
@@ -163,10 +163,13 @@ def _common_fields(command: Command, width: int) -> list[str]:
         lines += _row(names + _value(spec), text, default, ", ".join(spec.choices), _WIDE_COLUMN, width)
     own = [spec for spec in _specs(command).values() if spec.section == "extra"]
     lines += ["of this script", *(line for spec in own for line in _full_row(spec, width))] if own else []
+    flags = [f"--{name.replace('_', '-')}" for name in (*megatron_flags.SWITCHES, megatron_flags.CHUNK)]
+    listed = f"more of Megatron-LM's flags: {', '.join(flags)}"
     more = (
         f"All {len(_specs(command))} fields: {command.called} --help-all, or docs/config.md. A field is written as "
         "`--model.layers`, or `--layers` where only one section has it; `-` and `_` mean the same."
     )
+    lines += textwrap.wrap(listed, width, subsequent_indent="  ", break_on_hyphens=False)
     return [*lines, "", *textwrap.wrap(more, width)]
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from labkit.config import megatron_flags
 from labkit.config.errors import kind_of, nearest, shown
 from labkit.config.field_spec import KIND_WORDS, BadValueError, FieldSpec
 from labkit.config.sections import SECTIONS, ExtraConfig
@@ -33,22 +34,11 @@ SPECS: dict[str, FieldSpec] = {k: spec for name, cls in _DECLARED.items() for k,
 ALIASES: dict[str, str] = {alias: dotted for dotted, spec in SPECS.items() for alias in spec.aliases}
 """Megatron-LM's names for fields that have another name here."""
 
-_OF_A_LAYOUT = "set parallel.pipeline_layout, which gives the layers of every stage, as in"
 NOT_FIELDS: dict[str, str] = {
     "world_size": "the world size is that of the launch (--nproc, --world-size or torchrun), not a field",
     "data_parallel_size": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
     "dp": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
-    **dict.fromkeys(
-        ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32"),
-        "gradients are reduced in fp32 unless optim.grad_reduce_in_bf16 is true",
-    ),
-    "num_layers_per_virtual_pipeline_stage": "set parallel.vpp, the virtual stages of a rank, to "
-    "layers / (pp x layers of a virtual stage)",
-    "use_pytorch_profiler": "set train.profile to pytorch, or to nsys for Nsight Systems",
-    "decoder_first_pipeline_num_layers": f'{_OF_A_LAYOUT} "E t | ttt | ttt L" for a first stage of one layer',
-    "decoder_last_pipeline_num_layers": f'{_OF_A_LAYOUT} "E ttt | ttt | t L" for a last stage of one layer',
-    "account_for_embedding_in_pipeline_split": f'{_OF_A_LAYOUT} "E t | tt | tt L", one layer fewer by the embedding',
-    "account_for_loss_in_pipeline_split": f'{_OF_A_LAYOUT} "E tt | tt | t L", one layer fewer by the loss',
+    **megatron_flags.DIFFERENT,
 }
 """Names that a user might take for fields -> why they are none."""
 
@@ -74,7 +64,7 @@ def extra_specs(provider: Any) -> dict[str, FieldSpec]:
     specs = {} if provider is None else _specs_of("extra", provider)
     for name, spec in specs.items():
         problem = "needs a default" if spec.default is dataclasses.MISSING else ""
-        if spec.name in {*_ANY_NAME, *NOT_FIELDS}:
+        if spec.name in {*_ANY_NAME, *NOT_FIELDS, *megatron_flags.SWITCHES, megatron_flags.CHUNK}:
             problem = "has a name that the configuration knows; choose another"
         elif spec.kind not in KIND_WORDS or spec.aliases:
             problem = f"must be one of {', '.join(KIND_WORDS)}, or one of them | None, and has no aliases"
@@ -102,14 +92,16 @@ def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
         found = [name] if name in SPECS else [ALIASES[name]] if name in ALIASES else _LAST_PARTS.get(name, [])
         if len(found) > 1:
             return None, f"{shown(key)}: several sections have this field; write one of {', '.join(found)}"
-        return (found[0], "") if found else (None, f"{shown(key)}: unknown field{nearest(name, _ANY_NAME)}")
+        if found:
+            return found[0], ""
+        return None, f"{shown(key)}: {megatron_flags.advice(last) or f'unknown field{nearest(name, _ANY_NAME)}'}"
     dotted = f"{section}.{name}" if f"{section}.{name}" in SPECS else ALIASES.get(name, "")
     if dotted.startswith(f"{section}."):
         return dotted, ""
     inside = [d.partition(".")[2] for d in SPECS if d.startswith(f"{section}.")]
     elsewhere = resolve(key)[0]
     hint = f'; it belongs to another section: "{elsewhere}"' if elsewhere else nearest(name, inside)
-    return None, f"{shown(f'{section}.{key}')}: unknown field{hint}"
+    return None, f"{shown(f'{section}.{key}')}: {megatron_flags.advice(name) or f'unknown field{hint}'}"
 
 
 class Entry(NamedTuple):

@@ -360,7 +360,7 @@ class DataConfig(_HasPaths):
         "as in `books,news`: by size.", path="any")
     tokenizer: str | None = field(None,
         "A `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; None: the bundled BPE.",
-        aliases="tokenizer_model", path="file")
+        aliases="tokenizer_model vocab_file", path="file")
     split: str = field("90,5,5",
         "Shares of the text, or of the documents of an indexed dataset, for training, validation and test; without a "
         "share, no test runs.")
@@ -406,14 +406,14 @@ class OptimConfig:
     lr: float = field(1e-3, "Peak learning rate.", ge=0)
     min_lr: float = field(0.0, "Learning rate at the end of the decay.", ge=0, needs=_DECAYS)
     lr_schedule: str = field("cosine", "Decay after the linear warm-up.",
-        choices="constant cosine linear inverse-square-root wsd", aliases="lr_decay_style")
+        choices="constant cosine linear inverse-square-root wsd", aliases="lr_decay_style", synonyms={"WSD": "wsd"})
     warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0, aliases="lr_warmup_iters")
     decay_steps: int | None = field(None, "Last step of the decay; None: train.steps.", ge=1, aliases="lr_decay_iters",
         needs=_DECAYS)
     wsd_decay_steps: int | None = field(None, "Steps of the tail of `wsd`; None: a tenth of decay_steps.", ge=1,
         aliases="lr_wsd_decay_iters", needs="optim.lr_schedule=wsd")
     wsd_decay_style: str = field("exponential", "Tail of `wsd`.", choices="exponential linear cosine minus-sqrt",
-        aliases="lr_wsd_decay_style", needs="optim.lr_schedule=wsd")
+        aliases="lr_wsd_decay_style", synonyms={"minus_sqrt": "minus-sqrt"}, needs="optim.lr_schedule=wsd")
     weight_decay: float = field(0.01, "Decoupled weight decay (arXiv 1711.05101); biases and norms have none.", ge=0)
     beta1: float = field(0.9, "Adam's decay of the first moment.", ge=0, lt=1, aliases="adam_beta1")
     beta2: float = field(0.95, "Adam's decay of the second moment.", ge=0, lt=1, aliases="adam_beta2")

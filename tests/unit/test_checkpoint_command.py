@@ -297,11 +297,13 @@ BEGINS: list[tuple[str | None, str | None, list[str] | str]] = [
     (None, "EMPTY", "EMPTY' holds no checkpoint; name the folder of a run, one with"),
     ("EMPTY", None, []),
     ("EMPTY", "none", []),
+    ("EMPTY", "EMPTY", []),
     ("EMPTY", "latest", "EMPTY holds no checkpoint; name one that holds some"),
     ("EMPTY", "RUN/step_00000002", ["step_00000002"]),
     ("RUN", None, ["step_00000004", "step_00000002"]),
     ("RUN", "none", "the checkpoints of another, step_00000004 the latest; name another folder, or remove"),
     ("RUN", "latest", ["step_00000004", "step_00000002"]),
+    ("RUN", "RUN", ["step_00000004", "step_00000002"]),
     ("RUN", "RUN/step_00000002", ["step_00000002"]),
     ("RUN", "EMPTY", ["step_00000004", "step_00000002"]),
 ]

@@ -7,7 +7,7 @@
     none        start anew; rejected if the folder holds checkpoints, since the two runs would mix
     PATH        a folder of a run, or of checkpoints, or one of its steps; the run's own come first if there are any by
                 now, so that a restarted run goes on from where it was. A step among its own comes first until the run
-                has saved one
+                has saved one. The folder in which the run saves is the same as nothing, as in Megatron-LM
 
 A resumed run may have another layout, precision, batch size, schedule or number of steps, and each difference is
 reported. But it must have the same model, so any difference in a field of `MODEL_FIELDS` is an error that names it.
@@ -79,7 +79,7 @@ def to_try(config: RunConfig) -> list[Path]:
     if own and not (path.resolve() in _resolved_steps(own[0].parent) and not _repeats(own[0], config)):
         return own
     found = newest_first(checkpoints_in(path)) or ([path] if (path / MANIFEST).exists() else [])
-    if not found:
+    if not found and not (folder is not None and path.resolve() == folder.resolve()):
         raise CheckpointError(
             f"checkpoint.load = {shown(load, 200)} holds no checkpoint; name the folder of a run, one with "
             "step_00000001 or similar in it, one of these steps, latest, or none"
