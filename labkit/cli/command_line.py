@@ -23,6 +23,7 @@ COMMANDS = {
     "groups": ("groups_command", "print the rank groups of a layout of any size"),
     "order": ("order_command", "print a pipeline schedule, or check your own"),
     "data": ("data_command", "make datasets from text: clean, tokenise, show, merge"),
+    "config": ("config_command", "convert configurations of Megatron-LM, torchtitan and others"),
     "train": ("train_command", "train a model under a layout"),
     "watch": ("watch_command", "show live or finished runs from their folders"),
     "checkpoint": ("checkpoints.checkpoint_command", "list, verify, export, import checkpoints"),

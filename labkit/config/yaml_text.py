@@ -94,24 +94,36 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
 
     Raises ConfigError for a file that cannot be read.
     """
+    return parse(text_of(path, "YAML"))
+
+
+def text_of(path: str | os.PathLike[str], kind: str) -> str:
+    """Return the text of a configuration. Raises ConfigError for a file that cannot be one; kind: its kind in words."""
     name = shown(str(path), 200)[1:-1]
     try:
         with open(expanded(os.fspath(path)), "rb") as file:
             data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig") if len(data) <= MAX_BYTES else None
+        if len(data) <= MAX_BYTES:
+            return data.decode("utf-8-sig")
         problem = f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"
     except FileNotFoundError:
-        problem = "no such file; give the path of a YAML file"
+        problem = f"no such file; give the path of a {kind} file"
     except IsADirectoryError:
         problem = no_file(expanded(os.fspath(path)))
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 text (byte {error.start})"
     except (OSError, ValueError, TypeError) as error:
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    else:
-        if text is not None:
-            return parse(text)
     raise ConfigError([problem], source=name)
+
+
+def plain(text: str) -> Any:
+    """Return the values in `text`, of any shape. Raises yaml.YAMLError."""
+    loader = _StrictLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def parse(text: str) -> tuple[dict[str, Any], list[str]]:

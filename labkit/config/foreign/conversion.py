@@ -1,0 +1,205 @@
+"""A foreign configuration on its way to ours: its keys, our values so far, and what could not be carried over.
+
+A stack's table has a row for each of its keys. The row is a field of ours, a `Note` on why there is none, or a function
+that reads the key (and perhaps others). A key without a row is listed as unknown, so nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from labkit.config.errors import ConfigError, nearest, shown
+from labkit.config.field_spec import BadValueError
+from labkit.config.fields import SPECS
+from labkit.config.run_config import RunConfig
+from labkit.config.sections import SECTIONS
+
+YOURS, DIFFERS, LACKS = "for you to set", "differs on purpose", "labkit lacks it"
+NO_MEANING, ALWAYS, UNKNOWN = "has no meaning here", "labkit always does so", "unknown to this converter"
+GROUPS = (YOURS, DIFFERS, LACKS, NO_MEANING, ALWAYS, UNKNOWN)
+"""The groups of keys that have no counterpart, in the order in which they are printed."""
+
+
+class Note(NamedTuple):
+    """The row of a key that has no field of its own here."""
+
+    group: str
+    why: str = ""
+    harmless: tuple[Any, ...] = ()
+    """Values with which the other stack does what labkit always does."""
+
+
+def differs(why: str, *harmless: Any) -> Note:
+    """Return the row of a key that labkit answers in another way."""
+    return Note(DIFFERS, why, harmless)
+
+
+def lacks(why: str = "", *harmless: Any) -> Note:
+    """Return the row of a key whose feature labkit does not have; with the values in `harmless` nothing is lost."""
+    return Note(LACKS, why, harmless)
+
+
+NOTHING, ALREADY = Note(NO_MEANING), Note(ALWAYS)
+Row = str | Note | Callable[["Conversion", str, Any], None]
+"""Names of our fields with spaces between them, a note, or a function of the conversion, the key and its value."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One training stack."""
+
+    name: str
+    table: Mapping[str, Row]
+    """Key -> row. A `*` in a key matches anything, if no other row has the key itself."""
+    recognises: Callable[[Any], bool]
+    """Whether the contents of a file are a configuration of this stack."""
+    keys: Callable[[Any], dict[str, Any]]
+    """The keys and values in the contents of a file."""
+    derive: Callable[[Conversion], None] = lambda _found: None
+    """Reads keys that belong together, and the stack's defaults where they are not ours, before the table."""
+
+
+def flat(contents: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings, and lists of mappings, as one with keys such as `optimizer.params.lr`."""
+    found: dict[str, Any] = {}
+    for key, value in contents.items():
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(i): item for i, item in enumerate(value)}
+        nested = isinstance(value, Mapping) and bool(value)
+        found |= flat(dict(value), f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
+@dataclass
+class Conversion:
+    """Keys that are not read yet, and what the others gave."""
+
+    keys: dict[str, Any]
+    """Each key as the file writes it, with its value."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Our fields so far, by dotted name."""
+    origin: dict[str, str] = field(default_factory=dict)
+    """Field -> the key that gave it."""
+    assumed: dict[str, str] = field(default_factory=dict)
+    """Keys that the file does not give -> where their values come from."""
+    head: list[str] = field(default_factory=list)
+    """Comments for the top of the file."""
+    notes: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {group: {} for group in GROUPS})
+    """Group -> reason -> the keys that have it."""
+    problems: list[str] = field(default_factory=list)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key and mark it as read; null counts as not given."""
+        value = self.keys.pop(key, None)
+        return default if value is None else value
+
+    def assume(self, defaults: Mapping[str, Any], stack: str) -> None:
+        """Read the defaults of a stack for keys that the file does not give."""
+        left = {key: value for key, value in defaults.items() if self.keys.get(key) is None}
+        self.keys |= left
+        self.assumed |= {key: f"{stack}'s default of {key}" for key in left}
+
+    def set(self, names: str, value: Any, origin: str) -> None:
+        """Give fields of ours a value that `origin` says; text becomes the field's type, as on the command line."""
+        origin = self.assumed.get(origin, origin)
+        if isinstance(value, list) and all(isinstance(word, str) for word in value):
+            value = ",".join(value)
+        for name in names.split():
+            spec = SPECS[name]
+            if isinstance(value, str) and "$" in value:
+                self.note(YOURS, origin, f"it is {value}, which only its shell knows; set {name}")
+                continue
+            try:
+                converted = spec.convert(value, text=isinstance(value, str))
+            except BadValueError as rule:
+                self.problems.append(f"{origin} = {shown(value)}: {rule} ({name} here)")
+                continue
+            if spec.path == "file" and (rule := spec.broken(converted)):
+                self.note(YOURS, origin, f"{converted}: {rule.partition(';')[0]}; set {name}")
+                continue
+            self.values[name], self.origin[name] = converted, origin
+
+    def note(self, group: str, key: str, why: str = "") -> None:
+        """List a key in a group of the report."""
+        self.notes[group].setdefault(why, []).append(key)
+
+    def read(self, table: Mapping[str, Row]) -> None:
+        """Read every key that is left, by its row."""
+        patterns = [key for key in table if "*" in key]
+        while self.keys:
+            key = next(iter(self.keys))
+            value = self.keys.pop(key)
+            row = table.get(key) or next((table[p] for p in patterns if fnmatchcase(key, p)), None)
+            if value is None:
+                continue  # null says that nothing is given
+            if row is None:
+                self.note(UNKNOWN, key, nearest(key, table).removeprefix("; "))
+            elif isinstance(row, Note):
+                harmless = str(value) in map(str, row.harmless)
+                self.note(ALWAYS if harmless else row.group, key, "" if harmless else row.why)
+            elif isinstance(row, str):
+                self.set(row, value, key)
+            else:
+                row(self, key, value)
+
+    def config(self, source: str) -> RunConfig:
+        """Return the configuration. Fields that nothing would read are moved to the notes.
+
+        Raises ConfigError with every value that labkit rejects, each under the name that the file gives it.
+        """
+        while True:
+            config = RunConfig().replaced(self.values)
+            found = [problem.partition(" = ") for problem in config.problems()]
+            idle = [(name, rest) for name, _, rest in found if name in self.values and ": has no effect " in rest]
+            for name, rest in idle:
+                why = rest.partition(": has no effect ")[2].partition(";")[0]
+                self.note(NO_MEANING, self.origin[name], f"{name} has no effect {why}")
+                del self.values[name]
+            if not idle:
+                break
+        bad = [f"{self.origin.get(name, name)} (here {name}) = {rest}" for name, _, rest in found]
+        if problems := [*self.problems, *bad]:
+            raise ConfigError(problems, source=source)
+        return config
+
+    def report(self) -> str:
+        """Return the keys that have no counterpart, by group; empty if there is none."""
+        lines: list[str] = []
+        for group, reasons in self.notes.items():
+            lines += [f"{group}:"] if reasons else []
+            lines += [f"  {', '.join(keys)}{f': {why}' if why else ''}" for why, keys in reasons.items()]
+        return "\n".join(lines)
+
+
+def pick(names: str, words: Mapping[Any, Any], *, others: bool = False) -> Row:
+    """Return the row of a key whose values have other words here; any other value is rejected, or kept if `others`."""
+
+    def row(found: Conversion, key: str, value: Any) -> None:
+        if value in words or others:
+            found.set(names, words.get(value, value), key)
+        else:
+            known = ", ".join(map(str, words))
+            found.problems.append(f"{key} = {shown(value)}: has no counterpart here; convertible are {known}")
+
+    return row
+
+
+def as_yaml(config: RunConfig, found: Conversion) -> str:
+    """Return the fields of `config` that do not have our defaults, each with the key that gave it as a comment."""
+    from labkit.config import yaml_text
+
+    default, lines = RunConfig(), [f"# {line}" for line in found.head]
+    for section in SECTIONS:
+        inside = vars(getattr(config, section))
+        changed = {name: value for name, value in inside.items() if value != vars(getattr(default, section)).get(name)}
+        lines += [f"{section}:"] if changed else []
+        for name, value in changed.items():
+            plain = list(value) if isinstance(value, tuple) else value
+            first, *more = yaml_text.dump({name: plain}).splitlines()
+            origin = found.origin.get(f"{section}.{name}", "")
+            lines += [f"  # {origin}", f"  {first}"] if more else [f"  {first}  # {origin}"]
+            lines += [f"  {line}" for line in more]
+    return "\n".join([*lines, ""])

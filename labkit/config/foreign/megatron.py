@@ -1,0 +1,294 @@
+"""Megatron-LM: flags of `pretrain_gpt.py` and its siblings in a shell script, a list, or a YAML file.
+
+Source: megatron/training/arguments.py and megatron/training/config of Megatron-LM. Most flags have a field of the same
+name here, or an alias (`labkit.config.fields`); the table below has the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from labkit.config.fields import ALIASES, NOT_FIELDS, SPECS
+from labkit.config.foreign.conversion import (
+    ALREADY,
+    DIFFERS,
+    LACKS,
+    NOTHING,
+    YOURS,
+    Conversion,
+    Note,
+    Row,
+    Stack,
+    differs,
+    flat,
+    lacks,
+    pick,
+)
+from labkit.config.foreign.shell_words import flags
+
+PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"} | dict.fromkeys(
+    ("pretrain_mamba.py", "pretrain_hybrid.py"), "mamba"
+)
+"""Megatron-LM's programs -> our families."""
+GPT2_VOCABULARY = 50257
+"""Tokens of GPT2BPETokenizer, which is the default of pretrain_gpt.py."""
+_UNSAID = {
+    "--adam-beta2": 0.999,
+    "--attention-dropout": 0.1,
+    "--hidden-dropout": 0.1,
+    "--lr-decay-style": "linear",
+    "--overlap-grad-reduce": False,
+    "--eval-iters": 100,
+    "--log-interval": 100,
+}
+"""Defaults of Megatron-LM that are not ours."""
+_UNSAID_OF_EXPERTS = {
+    "--moe-token-dispatcher-type": "allgather",
+    "--moe-grouped-gemm": False,
+    "--moe-router-dtype": "model",
+}
+_UNSAID_OF_FP8 = {"--fp8-amax-history-len": 1, "--fp8-amax-compute-algo": "most_recent"}
+
+
+def _keys(contents: Any) -> dict[str, Any]:
+    """Return the flags of a script, of a YAML file of flags, or of its part `MODEL_ARGS`."""
+    if isinstance(contents, Mapping):
+        inside = flat(contents.get("MODEL_ARGS") or contents)
+        return {f"--{key.rpartition('.')[2].lstrip('-').replace('_', '-')}": value for key, value in inside.items()}
+    script = flags(contents)
+    kept = {"the program": script.program} if script.program else {}
+    return kept | ({"if and case": "skipped"} if script.skipped else {}) | script.values
+
+
+def _derive(found: Conversion) -> None:
+    """Read flags that say something together, and defaults that are not ours."""
+    given = found.keys
+    unsaid = _UNSAID | (_UNSAID_OF_EXPERTS if "--num-experts" in given else {})
+    unsaid |= _UNSAID_OF_FP8 if "--fp8-format" in given else {}
+    _family(found)
+    _model(found)
+    _steps(found)
+    if (load := found.take("--load")) not in (None, given.get("--save")):
+        why = "labkit reads no checkpoints of Megatron-LM, and resumes its own by checkpoint.load"
+        found.note(DIFFERS, f"--load {load}", why)
+    found.assume(unsaid, "Megatron-LM")
+
+
+def _family(found: Conversion) -> None:
+    program = found.take("the program", "pretrain_gpt.py")
+    pattern = found.take("--hybrid-layer-pattern") or found.take("--hybrid-override-pattern")
+    family = PROGRAMS.get(program, "mamba" if pattern else "gpt")
+    if program not in PROGRAMS:
+        found.note(DIFFERS, program, "only Megatron's own pretrain_*.py programs are known; read as pretrain_gpt.py")
+    found.set("model.family", family, program)
+    if pattern:
+        found.set("model.hybrid_override_pattern", pattern, "--hybrid-layer-pattern")
+        found.set("model.layers", len(pattern), "--hybrid-layer-pattern")
+        found.take("--num-layers")
+    tokenizer = found.keys.get("--tokenizer-type", "GPT2BPETokenizer" if family == "gpt" else "the tokenizer")
+    if "--vocab-size" not in found.keys and tokenizer == "GPT2BPETokenizer":
+        found.set("model.vocab_size", GPT2_VOCABULARY, tokenizer)
+    elif "--vocab-size" not in found.keys:
+        found.note(YOURS, "model.vocab_size", f"Megatron-LM asks {tokenizer} for it; set it to the tokens it knows")
+
+
+def _model(found: Conversion) -> None:
+    given = found.keys
+    groups, grouped = found.take("--num-query-groups"), found.take("--group-query-attention", False)
+    if grouped and groups is not None:
+        found.set("model.kv_heads", groups, "--num-query-groups")
+    width, hidden, heads = found.take("--kv-channels"), given.get("--hidden-size"), given.get("--num-attention-heads")
+    if width and int(width) * int(heads or 1) != int(hidden or 0):
+        found.note(LACKS, "--kv-channels", "a head is model.hidden / model.heads wide")
+    rows, rotary = found.take("--max-position-embeddings"), given.get("--position-embedding-type") in ("rope", "none")
+    if not rotary and str(rows) not in ("None", str(given.get("--seq-length"))):
+        found.note(DIFFERS, f"--max-position-embeddings {rows}", "the table of positions has model.seq_length rows")
+    if given.get("--transformer-impl") == "transformer_engine":
+        for flag in filter(found.take, ("--attention-backend", "--use-flash-attn")):
+            found.note(DIFFERS, flag, "Transformer Engine chooses its kernels itself")
+    biased = not found.take("--disable-bias-linear", False)
+    exact = found.take("--no-bias-gelu-fusion", False) or not biased  # the fused kernel approximates by tanh
+    if not biased:
+        found.set("model.bias", False, "--disable-bias-linear")
+    if found.take("--swiglu", False):
+        found.set("model.activation", "swiglu", "--swiglu")
+    elif exact:
+        found.set("model.activation", "gelu", "--no-bias-gelu-fusion" if biased else "--disable-bias-linear")
+    chunk, layers = found.take("--num-layers-per-virtual-pipeline-stage"), given.get("--num-layers")
+    if chunk and layers:
+        vpp = int(layers) // (int(given.get("--pipeline-model-parallel-size", 1)) * int(chunk))
+        found.set("parallel.vpp", vpp, "--num-layers-per-virtual-pipeline-stage")
+
+
+def _steps(found: Conversion) -> None:
+    """Turn samples and fractions into steps."""
+    batch = int(found.keys.get("--global-batch-size") or 1)
+    for samples, name in (
+        ("--train-samples", "train.steps"),
+        ("--lr-decay-samples", "optim.decay_steps"),
+        ("--lr-warmup-samples", "optim.warmup_steps"),
+    ):
+        if (count := found.take(samples)) is not None:
+            found.set(name, int(count) // batch, f"{samples} / --global-batch-size")
+    fraction = found.take("--lr-warmup-fraction")
+    length = found.keys.get("--lr-decay-iters") or found.values.get("optim.decay_steps")
+    length = length or found.keys.get("--train-iters") or found.values.get("train.steps") or 0
+    if fraction is not None:
+        found.set("optim.warmup_steps", int(float(fraction) * int(length)), "--lr-warmup-fraction x decay steps")
+
+
+def _layer_freq(found: Conversion, key: str, value: Any) -> None:
+    """Read N, one layer of experts in N, or Megatron's list expression such as `([0]*1+[1]*3)*2`."""
+    text = str(value)
+    if text.isdecimal():
+        found.set("moe.layer_freq", [1] + [0] * (int(text) - 1), key)
+        return
+    try:
+        found.set("moe.layer_freq", _list_of(ast.parse(text, mode="eval").body), key)
+    except (SyntaxError, ValueError):
+        found.problems.append(f"{key} = {text}: is no number and no list of 0 and 1, such as ([0]*1+[1]*3)*2")
+
+
+def _list_of(node: ast.expr) -> Any:
+    """Return the value of an expression of lists, integers, + and *. Raises ValueError for any other."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _list_of(node.left), _list_of(node.right)
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and right in range(1000):
+            return left * right
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+    elif isinstance(node, ast.List):
+        return [_list_of(item) for item in node.elts]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    raise ValueError(ast.unparse(node))
+
+
+def _data(found: Conversion, key: str, value: Any) -> None:
+    words = value if isinstance(value, list) else str(value).split()
+    missing = [w for w in words if not os.path.isfile(f"{w}.idx") and not re.fullmatch(r"[\d.]+", w)]
+    if missing and not os.path.isfile(missing[0]):
+        found.note(YOURS, key, f"there is no {missing[0]}.idx here; set data.path, or data.blend for several")
+    elif len(words) == 1:
+        found.set("data.path", words[0], key)
+    else:
+        found.set("data.blend", words, key)
+
+
+def _positive(field: str) -> Row:
+    def row(found: Conversion, key: str, value: Any) -> None:
+        if int(value) > 0:
+            found.set(field, value, key)
+
+    return row
+
+
+def _named(note: Note, names: str) -> dict[str, Row]:
+    return dict.fromkeys((f"--{name}" for name in names.split()), note)
+
+
+def _fields() -> dict[str, Row]:
+    """Return the rows that follow from the names and aliases of our fields."""
+    own = {spec.name: dotted for dotted, spec in SPECS.items()}
+    rows: dict[str, Row] = {f"--{name.replace('_', '-')}": dotted for name, dotted in (own | ALIASES).items()}
+    return rows | {f"--{name.replace('_', '-')}": differs(why) for name, why in NOT_FIELDS.items()}
+
+
+TABLE: dict[str, Row] = _fields() | {
+    "if and case": differs("conditions are not evaluated; the first branch of each was read"),
+    "--bf16": pick("optim.precision", {True: "bf16"}),
+    "--fp16": pick("optim.precision", {True: "fp16"}),
+    "--attention-backend": pick(
+        "model.attention_backend",
+        {"auto": "fused", "fused": "cudnn", "flash": "flash", "unfused": "unfused", "local": "unfused"},
+    ),
+    "--use-flash-attn": pick("model.attention_backend", {True: "flash"}),
+    "--use-rotary-position-embeddings": pick("model.position", {True: "rope"}),
+    "--openai-gelu": pick("model.activation", {True: "gelu_tanh"}),
+    "--onnx-safe": pick("model.activation", {True: "gelu"}),
+    "--hidden-dropout": "model.hidden_dropout model.embedding_dropout",
+    "--bert-no-binary-head": pick("model.bert_binary_head", {True: False}),
+    "--recompute-activations": pick("model.recompute_granularity", {True: "selective"}),
+    "--no-gradient-accumulation-fusion": pick("optim.gradient_accumulation_fusion", {True: False}),
+    "--no-check-for-nan-in-loss-and-grad": pick("optim.check_for_nan_in_grad", {True: False}),
+    "--use-tp-pp-dp-mapping": pick("parallel.order", {True: "tp-cp-ep-pp-dp"}),
+    "--enable-cuda-graph": pick("graph.cuda_graph_impl", {True: "local"}),
+    "--external-cuda-graph": pick("graph.cuda_graph_impl", {True: "transformer_engine"}),
+    "--lr-decay-style": pick("optim.lr_schedule", {"WSD": "wsd"}, others=True),
+    "--lr-wsd-decay-style": pick("optim.wsd_decay_style", {"minus_sqrt": "minus-sqrt"}, others=True),
+    "--moe-layer-freq": _layer_freq,
+    "--profile": pick("train.profile", {True: "nsys"}),
+    "--most-recent-k": _positive("checkpoint.keep"),
+    "--data-path": _data,
+    "--vocab-file": "data.tokenizer",
+    "--optimizer": lacks("labkit has AdamW", "adam"),
+    "--rotary-percent": lacks("rotary embeddings turn the whole head", 1.0, 1),
+    "--apply-layernorm-1p": differs("a norm's weight is stored whole and not less 1, which is the same function"),
+    "--tokenizer-type": Note(YOURS, "name a tokenizer file in data.tokenizer", ("NullTokenizer",)),
+    "--merge-file": differs("merges.txt is read from the folder of data.tokenizer"),
+    "--mock-data": differs("without data.path labkit reads its bundled text"),
+    "--spec": differs("a layer spec of your own is given to labkit.train.pretrain in Python"),
+    "--tp-comm-overlap": lacks("Transformer Engine's overlap of products and collectives"),
+    **_named(lacks("the batch has one size from the first step on"), "rampup-batch-size step-batch-size-schedule"),
+    **_named(
+        lacks("every layer computes plain attention"),
+        "qk-layernorm qk-l2-norm qk-clip window-size window-attn-skip-freq no-rope-freq softmax-type "
+        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
+        "attention-output-gate rotary-interleaved apply-query-key-layer-scaling add-qkv-bias",
+    ),
+    **_named(
+        lacks("rotary frequencies are not scaled"),
+        "use-rope-scaling rope-scaling-factor rotary-scaling-factor rotary-seq-len-interpolation-factor mscale "
+        "mscale-all-dim",
+    ),
+    **_named(
+        lacks(),
+        "squared-relu quick-geglu mtp-num-layers mtp-loss-scaling-factor decoupled-lr decoupled-min-lr "
+        "start-weight-decay end-weight-decay weight-decay-incr-style fp32-residual-connection "
+        "init-method-xavier-uniform embedding-init-method-std fp8-param-gather first-last-layers-bf16 "
+        "use-torch-fsdp2 use-megatron-fsdp data-parallel-sharding-strategy optimizer-cpu-offload "
+        "cpu-offloading-num-layers use-precision-aware-optimizer overlap-param-gather-with-optimizer-step "
+        "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path eod-mask-loss "
+        "reset-position-ids reset-attention-mask exit-interval exit-duration-in-mins finetune moe-use-upcycling "
+        "deterministic-mode lr-warmup-init use-pytorch-profiler data-parallel-random-init pretrained-checkpoint "
+        "moe-router-force-load-balancing hierarchical-context-parallel-sizes delay-wgrad-compute "
+        "overlap-moe-expert-parallel-comm defer-embedding-wgrad-compute",
+    ),
+    **_named(
+        ALREADY,
+        "use-mcore-models no-position-embedding exit-signal-handler accumulate-allreduce-grads-in-fp32 "
+        "use-distributed-checkpoint use-dist-ckpt auto-detect-ckpt-format",
+    ),
+    **_named(
+        NOTHING,
+        "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm "
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl attention-softmax-in-fp32 moe-permute-fusion "
+        "moe-router-fusion moe-per-layer-logging manual-gc manual-gc-interval empty-unused-memory-level num-workers "
+        "no-mmap-bin-files no-create-attention-mask-in-dataloader dataloader-type ckpt-format dist-ckpt-format "
+        "dist-ckpt-strictness ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
+        "use-persistent-ckpt-worker dist-ckpt-optim-fully-reshardable no-load-optim no-load-rng no-save-optim "
+        "timing-log-option tiktoken-pattern te-rng-tracker fp8-interval exit-signal trust-remote-code "
+        "no-overlap-p2p-communication no-async-tensor-model-parallel-allreduce high-priority-stream-groups "
+        "disable-gloo-process-groups non-persistent-save-interval use-checkpoint-opt-param-scheduler",
+    ),
+    **_named(
+        NOTHING,
+        "log-* tensorboard-* wandb-* one-logger-* enable-one-logger no-one-logger rerun-* inprocess-* inference-* ft-* "
+        "straggler-* adlr-* flight-recorder-* pytorch-profiler-* nccl-*",
+    ),
+    **_named(lacks("reinforcement learning is another program"), "rl-* grpo-* langrl-* perform-rl-step"),
+}
+"""Flag -> row."""
+
+
+def _is_megatron(contents: Any) -> bool:
+    if isinstance(contents, str):
+        return "--" in contents
+    return isinstance(contents, Mapping) and ("MODEL_ARGS" in contents or bool(TABLE.keys() & _keys(contents)))
+
+
+STACK = Stack("Megatron-LM", TABLE, _is_megatron, _keys, _derive)

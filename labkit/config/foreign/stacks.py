@@ -1,0 +1,84 @@
+"""Recognise another stack's configuration and convert it: `convert(path)` returns our YAML and what is not in it.
+
+To add a stack, write a module with a `Stack`, and one row here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import tomllib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import yaml
+
+from labkit.config import yaml_text
+from labkit.config.errors import ConfigError
+from labkit.config.foreign.conversion import Conversion, Stack, as_yaml
+
+STACKS = {
+    "megatron": "labkit.config.foreign.megatron:STACK",
+}
+"""Word of `--from` -> the stack, in the order in which they are tried on a file; `config` imports nothing above it."""
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+    ".yaml": yaml_text.plain,
+    ".yml": yaml_text.plain,
+}
+"""Ending of a file -> the function that reads its text; any other file is a script or a list of flags."""
+
+
+class Converted(NamedTuple):
+    """A configuration in our form."""
+
+    text: str
+    """YAML for `labkit train --config`."""
+    report: str
+    """The keys that are not in it, by reason; empty if there is none."""
+
+
+def convert(path: str | os.PathLike[str], stack: str | None = None) -> Converted:
+    """Convert the configuration in the file at `path`.
+
+    stack: a word of `STACKS`; None recognises it. Raises ConfigError for a file that cannot be read or recognised, and
+    with every value that labkit rejects.
+    """
+    name = os.fspath(path)
+    contents = _contents(name)
+    chosen = _recognised(contents, name) if stack is None else _stack(stack)
+    if stack is not None and not chosen.recognises(contents):
+        raise ConfigError([f"has no key of {chosen.name}; leave --from out, or name another stack"], source=name)
+    try:
+        found = Conversion(chosen.keys(contents))
+    except ValueError as error:  # quotes of a script that do not match
+        raise ConfigError([f"cannot be read: {error}"], source=name) from None
+    found.head.append(f"Converted from {chosen.name}'s {os.path.basename(name)}. labkit's defaults are left out.")
+    chosen.derive(found)
+    found.read(chosen.table)
+    config = found.config(name)
+    return Converted(as_yaml(config, found), found.report())
+
+
+def _contents(path: str) -> Any:
+    """Return the values in a file by its ending, or the text of a script."""
+    text = yaml_text.text_of(path, "configuration")
+    parser = _PARSERS.get(os.path.splitext(path)[1].lower())
+    try:
+        return parser(text) if parser else text
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError([f"cannot be read: {' '.join(str(error).split())}"], source=path) from None
+
+
+def _stack(word: str) -> Stack:
+    return pkgutil.resolve_name(STACKS[word])
+
+
+def _recognised(contents: Any, path: str) -> Stack:
+    """Return the first stack whose configuration this is."""
+    for stack in map(_stack, STACKS):
+        if stack.recognises(contents):
+            return stack
+    raise ConfigError([f"no configuration of {', '.join(STACKS)} was recognised in it"], source=path)

@@ -1,0 +1,191 @@
+"""`labkit config convert`: published configurations of other stacks train here, as the model that they describe.
+
+Each excerpt is a few lines of a file that its stack publishes, and says which. The number of parameters is that of the
+stack's own formula or library.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.cli import main
+from labkit.config import ConfigError, RunConfig
+from labkit.config.fields import SPECS
+from labkit.config.foreign.megatron import TABLE as MEGATRON
+from labkit.config.foreign.shell_words import flags
+from labkit.config.foreign.stacks import STACKS, convert
+from labkit.plan.parameters import model_parameters
+from labkit.train import pretrain
+
+SMALL = {"model.layers": 2, "model.hidden": 32, "model.heads": 4, "model.seq_length": 16, "model.vocab_size": 1024}
+SMALL |= {"train.steps": 1, "train.micro_batch_size": 1, "train.global_batch_size": 2, "train.eval_steps": 0}
+SMALL |= {
+    "train.eval_interval": 0,
+    "optim.precision": "fp32",
+    "optim.warmup_steps": 0,
+    "optim.decay_steps": None,
+    "data.split": "90,5,5",
+}
+ONE_RANK = {f"parallel.{name}": 1 for name in ("tp", "pp", "vpp", "cp", "ep")} | {"parallel.sequence_parallel": False}
+
+
+@pytest.fixture
+def converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function: name and text of a file -> the configuration in the printed YAML, the YAML, and the report."""
+
+    def do(name: str, text: str, *options: str) -> tuple[RunConfig, str, str]:
+        (tmp_path / name).write_text(text)
+        code = main(["config", "convert", str(tmp_path / name), *options])
+        out, report = capsys.readouterr()
+        assert code == 0, report
+        (tmp_path / "run.yaml").write_text(out)
+        return RunConfig.from_yaml(tmp_path / "run.yaml"), out, report
+
+    return do
+
+
+def trains(config: RunConfig, **changes: Any) -> None:
+    """One step of the configuration, shrunk to one process, ends with a finite loss."""
+    small = {name: value for name, value in SMALL.items() if "warmup" not in name or config.optim.warmup_steps}
+    lines = pretrain(config.override(small | ONE_RANK | changes)).metrics
+    assert 4 < lines[-1]["loss"] < 12
+
+
+# From Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh.
+GPT3 = """\
+GPUS_PER_NODE=8
+CHECKPOINT_PATH=$1 #<Specify path>
+DISTRIBUTED_ARGS=(--nproc_per_node $GPUS_PER_NODE)
+GPT_MODEL_ARGS=(
+    --num-layers 96
+    --hidden-size 12288
+    --num-attention-heads 96
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --attention-backend auto # Can use (flash/fused/unfused/local)
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 1536
+    --step-batch-size-schedule "0:16 2.4B:320 4.8B:624"
+    --train-iters 500000
+    --fp16
+    --lr 6.0e-5
+    --lr-warmup-fraction .001
+    --lr-decay-iters 430000
+)
+MODEL_PARALLEL_ARGS=(
+\t--tensor-model-parallel-size 8
+\t--pipeline-model-parallel-size 16
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${GPT_MODEL_ARGS[@]} ${TRAINING_ARGS[@]} ${MODEL_PARALLEL_ARGS[@]} \\
+    --save $CHECKPOINT_PATH --load $CHECKPOINT_PATH --log-throughput --numlayers 3
+"""
+
+# From Megatron-LM's examples/mixtral/train_mixtral_8x7b_distributed.sh.
+MIXTRAL = """\
+MODEL_ARGS=(--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
+    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --attention-dropout 0.0 --hidden-dropout 0.0
+    --normalization RMSNorm --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights
+    --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion --rotary-base 1000000)
+MOE_ARGS=(--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall)
+DATA_ARGS=(--tokenizer-type Llama2Tokenizer --tokenizer-model ${TOKENIZER_MODEL} --split 99990,8,2)
+LOGGING_ARGS=( \\
+    --save "runs/tensorboard" \\
+)
+if [ -n "${WANDB_API_KEY}" ]; then
+    LOGGING_ARGS+=(--wandb-project ${WANDB_PROJECT:-"Mixtral"})
+else
+    MOE_ARGS+=(--num-experts 16)
+fi
+torchrun pretrain_gpt.py ${MODEL_ARGS[@]} ${MOE_ARGS[@]} ${DATA_ARGS[@]} ${LOGGING_ARGS[@]} --micro-batch-size 1 \\
+    --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel
+"""
+
+
+def test_a_megatron_script(converted: Any) -> None:
+    config, text, report = converted("train_gpt3_175b_distributed.sh", GPT3)
+    m = config.model
+    n, h, v, s = 96, 12288, 50257, 2048
+    # arXiv 2104.04473, equation 2, which leaves out the final norm
+    assert model_parameters(m) == 12 * n * h**2 + 13 * n * h + (v + s) * h + 2 * h
+    assert (config.parallel.tp, config.parallel.pp, config.optim.precision) == (8, 16, "fp16")
+    assert (config.optim.warmup_steps, config.optim.decay_steps) == (430, 430_000)
+    # defaults of megatron/training/arguments.py that are not ours
+    assert (m.hidden_dropout, m.embedding_dropout, m.attention_dropout) == (0.1, 0.1, 0.1)
+    assert (config.optim.beta2, config.optim.lr_schedule, m.activation) == (0.999, "linear", "gelu_tanh")
+    assert "  layers: 96  # --num-layers\n" in text and "tp: 8  # --tensor-model-parallel-size" in text
+    assert "--save: it is $1, which only its shell knows; set checkpoint.dir" in report
+    assert "--step-batch-size-schedule: the batch has one size" in report
+    assert 'unknown to this converter:\n  --numlayers: did you mean "--num-layers"?' in report
+    assert "nproc" not in report + text
+    trains(config, **{"optim.beta2": 0.99})
+
+
+def test_a_megatron_mixture_of_experts(converted: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config, _, report = converted("train_mixtral.sh", MIXTRAL)
+    assert "model.vocab_size: Megatron-LM asks Llama2Tokenizer for it" in report
+    assert "if and case: conditions are not evaluated" in report and config.moe.num_experts == 8
+    assert "--sequence-parallel: parallel.sequence_parallel has no effect with parallel.tp = 1" in report
+    with torch.device("meta"):
+        theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=32000))
+    ours = config.override({"model.vocab_size": 32000})
+    assert model_parameters(ours.model, ours.moe) == sum(p.numel() for p in theirs.parameters())
+    small = {"model.ffn_hidden": 48, "model.kv_heads": 2, "optim.distributed_optimizer": False}
+    trains(config, **small, **{"checkpoint.dir": None, "checkpoint.interval": None})
+
+
+def test_a_megatron_list_of_layers_with_experts(converted: Any) -> None:
+    text = "--num-layers: 8\n--num-experts: 4\n--moe-layer-freq: ([0]*1+[1]*3)*2\n--vocab-size: 1024\n"
+    config, _, _ = converted("model_config.yaml", f"MODEL_ARGS:\n{text}".replace("\n--", "\n  --"))
+    assert config.moe.layer_freq == (0, 1, 1, 1, 0, 1, 1, 1)
+    # without a word of the script: megatron-core's TransformerConfig
+    assert (config.moe.dispatcher, config.moe.grouped_gemm, config.moe.router_dtype) == ("allgather", False, "model")
+
+
+def test_every_row_of_megatrons_table_names_fields() -> None:
+    assert [row for row in MEGATRON.values() if isinstance(row, str) and set(row.split()) - set(SPECS)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.sh", "python pretrain_gpt.py --num-layers 0", "--num-layers (here model.layers) = 0: must be at least 1"),
+        ("a.sh", "python pretrain_gpt.py --num-layers x", "--num-layers = 'x': must be an integer (model.layers here)"),
+        ("a.sh", "python pretrain_gpt.py --moe-layer-freq [2.5]", "--moe-layer-freq = [2.5]: is no number and no list"),
+        ("a.sh", "a.py --b '", "cannot be read: No closing quotation"),
+        ("a.txt", "hello", f"no configuration of {', '.join(STACKS)} was recognised"),
+        ("a.json", "{", "cannot be read: Expecting property name"),
+    ],
+)
+def test_a_file_that_cannot_be_converted(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        convert(tmp_path / name)
+
+
+def test_the_report_goes_to_standard_error_and_the_file_to_out(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.sh").write_text("python pretrain_gpt.py --num-layers 3 --mock-data")
+    assert main(["config", "convert", str(tmp_path / "a.sh"), "--out", str(tmp_path / "b.yaml")]) == 0
+    assert RunConfig.from_yaml(tmp_path / "b.yaml").model.layers == 3
+    out, err = capsys.readouterr()
+    assert "labkit train --config" in out and "--mock-data" in err
+    assert main(["config", "convert", str(tmp_path / "a.sh"), "--from", "megatron", "--out", str(tmp_path)]) == 2
+
+
+def test_words_of_a_script() -> None:
+    script = (
+        'A=1\nB="--x $A ${C:-2}"\nL=(--y)\nL+=("--z \'3 4\'" ${B})\nN=$((A+1))\npython a/b.py ${L[@]} --n $N; ls --no'
+    )
+    found = flags(script)
+    assert found.values == {"--y": True, "--z": "3 4", "--x": ["1", "2"], "--n": "$($A+1)"} | {"--n": "$(A+1)"}
+    assert (found.program, found.skipped) == ("b.py", False)
