@@ -6,8 +6,10 @@ stack's own formula or library.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ import pytest
 from labkit.cli import main
 from labkit.config import ConfigError, RunConfig
 from labkit.config.fields import SPECS
-from labkit.config.foreign.megatron import TABLE as MEGATRON
 from labkit.config.foreign.shell_words import flags
 from labkit.config.foreign.stacks import STACKS, convert
 from labkit.plan.parameters import model_parameters
@@ -152,10 +153,6 @@ def test_a_megatron_list_of_layers_with_experts(converted: Any) -> None:
     assert (config.moe.dispatcher, config.moe.grouped_gemm, config.moe.router_dtype) == ("allgather", False, "model")
 
 
-def test_every_row_of_megatrons_table_names_fields() -> None:
-    assert [row for row in MEGATRON.values() if isinstance(row, str) and set(row.split()) - set(SPECS)] == []
-
-
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
@@ -164,6 +161,7 @@ def test_every_row_of_megatrons_table_names_fields() -> None:
         ("a.sh", "python pretrain_gpt.py --moe-layer-freq [2.5]", "--moe-layer-freq = [2.5]: is no number and no list"),
         ("a.sh", "a.py --b '", "cannot be read: No closing quotation"),
         ("a.txt", "hello", f"no configuration of {', '.join(STACKS)} was recognised"),
+        ("a.json", '{"model_type": "qwen3"}', "describes no model that labkit has: model_type is 'qwen3'"),
         ("a.json", "{", "cannot be read: Expecting property name"),
     ],
 )
@@ -189,3 +187,45 @@ def test_words_of_a_script() -> None:
     found = flags(script)
     assert found.values == {"--y": True, "--z": "3 4", "--x": ["1", "2"], "--n": "$($A+1)"} | {"--n": "$(A+1)"}
     assert (found.program, found.skipped) == ("b.py", False)
+
+
+# From https://huggingface.co/openai-community/gpt2 and https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0.
+GPT2 = {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+GPT2 |= {"initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768}
+GPT2 |= {"n_head": 12, "n_layer": 12, "n_positions": 1024, "bos_token_id": 50256, "vocab_size": 50257}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632}
+LLAMA |= {"max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 22}
+LLAMA |= {"num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_scaling": None, "torch_dtype": "bfloat16"}
+LLAMA |= {"tie_word_embeddings": False, "use_cache": True, "vocab_size": 32000}
+
+
+@pytest.mark.parametrize("given", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_model_of_hugging_face(given: dict[str, Any], converted: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config, text, report = converted("config.json", json.dumps(given))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
+    assert model_parameters(config.model) == sum(p.numel() for p in theirs.parameters())
+    if given is GPT2:  # resid_pdrop is not given: transformers' default
+        assert (config.model.hidden_dropout, config.model.embedding_dropout, config.optim.precision) == (
+            0.1,
+            0.1,
+            "fp32",
+        )
+        assert (
+            "hidden_dropout: 0.1  # the default of resid_pdrop in transformers" in text
+            and "layers: 12  # n_layer" in text
+        )
+        assert "bos_token_id" in report
+    else:
+        assert config.optim.precision == "bf16" and "hidden: 2048  # hidden_size" in text
+    trains(config, **{"model.ffn_hidden": 48, "model.kv_heads": 4})
+
+
+def test_every_row_of_a_table_names_fields() -> None:
+    """No row points to a field that is not there."""
+    for word in STACKS:
+        rows = resolve_name(STACKS[word]).table.values()
+        assert [row for row in rows if isinstance(row, str) and set(row.split()) - set(SPECS)] == [], word

@@ -100,7 +100,7 @@ class Conversion:
         """Read the defaults of a stack for keys that the file does not give."""
         left = {key: value for key, value in defaults.items() if self.keys.get(key) is None}
         self.keys |= left
-        self.assumed |= {key: f"{stack}'s default of {key}" for key in left}
+        self.assumed |= {key: f"the default of {key} in {stack}" for key in left}
 
     def set(self, names: str, value: Any, origin: str) -> None:
         """Give fields of ours a value that `origin` says; text becomes the field's type, as on the command line."""
