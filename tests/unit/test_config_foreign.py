@@ -153,24 +153,6 @@ def test_a_megatron_list_of_layers_with_experts(converted: Any) -> None:
     assert (config.moe.dispatcher, config.moe.grouped_gemm, config.moe.router_dtype) == ("allgather", False, "model")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "sentence"),
-    [
-        ("a.sh", "python pretrain_gpt.py --num-layers 0", "--num-layers (here model.layers) = 0: must be at least 1"),
-        ("a.sh", "python pretrain_gpt.py --num-layers x", "--num-layers = 'x': must be an integer (model.layers here)"),
-        ("a.sh", "python pretrain_gpt.py --moe-layer-freq [2.5]", "--moe-layer-freq = [2.5]: is no number and no list"),
-        ("a.sh", "a.py --b '", "cannot be read: No closing quotation"),
-        ("a.txt", "hello", f"no configuration of {', '.join(STACKS)} was recognised"),
-        ("a.json", '{"model_type": "qwen3"}', "describes no model that labkit has: model_type is 'qwen3'"),
-        ("a.json", "{", "cannot be read: Expecting property name"),
-    ],
-)
-def test_a_file_that_cannot_be_converted(name: str, text: str, sentence: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        convert(tmp_path / name)
-
-
 def test_the_report_goes_to_standard_error_and_the_file_to_out(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "a.sh").write_text("python pretrain_gpt.py --num-layers 3 --mock-data")
     assert main(["config", "convert", str(tmp_path / "a.sh"), "--out", str(tmp_path / "b.yaml")]) == 0
@@ -229,3 +211,88 @@ def test_every_row_of_a_table_names_fields() -> None:
     for word in STACKS:
         rows = resolve_name(STACKS[word]).table.values()
         assert [row for row in rows if isinstance(row, str) and set(row.split()) - set(SPECS)] == [], word
+
+
+# From nanotron's examples/config_tiny_llama.yaml.
+NANOTRON = """\
+data_stages:
+- data: {dataset: null, num_loading_workers: 1, seed: 42}
+  name: Stable Training Stage
+  start_training_step: 1
+general: {project: debug, seed: 42, step: null}
+model:
+  ddp_bucket_cap_mb: 25
+  dtype: bfloat16
+  init_method: {std: 0.025}
+  make_vocab_size_divisible_by: 1
+  model_config:
+    hidden_act: silu
+    hidden_size: 2048
+    intermediate_size: 11008
+    is_llama_config: true
+    max_position_embeddings: 128256
+    num_attention_heads: 16
+    num_hidden_layers: 28
+    num_key_value_heads: 2
+    rms_norm_eps: 1.0e-05
+    tie_word_embeddings: true
+    vocab_size: 128256
+optimizer:
+  accumulate_grad_in_fp32: true
+  learning_rate_scheduler:
+    learning_rate: 0.0003
+    lr_decay_starting_step: null
+    lr_decay_steps: 13
+    lr_decay_style: cosine
+    lr_warmup_steps: 2
+    min_decay_lr: 1.0e-05
+  optimizer_factory: {adam_beta1: 0.9, name: adamW, torch_adam_is_fused: true}
+  zero_stage: 1
+parallelism: {dp: 4, pp: 2, pp_engine: 1f1b, tp: 2, tp_mode: REDUCE_SCATTER}
+tokens: {batch_accumulation_per_replica: 1, micro_batch_size: 3, sequence_length: 4096, train_steps: 2000}
+"""
+
+
+def test_a_run_of_nanotron(converted: Any) -> None:
+    config, text, report = converted("config.yaml", NANOTRON)
+    h, f, d, kv = 2048, 11008, 2048 // 16, 2
+    layer = h * (h + 2 * kv * d) + h * h + 3 * h * f + 2 * h  # nanotron's LlamaDecoderLayer: qkv, o, the MLP, two norms
+    assert model_parameters(config.model) == 128256 * h + 28 * layer + h
+    assert "--nproc 16" in text and config.data_parallel_size(16) == 4 and config.num_microbatches(16) == 1
+    assert (config.parallel.sequence_parallel, config.schedule.name, config.train.seed) == (True, "1f1b", 42)
+    # lr_scheduler_builder in nanotron's helpers.py: 13 steps of decay after 2 of warm-up
+    assert (config.optim.lr_schedule, config.optim.warmup_steps, config.optim.decay_steps) == ("cosine", 2, 15)
+    assert "model.ddp_bucket_cap_mb: optim.bucket_size counts elements" in report
+    trains(config, **{"model.ffn_hidden": 48, "model.kv_heads": 2, "optim.distributed_optimizer": False})
+
+
+def test_nanotrons_late_decay_experts_and_unknown_models(converted: Any) -> None:
+    late = NANOTRON.replace("lr_decay_starting_step: null", "lr_decay_starting_step: 1500").replace("cosine", "1-sqrt")
+    experts = "moe_config: {num_experts: 4, layers: [1, 3], enable_shared_expert: true, top_k: 1}"
+    config, _, report = converted("a.yaml", late.replace("hidden_act: silu", f"hidden_act: silu\n    {experts}"))
+    o, moe = config.optim, config.moe
+    assert (o.lr_schedule, o.wsd_decay_style, o.wsd_decay_steps, o.decay_steps) == ("wsd", "minus-sqrt", 13, 1513)
+    assert [moe.is_moe_layer(index) for index in range(5)] == [False, True, False, True, False]
+    assert (moe.ffn_hidden, moe.shared_expert_ffn_hidden, moe.pre_softmax) == (1408, 5632, True)  # models_config.py
+    assert "unknown" not in report
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.sh", "python pretrain_gpt.py --num-layers 0", "--num-layers (here model.layers) = 0: must be at least 1"),
+        ("a.sh", "python pretrain_gpt.py --num-layers x", "--num-layers = 'x': must be an integer (model.layers here)"),
+        ("a.sh", "python pretrain_gpt.py --moe-layer-freq [2.5]", "--moe-layer-freq = [2.5]: is no number and no list"),
+        ("a.sh", "a.py --b '", "cannot be read: No closing quotation"),
+        ("a.txt", "hello", f"no configuration of {', '.join(STACKS)} was recognised"),
+        ("a.json", '{"model_type": "qwen3"}', "describes no model that labkit has: model_type is 'qwen3'"),
+        ("a.yaml", "parallelism: {dp: two}\ntokens: {}\nmodel: {}", "only models with is_llama_config"),
+        ("a.yaml", NANOTRON.replace("dp: 4", "dp: two"), "parallelism.dp = 'two': must be a number"),
+        ("a.yaml", NANOTRON.replace("size: 3,", "size: x,"), "tokens.micro_batch_size = 'x': must be an integer"),
+        ("a.json", "{", "cannot be read: Expecting property name"),
+    ],
+)
+def test_a_file_that_cannot_be_converted(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        convert(tmp_path / name)

@@ -96,6 +96,19 @@ class Conversion:
         value = self.keys.pop(key, None)
         return default if value is None else value
 
+    def number(self, key: str, default: Any = 0, *, keep: bool = False) -> Any:
+        """Return the value of a key as a number. keep: leave the key to its row, which rejects what is no number."""
+        value = self.keys.get(key) if keep else self.take(key)
+        if value is None:
+            return default
+        try:
+            number = float(value)
+            whole = int(number)
+            return whole if whole == number else number
+        except (TypeError, ValueError, OverflowError):  # also for nan and inf
+            self.problems += [] if keep else [f"{key} = {shown(value)}: must be a number"]
+            return default
+
     def assume(self, defaults: Mapping[str, Any], stack: str) -> None:
         """Read the defaults of a stack for keys that the file does not give."""
         left = {key: value for key, value in defaults.items() if self.keys.get(key) is None}
@@ -178,11 +191,24 @@ def pick(names: str, words: Mapping[Any, Any], *, others: bool = False) -> Row:
     """Return the row of a key whose values have other words here; any other value is rejected, or kept if `others`."""
 
     def row(found: Conversion, key: str, value: Any) -> None:
-        if value in words or others:
-            found.set(names, words.get(value, value), key)
+        theirs = next((word for word in words if word == value), None)
+        if theirs is not None or others:
+            found.set(names, words[theirs] if theirs is not None else value, key)
         else:
             known = ", ".join(map(str, words))
             found.problems.append(f"{key} = {shown(value)}: has no counterpart here; convertible are {known}")
+
+    return row
+
+
+def above_zero(name: str) -> Row:
+    """Return the row of a key whose values up to 0 switch it off."""
+
+    def row(found: Conversion, key: str, value: Any) -> None:
+        found.keys[key] = value
+        if found.number(key, 1, keep=True) > 0:
+            found.set(name, found.take(key), key)
+        found.take(key)
 
     return row
 

@@ -23,6 +23,7 @@ from labkit.config.foreign.conversion import (
     Note,
     Row,
     Stack,
+    above_zero,
     differs,
     flat,
     lacks,
@@ -101,8 +102,8 @@ def _model(found: Conversion) -> None:
     groups, grouped = found.take("--num-query-groups"), found.take("--group-query-attention", False)
     if grouped and groups is not None:
         found.set("model.kv_heads", groups, "--num-query-groups")
-    width, hidden, heads = found.take("--kv-channels"), given.get("--hidden-size"), given.get("--num-attention-heads")
-    if width and int(width) * int(heads or 1) != int(hidden or 0):
+    hidden, heads = (found.number(flag, keep=True) for flag in ("--hidden-size", "--num-attention-heads"))
+    if (width := found.number("--kv-channels")) and width * heads != hidden:
         found.note(LACKS, "--kv-channels", "a head is model.hidden / model.heads wide")
     rows, rotary = found.take("--max-position-embeddings"), given.get("--position-embedding-type") in ("rope", "none")
     if not rotary and str(rows) not in ("None", str(given.get("--seq-length"))):
@@ -118,27 +119,25 @@ def _model(found: Conversion) -> None:
         found.set("model.activation", "swiglu", "--swiglu")
     elif exact:
         found.set("model.activation", "gelu", "--no-bias-gelu-fusion" if biased else "--disable-bias-linear")
-    chunk, layers = found.take("--num-layers-per-virtual-pipeline-stage"), given.get("--num-layers")
-    if chunk and layers:
-        vpp = int(layers) // (int(given.get("--pipeline-model-parallel-size", 1)) * int(chunk))
-        found.set("parallel.vpp", vpp, "--num-layers-per-virtual-pipeline-stage")
+    layers, pp = found.number("--num-layers", keep=True), found.number("--pipeline-model-parallel-size", 1, keep=True)
+    if chunk := found.number("--num-layers-per-virtual-pipeline-stage"):
+        found.set("parallel.vpp", layers // max(1, pp * chunk), "--num-layers-per-virtual-pipeline-stage")
 
 
 def _steps(found: Conversion) -> None:
     """Turn samples and fractions into steps."""
-    batch = int(found.keys.get("--global-batch-size") or 1)
+    batch = found.number("--global-batch-size", 1, keep=True) or 1
     for samples, name in (
         ("--train-samples", "train.steps"),
         ("--lr-decay-samples", "optim.decay_steps"),
         ("--lr-warmup-samples", "optim.warmup_steps"),
     ):
-        if (count := found.take(samples)) is not None:
-            found.set(name, int(count) // batch, f"{samples} / --global-batch-size")
-    fraction = found.take("--lr-warmup-fraction")
-    length = found.keys.get("--lr-decay-iters") or found.values.get("optim.decay_steps")
-    length = length or found.keys.get("--train-iters") or found.values.get("train.steps") or 0
-    if fraction is not None:
-        found.set("optim.warmup_steps", int(float(fraction) * int(length)), "--lr-warmup-fraction x decay steps")
+        if (count := found.number(samples, None)) is not None:
+            found.set(name, count // batch, f"{samples} / --global-batch-size")
+    steps = found.number("--train-iters", found.values.get("train.steps", 0), keep=True)
+    decay = found.number("--lr-decay-iters", found.values.get("optim.decay_steps", steps), keep=True)
+    if (fraction := found.number("--lr-warmup-fraction", None)) is not None:
+        found.set("optim.warmup_steps", int(fraction * decay), "--lr-warmup-fraction x decay steps")
 
 
 def _layer_freq(found: Conversion, key: str, value: Any) -> None:
@@ -179,14 +178,6 @@ def _data(found: Conversion, key: str, value: Any) -> None:
         found.set("data.blend", words, key)
 
 
-def _positive(field: str) -> Row:
-    def row(found: Conversion, key: str, value: Any) -> None:
-        if int(value) > 0:
-            found.set(field, value, key)
-
-    return row
-
-
 def _named(note: Note, names: str) -> dict[str, Row]:
     return dict.fromkeys((f"--{name}" for name in names.split()), note)
 
@@ -222,7 +213,7 @@ TABLE: dict[str, Row] = _fields() | {
     "--lr-wsd-decay-style": pick("optim.wsd_decay_style", {"minus_sqrt": "minus-sqrt"}, others=True),
     "--moe-layer-freq": _layer_freq,
     "--profile": pick("train.profile", {True: "nsys"}),
-    "--most-recent-k": _positive("checkpoint.keep"),
+    "--most-recent-k": above_zero("checkpoint.keep"),
     "--data-path": _data,
     "--vocab-file": "data.tokenizer",
     "--optimizer": lacks("labkit has AdamW", "adam"),
