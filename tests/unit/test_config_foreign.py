@@ -277,6 +277,74 @@ def test_nanotrons_late_decay_experts_and_unknown_models(converted: Any) -> None
     assert "unknown" not in report
 
 
+# From torchtitan 0.2.2's torchtitan/models/llama3/train_configs/llama3_8b.toml.
+TORCHTITAN = """\
+[job]
+description = "Llama 3 8B training"
+[metrics]
+log_freq = 10
+enable_tensorboard = false
+save_tb_folder = "tb"
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[lr_scheduler]
+warmup_steps = 200
+[training]
+local_batch_size = 1
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+dataset = "c4"
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 1
+pipeline_parallel_degree = 1
+[checkpoint]
+enable = false
+folder = "checkpoint"
+[activation_checkpoint]
+mode = "selective"
+[quantize.linear.float8]
+filter_fqns = ["output"]
+"""
+
+
+def test_a_job_of_torchtitan(converted: Any) -> None:
+    config, _, report = converted("llama3_8b.toml", TORCHTITAN)
+    assert model_parameters(config.model) == 8_030_261_248  # of meta-llama/Meta-Llama-3-8B
+    o = config.optim
+    assert (o.lr_schedule, o.warmup_steps, o.weight_decay, o.precision) == ("linear", 200, 0.1, "bf16")
+    assert "FSDP shards parameters and gradients, too" in report and "checkpoint.*: switched off" in report
+    assert "multiply train.global_batch_size" in report and "unknown" not in report
+    trains(config, **{"model.ffn_hidden": 48, "model.kv_heads": 2, "optim.distributed_optimizer": False})
+
+
+def test_torchtitans_pipeline_hsdp_fp8_and_late_decay(converted: Any) -> None:
+    text = TORCHTITAN.replace('flavor = "8B"', 'flavor = "70B"\nconverters = ["float8"]')
+    text = text.replace(
+        "pipeline_parallel_degree = 1", 'pipeline_parallel_degree = 4\npipeline_parallel_schedule = "Interleaved1F1B"'
+    )
+    text = text.replace("replicate_degree = 1", "replicate_degree = 2").replace("shard_degree = -1", "shard_degree = 4")
+    text = text.replace("local_batch_size = 1", "local_batch_size = 8").replace(
+        "tensor_parallel_degree = 1", "tensor_parallel_degree = 2"
+    )
+    text = text.replace("[training]", 'decay_ratio = 0.25\ndecay_type = "sqrt"\nmin_lr_factor = 0.1\n[training]')
+    config, out, _ = converted("a.toml", text)
+    p, o = config.parallel, config.optim
+    assert model_parameters(config.model) == 70_553_706_496  # of meta-llama/Meta-Llama-3-70B
+    assert (p.tp, p.sequence_parallel, p.pp, p.vpp, config.schedule.name) == (2, True, 4, 2, "interleaved")
+    assert "Launch 64 ranks" in out and o.num_distributed_optimizer_instances == 2
+    assert (config.train.global_batch_size, config.train.micro_batch_size) == (64, 1)
+    assert (o.fp8, o.fp8_recipe, o.wsd_decay_style, o.wsd_decay_steps) == ("hybrid", "current", "minus-sqrt", 250)
+    assert o.min_lr == pytest.approx(3e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
@@ -289,6 +357,11 @@ def test_nanotrons_late_decay_experts_and_unknown_models(converted: Any) -> None
         ("a.yaml", "parallelism: {dp: two}\ntokens: {}\nmodel: {}", "only models with is_llama_config"),
         ("a.yaml", NANOTRON.replace("dp: 4", "dp: two"), "parallelism.dp = 'two': must be a number"),
         ("a.yaml", NANOTRON.replace("size: 3,", "size: x,"), "tokens.micro_batch_size = 'x': must be an integer"),
+        (
+            "a.toml",
+            TORCHTITAN.replace('"8B"', '"8C"'),
+            "model.flavor = '8C' of 'llama3': labkit has llama3 with one of",
+        ),
         ("a.json", "{", "cannot be read: Expecting property name"),
     ],
 )

@@ -24,6 +24,10 @@ from labkit.config.foreign.conversion import (
 
 MODEL, RATES = "model.model_config", "optimizer.learning_rate_scheduler"
 KNOWN_MODELS = ("is_llama_config", "is_qwen2_config")
+MEANINGLESS = (
+    "general data data_stages checkpoints logging tokenizer lighteval s3_upload metrics_logging experiment_logger"
+)
+"""Sections without a counterpart, but for the keys that have rows of their own."""
 UNSAID = {
     "general.seed": 42,
     f"{MODEL}.rms_norm_eps": 1e-6,
@@ -194,11 +198,7 @@ TABLE: dict[str, Row] = {
     "data_stages.1.*": lacks("the data stay the same during a run"),
     "doremi.*": lacks("weights of data that are learned"),
     "logging.iteration_step_info_interval": "train.log_interval",
-    **{
-        f"{section}.*": NOTHING
-        for section in "general data data_stages checkpoints logging tokenizer lighteval s3_upload metrics_logging "
-        "experiment_logger".split()
-    },
+    **{f"{section}.*": NOTHING for section in MEANINGLESS.split()},
 }
 """Key -> row."""
 

@@ -21,6 +21,7 @@ from labkit.config.foreign.conversion import Conversion, Stack, as_yaml
 STACKS = {
     "huggingface": "labkit.models.hugging_face_run:STACK",
     "nanotron": "labkit.config.foreign.nanotron:STACK",
+    "torchtitan": "labkit.config.foreign.torchtitan:STACK",
     "megatron": "labkit.config.foreign.megatron:STACK",
 }
 """Word of `--from` -> the stack, in the order in which they are tried on a file; `config` imports nothing above it."""
