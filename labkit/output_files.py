@@ -24,7 +24,7 @@ def unwritable(folder: Path, files: Sequence[str] = ()) -> str:
             pass
         for path in (folder / name for name in files):
             if path.exists() and not path.is_file():
-                return f"{path.name} in it is no file, and a run writes one there; move it, or name another folder"
+                return f"{path.name} in it is not a file, and a run writes one there; move it, or name another folder"
     except OSError as error:
         return cannot_be_written(error)
     finally:

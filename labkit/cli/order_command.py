@@ -137,7 +137,7 @@ def _files(options: dict[str, Any]) -> list[str]:
     for name in (name for name, write in _FILES.items() if write and options[name]):
         path, given = Path(options[name]), f"--{name} {shown(options[name], 200)}"
         if not path.parent.is_dir():
-            why = "is no folder" if path.parent.exists() else "does not exist"
+            why = "is not a folder" if path.parent.exists() else "does not exist"
             rule = f"{shown(str(path.parent), 200)} {why}; make the folder, or name another"
             problems.append(f"{given}: {rule}")
         elif path.is_file() and not options["overwrite"]:

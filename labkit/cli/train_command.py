@@ -181,14 +181,14 @@ def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()
     if os.path.isdir(path):
         return [f"{given}: {no_file(path)}"]
     if os.path.exists(path) and not os.path.isfile(path):
-        return [f"{given}: is no regular file; choose another name"]
+        return [f"{given}: is not a regular file; choose another name"]
     above = {parent for each in made if each for parent in (Path(each).absolute(), *Path(each).absolute().parents)}
     if not os.path.isdir(folder) and Path(folder).absolute() in above:
         return []
     if not os.path.isdir(folder):
         return [f"{given}: there is no folder {shown(folder, 200)}; make it first"]
     if (size := len(os.fsencode(os.path.basename(path)))) > LONGEST_NAME - ROOM:
-        return [f"{given}: its name has {size} bytes, and may have {LONGEST_NAME - ROOM}; shorten it"]
+        return [f"{given}: its name has {size} bytes, but at most {LONGEST_NAME - ROOM} are allowed; shorten it"]
     try:
         if os.path.exists(path):
             open(path, "ab").close()

@@ -133,7 +133,7 @@ def delayed(
     Raises ValueError for a bandwidth that is not positive.
     """
     if bandwidth is not None and not bandwidth > 0:
-        raise ValueError(f"a link of {bandwidth} bytes a second carries nothing; give a positive bandwidth")
+        raise ValueError(f"a link of {bandwidth} bytes per second carries nothing; give a positive bandwidth")
     return watching(Delayed(Selector(operation, group, phase, layer), seconds, bandwidth))
 
 

@@ -46,7 +46,7 @@ def as_size(name: str, value: object, least: int = 1) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise ValueError(f"{name} is {value!r}, which is no integer; give a whole number of at least {least}")
+        raise ValueError(f"{name} is {value!r}, which is not an integer; give a whole number of at least {least}")
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
     return number

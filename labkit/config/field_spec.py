@@ -255,10 +255,16 @@ def _sound_path(value: str) -> str:
     size, longest = len(encoded), max(map(len, encoded.split(b"/")))
     for broken, rule in (
         (not path.strip(), "a path must not be empty; name one"),
-        (b"\0" in encoded, "no file name may hold a NUL or half of a surrogate pair; take these characters out"),
-        (path.startswith("~"), f"{path.split('/')[0]} is no user's home folder; write the whole path, or ./ before it"),
-        (longest > LONGEST_NAME, f"a name in it has {longest:,} bytes, and may have {LONGEST_NAME}; shorten it"),
-        (size > LONGEST_PATH, f"has {size:,} bytes, and a path may have {LONGEST_PATH:,}; shorten it"),
+        (b"\0" in encoded, "a file name cannot contain a NUL or half of a surrogate pair; remove these characters"),
+        (
+            path.startswith("~"),
+            f"{path.split('/')[0]} is not the home folder of any user; write the whole path, or put ./ before it",
+        ),
+        (
+            longest > LONGEST_NAME,
+            f"a name in it has {longest:,} bytes, but at most {LONGEST_NAME} are allowed; shorten it",
+        ),
+        (size > LONGEST_PATH, f"has {size:,} bytes, but a path can have at most {LONGEST_PATH:,}; shorten it"),
     ):
         if broken:
             raise BadValueError(rule)

@@ -42,7 +42,7 @@ def _words_rule(scope: tuple[str, ...]) -> str:
     """Return the rule that the words themselves break, or an empty string."""
     if unknown := [part for part in scope if part not in (*CAPTURED_PARTS, "full_iteration")]:
         known = ", ".join(CAPTURED_PARTS)
-        return f"{shown(unknown[0])} is no part of a layer; choose from {known}{nearest(unknown[0], CAPTURED_PARTS)}"
+        return f"{shown(unknown[0])} is not a part of a layer; choose from {known}{nearest(unknown[0], CAPTURED_PARTS)}"
     if len(set(scope)) < len(scope):
         return "names a part twice; name it once"
     if "full_iteration" in scope and len(scope) > 1:
@@ -63,7 +63,7 @@ def _full_iteration(found: Findings) -> None:
         rule = "Transformer Engine cannot do full_iteration, because it captures layer by layer"
         found.add(MODULES, f"{rule}; set graph.cuda_graph_impl to full_iteration, and leave this out")
     elif pp > 1:
-        rule = f"full_iteration would hold messages between parallel.pp = {pp} stages, which wait for other ranks"
+        rule = f"full_iteration would contain messages between parallel.pp = {pp} stages, which wait for other ranks"
         _refuse(found, f"{rule}; capture parts of layers, as in attn,mlp, or set pp = 1")
 
 
@@ -71,7 +71,7 @@ def _parts_there(found: Findings) -> None:
     """Reject a named part that is in no layer."""
     moe, scope, held = found.config.moe, _scope(found), _captured_by_part(found)
     if absent := sorted((scope & {"mamba", "attn", "mlp"}) - held):
-        rule = f"{absent[0]} is a part of no layer of this model"
+        rule = f"{absent[0]} is not a part of any layer of this model"
         _refuse(found, f"{rule}; choose from {', '.join(sorted(held))}")
         return
     with_experts = sorted(scope & {"moe", "moe_router"})
@@ -100,7 +100,7 @@ def _experts(found: Findings) -> None:
     whole, padded = _holds(scope, "moe"), moe.capacity_factor is not None and moe.pad_to_capacity
     if whole and not padded:
         part = "moe" if "moe" in scope else "full_iteration" if scope else "the whole layer (no module named)"
-        rule = f"{part} holds the experts, and how many rows each of them gets is known only after routing"
+        rule = f"{part} contains the experts, and how many rows each of them gets is known only after routing"
         advice = "set moe.capacity_factor and moe.pad_to_capacity, or capture attn, moe_router and moe_preprocess"
         _refuse(found, f"{rule}; {advice}")
     elif "moe_preprocess" in scope and moe.dispatcher != "allgather" and moe.capacity_factor is not None and not padded:
@@ -155,7 +155,7 @@ def _recompute(found: Findings) -> None:
         if "full_iteration" not in scope and found.changed(name):
             rule = f"{captured[0]} is recomputed inside graphs of layers, for all microbatches alike, but {name} ="
             advice = "leave that out, or capture other parts"
-            _refuse(found, f"{rule} {found.values[name]} is to keep some whole; {advice}")
+            _refuse(found, f"{rule} {found.values[name]} keeps some whole; {advice}")
 
 
 def _draws(found: Findings, subject: str, names: list[str], advice: str = "") -> None:

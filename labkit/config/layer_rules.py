@@ -115,7 +115,7 @@ def _groups(found: Findings) -> None:
         found.divisor("moe.group_topk", top_k, "moe.top_k", why=why)
     each = moe.num_experts // groups
     if found.sound(*names) and top_k > chosen * each:
-        rule = f"this many groups of {each} experts hold only {chosen * each}"
+        rule = f"this many groups of {each} experts have only {chosen * each}"
         found.add("moe.group_topk", f"{rule}, and moe.top_k = {top_k}; raise it, or lower moe.num_groups")
 
 
@@ -147,7 +147,9 @@ def _letters(found: Findings) -> None:
     name, layers = "model.hybrid_override_pattern", found.config.model.layers
     pattern = found.config.model.hybrid_override_pattern or "M" * layers
     if unknown := set(pattern) - set("M*-"):
-        found.add(name, f"{shown(min(unknown))} is no part of a layer; choose from M (Mamba), * (attention), - (MLP)")
+        found.add(
+            name, f"{shown(min(unknown))} is not a part of a layer; choose from M (Mamba), * (attention), - (MLP)"
+        )
     elif len(pattern) != layers:
         found.add(name, f"has {len(pattern)} letters, but model.layers = {layers}; give a letter for each layer")
     elif "M" not in pattern:

@@ -56,7 +56,7 @@ def _written_out(text: str, start: int, end: int) -> str:
         if letter in "EtL|":
             unit = letter
         elif letter != "(":
-            raise LayoutError(f"{letter!r} at position {here} is no part of a stage; {_FORM}")
+            raise LayoutError(f"{letter!r} at position {here} is not a part of a stage; {_FORM}")
         elif (close := text.find(")", here, end)) < 0:
             raise LayoutError(f"the bracket at position {here} is not closed; write ) after what is repeated")
         else:
@@ -66,7 +66,7 @@ def _written_out(text: str, start: int, end: int) -> str:
         if times == 0:
             raise LayoutError(f"nothing is left of what is repeated 0 times at position {position}; leave it out")
         if len(found) + len(unit) * times > MOST_SIGNS:
-            raise LayoutError(f"is longer than {MOST_SIGNS:,} signs at position {position}; no pipeline is")
+            raise LayoutError(f"is longer than {MOST_SIGNS:,} signs at position {position}; no pipeline is that long")
         position = star.end() if star else position
         found += unit * times
     return found

@@ -37,9 +37,9 @@ def _number_of_chunks(found: Findings) -> None:
         runs, advice = ("one model chunk", "use auto, or vpp = 1")
         if chunks > 1:
             runs, advice = f"{chunks} model chunks", "leave it at 1"
-        found.add("schedule.name", f"runs {runs} a rank, but parallel.vpp = {p.vpp}; {advice}")
+        found.add("schedule.name", f"runs {runs} per rank, but parallel.vpp = {p.vpp}; {advice}")
     elif s.path is None and named_schedule(s.name, p.vpp).chunks is None and p.vpp == 1 and p.pp > 1:
-        found.add("schedule.name", "interleaves several model chunks a rank; set parallel.vpp above 1, or use 1f1b")
+        found.add("schedule.name", "interleaves several model chunks per rank; set parallel.vpp above 1, or use 1f1b")
 
 
 def _stages(found: Findings) -> None:
@@ -61,7 +61,7 @@ def _layout_fits(found: Findings, stages: list[str], chunks: int | None) -> None
     name, pp, layers = "parallel.pipeline_layout", found.config.parallel.pp, found.config.model.layers
     held = sum(stage.count("t") for stage in stages)
     if chunks is not None and len(stages) != pp * chunks:
-        words = f"pp x {chunks} model chunks a rank = {pp} x {chunks} = {pp * chunks}" if chunks > 1 else f"pp = {pp}"
+        words = f"pp x {chunks} model chunks per rank = {pp} x {chunks} = {pp * chunks}" if chunks > 1 else f"pp = {pp}"
         per_rank, rest = divmod(len(stages), pp)
         schedule = found.config.schedule.name
         free = schedule == "auto" or SCHEDULES[schedule].chunks is None
@@ -103,10 +103,10 @@ def _microbatches(found: Findings) -> None:
         if rule := group_size_rule(s.microbatch_group_size or p.pp, p.pp, there):
             found.add("schedule.microbatch_group_size", f"{rule} (None means pp = {p.pp})")
         if s.all_warmup and there != p.pp:
-            rule = f"needs as many microbatches a step as parallel.pp = {p.pp}, and there are {there}"
+            rule = f"needs as many microbatches per step as parallel.pp = {p.pp}, and there are {there}"
             found.add("schedule.all_warmup", f"{rule}; leave it out, or change train.global_batch_size")
     elif s.path is None and there < (least := named_schedule(s.name, p.vpp).least_microbatches) * p.pp:
-        rule = f"needs at least {least} x pp = {least * p.pp} microbatches a step, and there are {there}"
+        rule = f"needs at least {least} x pp = {least * p.pp} microbatches per step, and there are {there}"
         found.add("schedule.name", f"{rule}; raise train.global_batch_size, or choose another")
 
 

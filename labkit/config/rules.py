@@ -175,7 +175,7 @@ def order_problem(order: str, sizes: Mapping[str, int]) -> str:
     allowed = f"name each of {', '.join(AXES)} at most once, joined by -, as in tp-cp-ep-dp-pp"
     for axis in axes:
         if axis not in AXES:
-            reason = f"{shown(axis)} is no axis" if axis else "an axis is empty"
+            reason = f"{shown(axis)} is not an axis" if axis else "an axis is empty"
             return f"{reason}; {allowed}{nearest(axis, AXES)}"
         if axes.count(axis) > 1:
             return f"{axis} is named {axes.count(axis)} times; {allowed}"

@@ -75,7 +75,7 @@ class ModelConfig:
         aliases="num_query_groups", of_model=True)
     ffn_hidden: int | None = field(None, "Width of dense MLPs; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size",
         of_model=True)
-    vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (bundled: 1024).", ge=1,
+    vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (the bundled one has 1024).", ge=1,
         of_model=True)
     make_vocab_size_divisible_by: int = field(128,
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
@@ -88,7 +88,7 @@ class ModelConfig:
         "`relative` (arXiv 1910.10683): a bias by distance on scores that are not scaled.",
         choices="learned rope none relative", aliases="position_embedding_type",
         synonyms={"learned_absolute": "learned"}, of_model=True)
-    relative_buckets: int = field(32, "Distances that `relative` tells apart, near ones one by one.", ge=4,
+    relative_buckets: int = field(32, "Distances that `relative` tells apart; near ones have a bucket each.", ge=4,
         aliases="relative_attention_num_buckets", needs="model.position=relative", of_model=True)
     relative_max_distance: int = field(128, "`relative` puts all distances from this on into one bucket.", ge=4,
         aliases="relative_attention_max_distance", needs="model.position=relative", of_model=True)
@@ -97,8 +97,8 @@ class ModelConfig:
     norm: str = field("layernorm", "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm",
         aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}, of_model=True)
     norm_placement: str = field("pre",
-        "`pre`: norms before attention and MLP, and a final one (arXiv 1909.08053, figure 7b). `post`: behind each "
-        "residual addition and behind the embedding, no final one (figure 7a, the original BERT).",
+        "`pre`: norms before attention and MLP, and a final one (arXiv 1909.08053, figure 7b). `post`: after each "
+        "residual addition and after the embedding, no final one (figure 7a, the original BERT).",
         choices="pre post", needs="model.family=bert", of_model=True)
     bert_binary_head: bool = field(True,
         "BERT learns the order of two sentences in addition to the masked words; False: it has no token types either.",
@@ -124,8 +124,9 @@ class ModelConfig:
     mamba_conv_width: int = field(4, "Positions that a Mamba layer's convolution sums.", ge=1, needs=_MAMBA,
         of_model=True)
     embedding_dropout: float = field(0.0, "Dropout after the embeddings.", ge=0, lt=1)
-    attention_dropout: float = field(0.0, "Of attention probabilities, in the tensor-parallel region.", ge=0, lt=1)
-    hidden_dropout: float = field(0.0, "Before each residual addition, outside that region.", ge=0, lt=1)
+    attention_dropout: float = field(0.0, "Dropout of attention probabilities, inside tensor-parallel regions.",
+        ge=0, lt=1)
+    hidden_dropout: float = field(0.0, "Dropout before each residual addition, outside these regions.", ge=0, lt=1)
     init_std: float = field(0.02, "Weights are N(0, init_std); residual projections are scaled by 1/sqrt(2 x layers).",
         gt=0, aliases="init_method_std")
     use_cpu_initialization: bool = field(True,
@@ -152,8 +153,8 @@ class ModelConfig:
         f"With `selective`: any of {in_words(RECOMPUTED_PARTS, 'and')}.",
         needs="model.recompute_granularity=selective")
     num_microbatches_with_partial_activation_checkpoints: int | None = field(None,
-        "So many of the microbatches in flight on a rank keep everything; the others are recomputed (arXiv 2205.05198, "
-        "appendix C). None, as 0, recomputes all.", ge=0, needs="model.recompute_granularity=selective|full")
+        "How many of the microbatches in flight on a rank keep everything; the others are recomputed (arXiv "
+        "2205.05198, appendix C). None and 0 recompute all.", ge=0, needs="model.recompute_granularity=selective|full")
 
     @property
     def has_two_halves(self) -> bool:
@@ -226,13 +227,13 @@ class _HasPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(_HasPaths):
-    """The way of microbatches through the pipeline."""
+    """How microbatches go through the pipeline."""
 
     name: str = field("auto", "`auto` is 1f1b, or interleaved where parallel.vpp is above 1.",
         choices=("auto", *SCHEDULES), needs="schedule.path=null")
-    path: str | None = field(None, "A CSV file with a schedule of one's own; takes the place of `name`.", path="file")
+    path: str | None = field(None, "A CSV file with a schedule of your own, which replaces `name`.", path="file")
     microbatch_group_size: int | None = field(None,
-        "Microbatches a rank runs on one chunk before the next (interleaving); None means pp.", ge=1,
+        "Microbatches that a rank runs on one chunk before the next (interleaving); None means pp.", ge=1,
         aliases="microbatch_group_size_per_vp_stage microbatch_group_size_per_virtual_pipeline_stage",
         needs=_INTERLEAVED)
     all_warmup: bool = field(False,
@@ -240,17 +241,17 @@ class ScheduleConfig(_HasPaths):
         "Megatron-LM did in 2023.", needs=_INTERLEAVED)
     overlap_p2p_comm: bool = field(False,
         "Interleaving: post receives early and overlap sends with the computation; not with batch_p2p_comm = true. "
-        "Megatron sets batch_p2p_comm = false beside it, which is the same here as null.")
+        "Megatron sets batch_p2p_comm = false with it, which is the same here as null.")
     batch_p2p_comm: bool | None = field(None,
         "Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in "
         "opposite order; null posts receives early and overlaps sends with the computation.",
         needs="parallel.pp schedule.variable_seq_lengths=false")
     variable_seq_lengths: bool = field(False,
         "Exchange shapes before each tensor between stages, whose receive is then not posted early. With CUDA graphs "
-        "of layers on several ranks, capture them anew where microbatches stay in another shape (one rank alone always "
-        "does). Nothing else reads it.")
-    use_ring_exchange_p2p: bool = field(False, "Megatron's custom ring exchange; torch has none, so True is refused.")
-    deallocate_pipeline_outputs: bool = field(True, "Free a sent activation, keeping only its graph.",
+        "of layers on several ranks, capture them again where microbatches stay in another shape (one rank alone "
+        "always does). Nothing else reads it.")
+    use_ring_exchange_p2p: bool = field(False, "Megatron's custom ring exchange; torch has none, so True is an error.")
+    deallocate_pipeline_outputs: bool = field(True, "Free a sent activation, keeping only its autograd graph.",
         needs="parallel.pp")
 
 
@@ -267,7 +268,7 @@ class MoEConfig:
         "second one from the first, `0,1,1,1` in four layers all but the first.", aliases="moe_layer_freq",
         hint="; 1 is a layer with experts and 0 a dense one, repeated over the layers: Megatron's N = 2, one such "
         "layer in 2, is [1, 0], and its '[0]*1+[1]*3' is [0, 1, 1, 1]", of_model=True)
-    top_k: int = field(2, "Experts a token is sent to.", ge=1, aliases="moe_router_topk", of_model=True)
+    top_k: int = field(2, "Experts that a token is sent to.", ge=1, aliases="moe_router_topk", of_model=True)
     score_function: str = field("softmax", "Scores from logits: `softmax` or `sigmoid` (arXiv 2412.19437).",
         choices="softmax sigmoid", aliases="moe_router_score_function", needs=_ROUTED, of_model=True)
     pre_softmax: bool = field(False,
@@ -310,9 +311,9 @@ class MoEConfig:
         "Every expert gets exactly its capacity, filled up with zeros of weight 0, so that all shapes are static.",
         aliases="moe_pad_expert_input_to_capacity", needs="moe.capacity_factor")
     dispatcher: str = field("alltoall",
-        f"The way of tokens to experts: {in_words(DISPATCHERS, 'or')}.",
+        f"How tokens reach their experts: {in_words(DISPATCHERS, 'or')}.",
         choices=DISPATCHERS, aliases="moe_token_dispatcher_type")
-    grouped_gemm: bool = field(True, "One grouped product of all experts of a rank; False: one after the other.",
+    grouped_gemm: bool = field(True, "One grouped GEMM for all experts of a rank; False: one expert after the other.",
         aliases="moe_grouped_gemm")
     shared_expert_ffn_hidden: int | None = field(None,
         "Width of the experts that every token passes through, all together (arXiv 2401.06066); None: there is none.",
@@ -350,7 +351,7 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(_HasPaths):
-    """The source of the tokens."""
+    """Where the tokens come from."""
 
     path: str | None = field(None,
         "A UTF-8 text file, or the prefix of an indexed dataset PREFIX.bin and PREFIX.idx; None: the bundled text.",
@@ -444,7 +445,7 @@ class OptimConfig:
         needs=f"{_DELAYED} optim.fp8_amax_compute_algo=max")
     fp8_amax_compute_algo: str = field("max", "The entry of the history that `delayed` takes.",
         choices="max most_recent", needs=_DELAYED)
-    fp8_margin: int = field(0, "`delayed` scales lower by so many powers of two.", ge=0, le=64, needs=_DELAYED)
+    fp8_margin: int = field(0, "Powers of two by which `delayed` lowers its scales.", ge=0, le=64, needs=_DELAYED)
     gradient_accumulation_fusion: bool = field(True, "Linear layers' backward adds weight gradients into main_grad.")
     data_parallel: str = field("bucketed",
         "`bucketed` (gradient buffers cut into buckets that are reduced during the backward) or `naive` (one buffer, "
@@ -467,8 +468,8 @@ class OptimConfig:
         "Overlap the gathering of parameters with the next forward, bucket by bucket.",
         needs="optim.distributed_optimizer=true")
     num_distributed_optimizer_instances: int = field(1,
-        "Number of groups into which data-parallel ranks are cut: reduce-scatter and shards within a group, all-reduce "
-        "across.",
+        "Number of groups into which data-parallel ranks are split: reduce-scatter and shards within a group, "
+        "all-reduce across groups.",
         ge=1, needs="optim.distributed_optimizer=true")
     check_for_nan_in_grad: bool = field(True,
         "Name the parameter and the rank where a gradient of a skipped step is not finite.",
@@ -482,7 +483,7 @@ class TrainConfig(_HasPaths):
     steps: int = field(20, "Optimizer steps.", ge=1, aliases="train_iters")
     micro_batch_size: int = field(1, "Samples of one forward pass on one data-parallel rank.", ge=1)
     global_batch_size: int = field(16, "Samples of one optimizer step over all ranks.", ge=1)
-    seed: int = field(1234, "Of weights, dropout and data order.", ge=0, le=2**32 - 1, aliases="random_seed")
+    seed: int = field(1234, "Seed of weights, dropout and data order.", ge=0, le=2**32 - 1, aliases="random_seed")
     on_not_finite: str = field("stop",
         "A loss or gradient that is not finite ends the run (`stop`), or all ranks skip the step (`skip`) and ten such "
         "steps in a row end the run. Adaptive loss scales always skip a gradient's overflow.", choices="stop skip")
@@ -497,7 +498,7 @@ class TrainConfig(_HasPaths):
         "each waits for the device. `labkit train` returns none and records for --trace alone.")
     keep_event_steps: int = field(100,
         "Last steps whose Events stay in memory for TrainResult.events (with record_events) and for --trace.", ge=1)
-    write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step.",
+    write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB per step.",
         needs="train.output_dir")
     profile: str = field("none",
         "Profile some steps: `pytorch` writes a torch.profiler trace per profiled rank (profile-rankN.json) to "
@@ -508,7 +509,7 @@ class TrainConfig(_HasPaths):
     profile_ranks: tuple[int, ...] = field((0,), "Ranks that are profiled; empty: all.", needs=_PROFILED)
     output_dir: str | None = field(None,
         "Folder of the run: configuration, state, metrics, traces, checkpoints; None writes nothing. One run at a time "
-        "writes into it, and a folder that holds a run already is refused.", path="folder")
+        "writes into it, and a folder that already holds a run is rejected.", path="folder")
     tensorboard_dir: str | None = field(None,
         "Folder for TensorBoard, which gets the numbers of scalars.jsonl; needs the package tensorboard.",
         path="folder")
@@ -519,7 +520,7 @@ class TrainConfig(_HasPaths):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_HasPaths):
-    """Saved states of a run, from which it or another run goes on, under any layout."""
+    """Saved states of a run, from which it or another run can continue, under any layout."""
 
     dir: str | None = field(None,
         "Folder of the run's checkpoints; None is the folder checkpoints in train.output_dir if checkpoint.interval is "
@@ -528,8 +529,8 @@ class CheckpointConfig(_HasPaths):
         "checkpoint.dir is given.", ge=1, aliases="save_interval", needs="checkpoint.dir|train.output_dir")
     keep: int = field(2, "How many checkpoints to keep; older ones are removed.", ge=1, needs=_SAVES)
     asynchronous: bool = field(False, "Write a copy while later steps run.", aliases="async_save", needs=_SAVES)
-    load: str | None = field(None, "`none` starts anew; `latest` resumes from the run's own checkpoints, null does if "
-        "there are any; else the folder of another run or of its checkpoints, or one step.", none="", path="any")
+    load: str | None = field(None, "`none` starts anew; `latest` resumes from the run's own checkpoints; null does so "
+        "if there are any. Or the folder of another run or of its checkpoints, or one step.", none="", path="any")
 
 
 class ExtraConfig(SimpleNamespace):

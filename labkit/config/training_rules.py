@@ -17,7 +17,7 @@ def training_rules(found: Findings) -> None:
     if m.recompute_granularity == "selective":
         modules = m.recompute_modules
         if unknown := [module for module in modules if module not in RECOMPUTED_PARTS]:
-            rule = f"{shown(unknown[0])} is no part that can be recomputed; choose from {parts}"
+            rule = f"{shown(unknown[0])} is not a part that can be recomputed; choose from {parts}"
             found.add(name, f"{rule}{nearest(unknown[0], RECOMPUTED_PARTS)}")
         elif not modules or len(set(modules)) < len(modules):
             found.add(name, f"name one or more of {parts}, each once")

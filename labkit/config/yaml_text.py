@@ -105,7 +105,7 @@ def text_of(path: str | os.PathLike[str], kind: str) -> str:
             data = file.read(MAX_BYTES + 1)
         if len(data) <= MAX_BYTES:
             return data.decode("utf-8-sig")
-        problem = f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"
+        problem = f"is larger than {MAX_BYTES:,} bytes; this is not a configuration file"
     except FileNotFoundError:
         problem = f"no such file; give the path of a {kind} file"
     except IsADirectoryError:

@@ -93,7 +93,7 @@ def check_vocabulary(data: DataConfig, vocab_size: int) -> None:
         raise ValueError(
             f"model.vocab_size = {vocab_size}: data.tokenizer is not given, and the bundled tokenizer has {size} "
             f"tokens, so {vocab_size - size} rows of the embedding would see no token; give data.tokenizer a file with "
-            f"about {vocab_size} tokens, such as GPT-2's vocab.json (50257, with merges.txt beside it) or BERT's "
+            f"about {vocab_size} tokens, such as GPT-2's vocab.json (50257, with merges.txt next to it) or BERT's "
             f"vocab.txt (30522), or set model.vocab_size to {size} (BERT and T5: and their own tokens)"
         )
     if size > vocab_size:

@@ -69,7 +69,7 @@ def output_file(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     """
     file = Path(os.path.realpath(path))
     if os.path.lexists(file) and not (overwrite and file.is_file()):
-        rule = "exists; overwrite it (--overwrite), or" if file.is_file() else "is no regular file;"
+        rule = "exists; overwrite it (--overwrite), or" if file.is_file() else "is not a regular file;"
         raise FileExistsError(f"{path}: {rule} choose another name")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"{file.parent}: there is no such folder; make it first")
@@ -296,7 +296,8 @@ class IndexedDatasetBuilder:
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise ValueError(f"{other.bin_path}: holds {other.dtype.name}, not {self.dtype.name}; prepare both alike")
+            types = f"{other.dtype.name}, not {self.dtype.name}"
+            raise ValueError(f"{other.bin_path}: holds {types}; prepare both with the same tokenizer")
         with naming(self.bin_path), open(other.bin_path, "rb") as file:
             shutil.copyfileobj(file, self._bin, 1 << 22)
         before = len(self._lengths)

@@ -143,10 +143,8 @@ def _side_by_side(recipe: Recipe, pieces: Iterator[Piece], workers: int) -> Iter
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        rule = (
-            "a worker died, perhaps for lack of memory (use fewer), or as the calling script does its work outside of"
-        )
-        raise ChildProcessError(f"{rule} `if __name__ == '__main__':`") from None
+        rule = "a worker died, perhaps for lack of memory (use fewer workers), or because the script that calls this"
+        raise ChildProcessError(f"{rule} does its work outside of `if __name__ == '__main__':`") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

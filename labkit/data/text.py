@@ -102,7 +102,7 @@ def whole_characters(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"half a surrogate pair, U+{ord(text[error.start]):04X} at character {error.start}"
-        raise ValueError(f"has {half}, which is no character; repair the text") from None
+        raise ValueError(f"has {half}, which is not a character; correct the text") from None
     return text
 
 
@@ -221,22 +221,20 @@ def _byte_level(vocabulary: Path) -> Tokenizer:
 
     merges = vocabulary.with_name(vocabulary.name.removesuffix("vocab.json") + "merges.txt")
     if not merges.is_file():
-        raise FileNotFoundError(
-            f"data.tokenizer: {str(vocabulary)!r} needs {merges.name} beside it, which is not there"
-        )
+        raise FileNotFoundError(f"data.tokenizer: {str(vocabulary)!r} needs {merges.name} next to it, which is missing")
     try:
         ids = dict(parse_json(decode_utf8(vocabulary.read_bytes())))
         whole_characters("".join(ids))
         for token, number in ids.items():
             if type(number) is not int:
-                raise ValueError(f"the token {shown(token)} has the id {shown(number)}, which is no integer")
+                raise ValueError(f"the token {shown(token)} has the id {shown(number)}, which is not an integer")
         lines = read_lines(merges, "data.tokenizer")
         parted = (line.split(" ") for line in lines if line and not line.startswith("#version"))
         pairs = [(first, second) for first, second in parted]
         tokenizer = Tokenizer(models.BPE(ids, pairs))
     except Exception as error:
         raise ValueError(
-            f"data.tokenizer: {str(vocabulary)!r} and {merges.name} are no vocabulary and merges of GPT-2: {error}"
+            f"data.tokenizer: {str(vocabulary)!r} and {merges.name} are not a vocabulary and merges of GPT-2: {error}"
         ) from None
     [prefix] = _beside(vocabulary, "tokenizer_config.json", bool, "add_prefix_space")
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix))
@@ -323,7 +321,7 @@ def end_tokens(tokenizer: Tokenizer, path: str | Path | None = None) -> list[int
                 number = tokenizer.token_to_id(end) if kind is str else end
                 if number is None or not 0 <= number < 2**32 or tokenizer.id_to_token(number) is None:
                     raise ValueError(
-                        f"data.tokenizer: {source} beside {str(file)!r} names the end token {shown(end)}, which the "
+                        f"data.tokenizer: {source} next to {str(file)!r} names the end token {shown(end)}, which the "
                         "tokenizer does not have; give the tokenizer.json that belongs to it, or correct one of the two"
                     )
                 found.append(number)

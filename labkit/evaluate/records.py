@@ -46,14 +46,14 @@ class Records:
         self.path, self.partial = Path(path), Path(f"{path}.partial")
         for own in (self.path, self.partial):
             if own.exists() and not own.is_file():
-                raise ValueError(f"--out: {str(own)!r} is no regular file; name another file")
+                raise ValueError(f"--out: {str(own)!r} is not a regular file; name another file")
         self.rows: list[dict[str, Any]] = []
         lines = read_lines(self.path, "--out") if self.path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
                 self.rows.append({**json.loads(line)})
             except (ValueError, TypeError, RecursionError):
-                raise ValueError(f"{self.path}, line {number}, is no row of results; name another file") from None
+                raise ValueError(f"{self.path}, line {number}, is not a row of results; name another file") from None
 
     def finished(self, key: Key) -> dict[str, Any] | None:
         """Return the row of this key, or None."""

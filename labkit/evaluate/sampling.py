@@ -21,8 +21,8 @@ from labkit.config.field_spec import FieldSpec
 NO_TOKEN = -1
 """The id that is chosen where logits are not finite."""
 NOT_FINITE = (
-    "the logits are not finite, so they say nothing of a text: give a checkpoint without NaN and infinity, a wider "
-    "--precision, or in a generation a repetition penalty nearer to 1"
+    "the logits are not finite, so nothing can be read from them: use a checkpoint without NaN and infinity, a wider "
+    "--precision or, when generating, a repetition penalty closer to 1"
 )
 """The message with which every evaluation rejects such logits."""
 FIELDS = (

@@ -108,12 +108,12 @@ def read_task(task: str, folder: str | Path, version: str | None = None) -> Task
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; give the one with the files of {task}")
+        raise FileNotFoundError(f"{folder} is not a folder; give the one with the files of {task}")
     readers = {"mnli": _read_mnli, "qqp": _read_qqp, "race": _read_race}
     found = readers[task](folder) if task in readers else _read_squad(folder, version)
     for name, examples in {"training": found.train, **found.splits}.items():
         if not examples:
-            raise ValueError(f"{folder}: the {name} examples of {task} are none; the files have only headers")
+            raise ValueError(f"{folder}: there are no {name} examples of {task}; the files have only headers")
     return found
 
 
@@ -304,11 +304,11 @@ def _json(path: Path) -> _Value:
         read = parse_json(content)
         text = json.dumps(read, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     try:
         whole_characters(text)
     except ValueError:
-        raise ValueError(f"{path} has half a surrogate pair in a text, which is no character; repair it") from None
+        raise ValueError(f"{path} has half a surrogate pair in a text, which is not a character; correct it") from None
     return _Value(str(path), read)
 
 
@@ -318,6 +318,6 @@ def _published(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None

@@ -51,7 +51,7 @@ class CaptureRequest(NamedTuple):
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
             raise ValueError(
-                f"sample arguments lie on {found}: move them to one device; a graph cannot copy from the host"
+                f"sample arguments are on {found}: move them to one device; a graph cannot copy from the host"
             )
         return devices.pop() if devices else torch.device("cpu")
 

@@ -50,7 +50,8 @@ class ParallelAttention(nn.Module):
         config, tp = build.config, build.group.size
         kv_heads = config.kv_heads or config.heads
         if config.hidden % config.heads or config.heads % kv_heads:
-            raise ValueError(f"{name}: hidden {config.hidden}, heads {config.heads}, kv_heads {kv_heads} must divide")
+            rule = f"kv_heads {kv_heads} must divide heads {config.heads}, and that hidden {config.hidden}"
+            raise ValueError(f"{name}: {rule}")
         self.name, self.recompute = name, build.recompute
         self.recomputes_norm = self.recompute.selects("layernorm")
         self.recomputes_core = self.recompute.selects("core_attn")

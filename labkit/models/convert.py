@@ -240,7 +240,7 @@ def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], 
     theirs: State = {}
     for name, tensor in full.items():
         if name not in recipes:
-            raise ValueError(f"{name} has no place in a {family_of(config, moe)} of Hugging Face")
+            raise ValueError(f"{name} has no counterpart in Hugging Face's {family_of(config, moe)}")
         parts = recipes[name].split(tensor)
         theirs |= {their: part.contiguous() for their, part in zip(recipes[name].theirs, parts, strict=True)}
     return theirs

@@ -223,8 +223,8 @@ class GPTModel(nn.Module):
             raise ValueError(f"a sequence of {length * self.cp.size} tokens is longer than model.seq_length = {most}")
         if length % parts:
             raise ValueError(
-                f"sequence parallelism cuts a sequence over tp = {parts} ranks, and {length} tokens are no multiple of "
-                f"it; pad them to {-(-length // parts) * parts}"
+                f"sequence parallelism cuts a sequence over tp = {parts} ranks, and {length} tokens are not a multiple "
+                f"of it; pad them to {-(-length // parts) * parts}"
             )
         return self.embedding(tokens_BS, *with_tokens)
 

@@ -166,7 +166,7 @@ class MoELayer(nn.Module):
         shape, dtype = list(x_SBH.shape), self.router.weight.dtype
         if len(shape) != 3 or shape[2] != self.hidden or shape[0] == 0 or x_SBH.dtype != dtype:
             wanted = f"{dtype} [S, B, {self.hidden}] with S of at least 1"
-            raise ValueError(f"{self.name}: the input is {wanted}, got {x_SBH.dtype} {shape}")
+            raise ValueError(f"{self.name}: the input must be {wanted}, got {x_SBH.dtype} {shape}")
 
     @property
     def has_shared_output(self) -> bool:

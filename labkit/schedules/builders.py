@@ -167,7 +167,7 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
         raise ValueError(f"schedule.all_warmup is a rule of interleaving, and schedule.name is {name!r}; leave it out")
     if vpp not in (1, row.chunks):
         raise ValueError(
-            f"schedule.name is {name!r}, which has {counted(row.chunks, 'stage')} a rank, and vpp is {vpp}: leave "
+            f"schedule.name is {name!r}, which has {counted(row.chunks, 'stage')} per rank, but vpp is {vpp}: leave "
             "parallel.vpp at 1, or choose interleaved"
         )
     return _built(row.builder, builder(pp, microbatches, **read))

@@ -155,7 +155,7 @@ def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:
     away = schedule.ranks != schedule.placement_of_stages[schedule.stages]
     sentences = (
         (counts[cell] > 1, "appears more than once"),
-        ((schedule.kinds == _B) & split, "is a full backward beside a split one"),
+        ((schedule.kinds == _B) & split, "is a full backward, although there is a split one"),
         (away, "is on a rank that does not hold its stage"),
     )
     marks: dict[tuple[int, int], str] = {}

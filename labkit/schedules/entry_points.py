@@ -20,7 +20,7 @@ from labkit.schedules.runtime import ForwardStep, PipelineRuntime, chunks_of
 
 _REFUSED = {
     "adjust_tensor_shapes_fn": "give tensor_shape, or set variable_seq_lengths",
-    "first_val_step": "it says when fp8 weights are cast anew, which labkit does by itself after each update",
+    "first_val_step": "it says when fp8 weights are cast again, which labkit does after each update",
     "force_all_reduce": "gradients are reduced by finalize_model_grads, outside the schedule",
     "finalize_model_grads_func": "call it after the step: the schedule ends with the last backward",
     "overlap_moe_expert_parallel_comm": "a forward and a backward are not merged into one action",
@@ -189,7 +189,9 @@ def forward_backward_pipelining_with_interleaving(
         )
     chunks = chunks_of(model)
     if len(chunks) < 2:
-        raise ValueError("interleaving needs a list of two or more model chunks a rank; with one use the 1F1B function")
+        raise ValueError(
+            "interleaving needs a list of two or more model chunks per rank; with one use the 1F1B function"
+        )
     if not isinstance(data_iterator, list | tuple) or len(data_iterator) != len(chunks):
         raise ValueError(f"interleaving needs a list of data iterators, one for each of the {len(chunks)} model chunks")
     group_size = arguments.pop("microbatch_group_size_per_vp_stage", None)

@@ -68,7 +68,7 @@ class Action:
         match = ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text[:40]!r} is no action: write stage, one of F B I W, microbatch, "
+                f"{text[:40]!r} is not an action: write stage, one of F B I W, microbatch, "
                 "as in 2F0 (stage 2, forward, microbatch 0)"
             )
         return cls(int(match[1]), match[2], int(match[3]))
@@ -275,7 +275,7 @@ class Schedule:
             match = RANK_LINE.match(line)
             if match is None or int(match[1]) != rank:
                 raise ScheduleError(
-                    f"{line[:40]!r} stands in the place of the line of rank {rank}: write rank {rank}: 0F0 0F1 ..."
+                    f"{line[:40]!r} is where the line of rank {rank} must be: write rank {rank}: 0F0 0F1 ..."
                 )
             cells = enumerate(line[match.end() :].split())
             rows.append([_parse_cell(cell, f"rank {rank}, position {position}") for position, cell in cells])

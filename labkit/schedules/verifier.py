@@ -135,7 +135,7 @@ def interleaving_rules(schedule: Schedule) -> None:
         sentence = f"M is a multiple of N, or the last group has at least PP microbatches; it has M mod N = {rest}"
     else:
         return
-    _refuse(schedule, f"is interleaved {names}, which Megatron refuses:", {(0, n): sentence})
+    _refuse(schedule, f"is interleaved {names}, which Megatron rejects:", {(0, n): sentence})
 
 
 def _follows_table(schedule: Schedule, n: int, chunks: int) -> bool:

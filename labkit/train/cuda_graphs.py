@@ -163,9 +163,9 @@ class LayerGraphs:
                 after = "layers cannot be captured for it"
             elif self._captures_anew:
                 settled = "a whole step is" if self._patience == 1 else f"{self._patience} whole steps in a row are"
-                after = f"once {settled} of it, layers are captured anew"
+                after = f"once {settled} of it, layers are captured again"
             else:
-                after = "set schedule.variable_seq_lengths to have layers captured anew where it stays"
+                after = "set schedule.variable_seq_lengths to have layers captured again when it stays"
             given, held = (_words(x) for x in (shapes, self.helper.layers[0].cuda_graph_shapes))
             said = f"CUDA graphs: microbatches of {given} run eagerly, because the graphs are of {held}; {after}"
             print(said, file=sys.stderr, flush=True)

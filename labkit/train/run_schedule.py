@@ -45,7 +45,7 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
     if parallel.vpp > 1 and held != {parallel.vpp}:
         words = " or ".join(str(number) for number in sorted(held)) + (" stage" if held == {1} else " stages")
         raise ValueError(
-            f"{schedule.name} has {words} a rank, but parallel.vpp is {parallel.vpp}; set vpp to 1: then "
+            f"{schedule.name} has {words} per rank, but parallel.vpp is {parallel.vpp}; set vpp to 1: then "
             "the schedule decides the number of model chunks"
         )
     if config.model.transformer_impl == "transformer_engine" and (schedule.kinds == KINDS.index("W")).any():

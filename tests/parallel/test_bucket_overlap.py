@@ -59,5 +59,5 @@ def no_bandwidth() -> None:
 
 
 def test_a_link_that_carries_nothing_is_refused(on_ranks) -> None:
-    with pytest.raises(RankError, match=r"0\.0 bytes a second carries nothing; give a positive bandwidth"):
+    with pytest.raises(RankError, match=r"0\.0 bytes per second carries nothing; give a positive bandwidth"):
         on_ranks(no_bandwidth, 2)

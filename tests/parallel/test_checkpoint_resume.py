@@ -346,7 +346,7 @@ def test_random_states_of_more_fewer_and_other_ranks_follow_seed_step_and_rank(t
     def resumed(ranks: int, saved_by: int, step: int, **changes: Any) -> list[dict[str, bytes]]:
         load = {"checkpoint.load": str(tmp_path / f"{saved_by}" / f"step_0000000{step}")}
         results = on_ranks(random_states, ranks, config.override({**load, **changes}))
-        assert "derived from seed, step and rank, since the layout is another" in results[0][1][-1]
+        assert "derived from seed, step and rank, because the layout has changed" in results[0][1][-1]
         return [states for states, _ in results]
 
     more, fewer = resumed(4, 2, 1), resumed(2, 4, 1)
@@ -404,7 +404,9 @@ def test_a_run_goes_on_on_another_device_with_derived_random_states(tmp_path, mo
     monkeypatch.setattr(RankState, "_random_states", own)
     result = pretrain(config.override({"steps": 4}))
     assert result.resumed_after == 2 and len(result.losses) == 2
-    assert "random states are derived from seed, step and rank, since the device is another" in capfd.readouterr().err
+    assert (
+        "random states are derived from seed, step and rank, because the device has changed" in capfd.readouterr().err
+    )
 
 
 def blind(config: RunConfig, rank: int) -> int:
@@ -495,7 +497,7 @@ def test_what_differs_otherwise_is_said_and_used(tmp_path):
     assert sentence.startswith(f"resumed from {tmp_path}/step_00000001: model.hidden_dropout 0.0 -> 0.1; ")
     assert "parallel.tp 1 -> 2; optim.lr 0.001 -> 0.5; " in sentence
     assert "train.steps 1 -> 2" in sentence and "train.global_batch_size 8 -> 4" in sentence
-    assert sentence.endswith("random states are derived from seed, step and rank, since the layout is another")
+    assert sentence.endswith("random states are derived from seed, step and rank, because the layout has changed")
     assert [line["learning_rate"] for line in said[1:] if "loss" in line] == [pytest.approx(0.25)]
 
 

@@ -46,7 +46,7 @@ def test_a_table_of_ones_own_trains_in_its_order(text: str, tmp_path: Path, capf
     ("text", "changes", "message"),
     [
         (MINE, ["--layers", "6"], "6 layers cannot be shared evenly by 4 stages"),
-        (MINE, ["--vpp", "4", "--layers", "8"], "mine has 2 stages a rank, but parallel.vpp is 4"),
+        (MINE, ["--vpp", "4", "--layers", "8"], "mine has 2 stages per rank, but parallel.vpp is 4"),
         (MINE, ["--pipeline-layout", "Ett|ttL"], "has 2 stages and 4 layers; the schedule has 4 stages"),
         (MINE, ["--microbatch-group-size", "2"], "has no effect"),
         (MINE.replace(",2W3,", ","), [], "2W3 is missing"),

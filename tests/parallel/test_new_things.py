@@ -94,7 +94,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = '    "in_rounds": NamedSchedule("labkit.schedules.in_rounds:in_rounds", reads=("microbatches_a_round",)),\n'
     _insert(labkit / "config" / "choices.py", "SCHEDULES = {\n", row)
     _insert(labkit / "config" / "sections.py", '    """Shape of the model. Defaults give a small GPT-2."""\n\n', FIELD)
-    _insert(labkit / "config" / "sections.py", '    """The way of microbatches through the pipeline."""\n\n', ROUND)
+    _insert(labkit / "config" / "sections.py", '    """How microbatches go through the pipeline."""\n\n', ROUND)
     (labkit / "models" / "scaled_spec.py").write_text(LAYER_SPEC)
     (labkit / "check" / "chapter_99.py").write_text(EXERCISE)
     return folder

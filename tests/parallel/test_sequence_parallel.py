@@ -326,5 +326,5 @@ def odd_length() -> None:
 
 
 def test_a_sequence_that_the_ranks_do_not_divide_is_refused_with_what_to_do(on_ranks) -> None:
-    with pytest.raises(RankError, match="over tp = 2 ranks, and 7 tokens are no multiple of it; pad them to 8"):
+    with pytest.raises(RankError, match="over tp = 2 ranks, and 7 tokens are not a multiple of it; pad them to 8"):
         on_ranks(odd_length, 2)

@@ -223,7 +223,7 @@ def test_int32_ids_are_checked_too() -> None:
         (64, {}, "this loss takes each rank's own columns, not gathered logits"),
         (64, {}, "say so: padded_vocab_size=128"),
         (64, {"padded_vocab_size": 64}, "64 columns on each of 2 ranks are not the padded vocabulary's 64"),
-        (32, {"label_smoothing": 1.0}, "label_smoothing must lie in [0, 1), got 1.0"),
+        (32, {"label_smoothing": 1.0}, "label_smoothing must be in [0, 1), got 1.0"),
     ],
 )
 def test_logits_that_are_no_shard_are_refused(width: int, options: dict[str, Any], message: str) -> None:

@@ -122,11 +122,11 @@ def test_what_is_in_the_way_of_a_save_is_seen_before_a_run_starts(run: Path, nam
     else:
         place.write_text("mine")
     config, before = RESUMED.override({"checkpoint.dir": str(run)}), os.lstat(place)
-    problem = f"checkpoint.dir = {str(run)!r}: {name} in it is no {kind}, and a run writes one there"
+    problem = f"checkpoint.dir = {str(run)!r}: {name} in it is not a {kind}, and a run writes one there"
     assert [found.partition(";")[0] for found in folder_problems(config)] == [problem]
     with pytest.raises(ConfigError, match=re.escape(problem)):
         RunFolder(config, 1).claim()
-    with pytest.raises(CheckpointError, match=f"{re.escape(name)} in it is no {kind}"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} in it is not a {kind}"):
         import_weights(None, run)  # type: ignore[arg-type] # refused before the weights are looked at
     assert os.path.samestat(before, os.lstat(place))
 
@@ -190,7 +190,7 @@ def test_a_run_in_fp8_finds_its_history_again(tmp_path: Path, capfd: pytest.Capt
         pretrain(config.override({"optim.fp8": fp8, "steps": steps}))
         stored = read_manifest(tmp_path / f"step_{steps:08d}").tensors
         assert any(name.startswith("fp8.layers.0.") for name in stored) == (fp8 == "hybrid")
-        said = "the checkpoint has no fp8 history for this model, so that starts anew"
+        said = "the checkpoint has no fp8 history for this model, so the history starts anew"
         assert (said in capfd.readouterr().err) == anew
 
 
@@ -284,7 +284,7 @@ def test_a_count_whose_double_is_no_int64_is_refused(run: Path) -> None:
         stored = read_manifest(step)
         stored.training["consumed_samples"] = samples
         write_manifest(step, stored)
-    with pytest.raises(CheckpointError, match=f"no manifest of labkit .{2**62} stands where a count must be"):
+    with pytest.raises(CheckpointError, match=f"not a manifest of labkit .{2**62} is not a count"):
         read_manifest(step)
 
 
@@ -338,8 +338,8 @@ REQUESTS = [
     ("list EMPTY", "holds no checkpoint; give the folder of a run, one with step_00000001"),
     ("verify EMPTY", "holds no checkpoint"),
     ("export EMPTY x.safetensors", "holds no checkpoint"),
-    ("verify EMPTY/nothing", "is no folder; give the folder of a run or of its checkpoints, or one step"),
-    ("list DIR/latest", "is no folder"),
+    ("verify EMPTY/nothing", "is not a folder; give the folder of a run or of its checkpoints, or one step"),
+    ("list DIR/latest", "is not a folder"),
     ("export DIR nowhere/x.safetensors", "there is no folder 'nowhere'; make it first"),
     ("export DIR DIR/latest", "is a file; give a folder, or a name that ends with .safetensors"),
     ("export DIR DIR/step_00000002/x.safetensors", "is inside a checkpoint, whose files must not change"),

@@ -229,12 +229,12 @@ def test_mistakes_are_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("0F0,zero,0B0", "rank 0, position 1: 'zero' is no action"),
+        ("0F0,zero,0B0", "rank 0, position 1: 'zero' is not an action"),
         ("", "the text has no rows"),
         ("0F0,0B0\n\n1F0,1B0", "rank 1 has an empty line"),
         ("0F0\n1F0,1B0", "0B0 is missing"),
         ("\x00\xff\n", "not UTF-8 text: save it as CSV UTF-8"),
-        ("0F0,0B99999999999", "'0B99999999999' is no action"),
+        ("0F0,0B99999999999", "'0B99999999999' is not an action"),
         ("0F0,0B0,0F999999999", "is it mistyped?"),  # and no table of gigabytes
     ],
 )
@@ -283,7 +283,7 @@ def test_what_cannot_be_written_is_said_instead_of_an_answer(
     other = "; make the folder, or name another"
     for target, why in (
         ("taken.svg", "Is a directory; give a path that can be written"),
-        ("file/new.svg", f"'{tmp_path}/file' is no folder{other}"),
+        ("file/new.svg", f"'{tmp_path}/file' is not a folder{other}"),
         ("no/such/new.svg", f"'{tmp_path}/no/such' does not exist{other}"),
     ):
         code, message = refused(capsys, *SIZES, f"--{option}", str(tmp_path / target))

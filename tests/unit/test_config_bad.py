@@ -116,7 +116,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"order": ""}, None, "parallel.order", "an axis is empty"),
     ({"order": "tp-cp--dp-pp"}, None, "parallel.order", "an axis is empty"),
     ({"order": "tp-cp-ep-dp-pp-"}, None, "parallel.order", "an axis is empty"),
-    ({"order": "tp,cp,ep,dp,pp"}, None, "parallel.order", "is no axis"),
+    ({"order": "tp,cp,ep,dp,pp"}, None, "parallel.order", "is not an axis"),
     ({"order": "tp-cp-ep-dp-ppp"}, None, "parallel.order", 'did you mean "pp"?'),
     ({"order": "tp-tp-cp-ep-dp-pp"}, None, "parallel.order", "tp is named 2 times"),
     ({"order": "cp-ep-dp-pp", "tp": 2}, None, "parallel.order", "tp is missing although its size is 2"),
@@ -150,8 +150,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"schedule.name": "gpipe", "schedule.path": TWO_BY_TWO, "pp": 2}, None, "schedule.name",
      "no effect with schedule.path = " + TWO_BY_TWO + ", which takes the place of the name; set that to null"),
     ({"use_ring_exchange_p2p": True}, None, "schedule.use_ring_exchange_p2p", "torch has no ring exchange"),
-    ({"schedule.name": "gpipe", "pp": 2, "vpp": 2}, None, "schedule.name", "runs one model chunk a rank"),
-    ({"schedule.name": "zbv", "pp": 4, "vpp": 4, "layers": 16}, None, "schedule.name", "2 model chunks a rank"),
+    ({"schedule.name": "gpipe", "pp": 2, "vpp": 2}, None, "schedule.name", "runs one model chunk per rank"),
+    ({"schedule.name": "zbv", "pp": 4, "vpp": 4, "layers": 16}, None, "schedule.name", "2 model chunks per rank"),
     ({"schedule.name": "interleaved", "pp": 2}, None, "schedule.name", "set parallel.vpp above 1"),
     ({"schedule.name": "zbv", "pp": 8}, None, "model.layers", "pp x chunks of zbv = 8 x 2 = 16; try 16"),
     ({"schedule.name": "dualpipe_v", "pp": 4, "global_batch_size": 7}, 4, "schedule.name", "at least 2 x pp = 8"),
@@ -167,7 +167,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"pp": 2, "vpp": 2, "pipeline_layout": "Et*8||L|"}, None, "parallel.pipeline_layout", "stage 3 of 4 is empty"),
     ({"pp": 2, "pipeline_layout": "Et|t*6|tL"}, None, "parallel.pipeline_layout", "there must be pp = 2"),
     ({"pp": 2, "schedule.name": "zbv", "pipeline_layout": "Et*4|t*4L"}, None, "parallel.pipeline_layout",
-     "pp x 2 model chunks a rank = 2 x 2 = 4"),
+     "pp x 2 model chunks per rank = 2 x 2 = 4"),
     ({"pp": 2, "pipeline_layout": "E|t*8L", "standalone_embedding_stage": True}, None,
      "parallel.standalone_embedding_stage", "says where the embedding is"),
     ({"family": "t5", "split_rank": 1, "pp": 2, "vpp": 2}, None, "parallel.split_rank",
@@ -218,7 +218,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**GROUPS, "num_groups": 3}, None, "moe.num_groups", "divide moe.num_experts = 8; choose 1, 2, 4 or 8"),
     ({**GROUPS, "group_topk": 5}, None, "moe.group_topk", "at most moe.num_groups = 4; choose fewer"),
     ({**GROUPS, "top_k": 3}, None, "moe.group_topk", "must divide moe.top_k = 3, as a group is judged by its best"),
-    ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts hold only 4, and moe.top_k = 6; raise it"),
+    ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts have only 4, and moe.top_k = 6; raise it"),
     *[({**MOE, "load_balancing": kind}, None, "moe.load_balancing", "set moe.aux_loss_coeff above 0, as in 0.01")
       for kind in ("seq_aux_loss", "global_aux_loss")],
     *[({**MOE, "load_balancing": kind, "aux_loss_coeff": 0.1}, None, "moe.aux_loss_coeff",
@@ -516,7 +516,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout 'inf': must be a finite number"),
     (["train", "--preset", "tiny", "--trace", "/nowhere/run.json"], "--trace '/nowhere/run.json': there is no folder"),
     (["train", "--preset", "tiny", "--trace", "/"], "--trace '/': is a folder; give a file"),
-    (["train", "--preset", "tiny", "--trace", "/dev/null"], "--trace '/dev/null': is no regular file"),
+    (["train", "--preset", "tiny", "--trace", "/dev/null"], "--trace '/dev/null': is not a regular file"),
     (["train", "--preset", "tiny", "--trace", ""], "--trace '': a path must not be empty"),
     (["train", "--preset", "tiny", "--trace", "/proc/run.json"], "give a path that can be written"),
     (["parity", "--preset", "tiny", "--timeout", "-1"], "--timeout -1.0: must be greater than 0"),
@@ -594,7 +594,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         )
     ],
     *[
-        (words, "...: a name in it has 256 bytes, and may have 255; shorten it")
+        (words, "...: a name in it has 256 bytes, but at most 255 are allowed; shorten it")
         for words in (
             ["watch", LONG],
             ["data", "show", LONG],
@@ -603,7 +603,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     ],
     (["data", "prepare", SHORT_TEXT, "/nowhere/x"], "PREFIX '/nowhere/x.bin': there is no folder '/nowhere'"),
     (["data", "clean", SHORT_TEXT, str(FOLDER), "--overwrite"], f"OUT.jsonl {str(FOLDER)!r}: is a folder; give a file"),
-    (["data", "prepare", SHORT_TEXT, LONG[6:]], "its name has 254 bytes, and may have 225; shorten it"),
+    (["data", "prepare", SHORT_TEXT, LONG[6:]], "its name has 254 bytes, but at most 225 are allowed; shorten it"),
 ]
 
 
@@ -641,12 +641,12 @@ PATHS = [name for name, spec in SPECS.items() if spec.path]
 BAD_PATHS: dict[str, str] = {
     "": "a path must not be empty",
     " \t": "a path must not be empty",
-    LONG: "a name in it has 256 bytes, and may have 255",
+    LONG: "a name in it has 256 bytes, but at most 255 are allowed",
     "\u20ac" * 86: "a name in it has 258 bytes",
-    "b/" * 2100: "has 4,200 bytes, and a path may have 3,840",
-    "a\0b": "no file name may hold a NUL",
-    "\ud800": "no file name may hold a NUL or half of a surrogate pair",
-    "~nobody-has-this-name/a": "~nobody-has-this-name is no user's home folder",
+    "b/" * 2100: "has 4,200 bytes, but a path can have at most 3,840",
+    "a\0b": "a file name cannot contain a NUL",
+    "\ud800": "a file name cannot contain a NUL or half of a surrogate pair",
+    "~nobody-has-this-name/a": "~nobody-has-this-name is not the home folder of any user",
 }
 
 
@@ -719,7 +719,7 @@ def test_command(words: list[str], message: str, capsys: pytest.CaptureFixture[s
 def test_a_path_that_no_file_can_have_is_refused_by_its_option(
     command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path, rule in (("", "a path must not be empty; name one"), (LONG, "a name in it has 256 bytes, and may have")):
+    for path, rule in (("", "a path must not be empty; name one"), (LONG, "a name in it has 256 bytes, but at most")):
         assert main([command, f"--{option}", path]) == 2
         assert re.search(rf"--{option} '{path[:5]}.*{re.escape(rule)}", capsys.readouterr().err)
 

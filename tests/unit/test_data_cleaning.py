@@ -196,7 +196,7 @@ def test_the_command_replaces_nothing_but_files(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for name, words in (
         ("link", "none: there is no such folder"),
-        ("pipe", "pipe': is no regular file; choose another"),
+        ("pipe", "pipe': is not a regular file; choose another"),
     ):
         line = ["data", "clean", str(tmp_path / "a.txt"), str(tmp_path / name), "--overwrite", "--min-tokens", "0"]
         assert main(line) == 2 and words in capsys.readouterr().err

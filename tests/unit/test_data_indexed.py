@@ -115,7 +115,7 @@ def test_the_target_of_a_link_is_replaced_and_nothing_but_files(tmp_path):
     assert all(path.is_symlink() for path in tmp_path.glob("a.*")) and len(list(tmp_path.iterdir())) == 3
     for number, make in enumerate([Path.mkdir, os.mkfifo, lambda path: path.symlink_to("1.bin")]):
         make(tmp_path / f"{number}.bin")
-        with pytest.raises(FileExistsError, match=rf"{number}\.bin: is no regular file; choose another name"):
+        with pytest.raises(FileExistsError, match=rf"{number}\.bin: is not a regular file; choose another name"):
             IndexedDatasetBuilder(tmp_path / f"{number}", overwrite=True)
 
 

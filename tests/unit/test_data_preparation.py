@@ -73,13 +73,13 @@ def test_capitals_in_a_vocabulary_keep_the_case(tmp_path):
 @pytest.mark.parametrize(
     ("files", "error", "said"),
     [
-        ({"vocab.json": "{}"}, FileNotFoundError, r"vocab\.json' needs merges\.txt beside it, which is not there"),
-        ({"a-vocab.json": "{}", "merges.txt": ""}, FileNotFoundError, r"needs a-merges\.txt beside it"),
-        ({"vocab.json": "[1]", "merges.txt": ""}, ValueError, "are no vocabulary and merges of GPT-2"),
+        ({"vocab.json": "{}"}, FileNotFoundError, r"vocab\.json' needs merges\.txt next to it, which is missing"),
+        ({"a-vocab.json": "{}", "merges.txt": ""}, FileNotFoundError, r"needs a-merges\.txt next to it"),
+        ({"vocab.json": "[1]", "merges.txt": ""}, ValueError, "are not a vocabulary and merges of GPT-2"),
         ({"vocab.json": "[]", "merges.txt": ""}, ValueError, "has no token"),
         ({"vocab.json": '{"\\ud800": 0}', "merges.txt": ""}, ValueError, "GPT-2: has half a surrogate pair"),
-        ({"vocab.json": '{"a": 0}', "merges.txt": "a a a"}, ValueError, "are no vocabulary and merges of GPT-2"),
-        ({"vocab.json": '{"a": 0}', "merges.txt": "x y\n"}, ValueError, "are no vocabulary and merges of GPT-2"),
+        ({"vocab.json": '{"a": 0}', "merges.txt": "a a a"}, ValueError, "are not a vocabulary and merges of GPT-2"),
+        ({"vocab.json": '{"a": 0}', "merges.txt": "x y\n"}, ValueError, "are not a vocabulary and merges of GPT-2"),
         ({"vocab.txt": "a\nb\n"}, ValueError, r"vocab\.txt' has no \[UNK\]; a WordPiece vocabulary has one token per"),
         ({"vocab.txt": "[UNK]\nb\nb\n"}, ValueError, "has a token twice"),
         ({"vocab.txt": b"\xff"}, ValueError, "is not UTF-8"),

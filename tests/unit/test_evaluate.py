@@ -267,7 +267,7 @@ def test_a_score_of_experts_with_a_capacity_does_not_depend_on_the_batch(padded,
 @pytest.mark.parametrize("line", ["no json", "[]", "[" * 100_000])
 def test_rows_of_another_file_are_refused(line, tmp_path):
     (tmp_path / "rows.jsonl").write_text(f"{{}}\n{line}\n")
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 2, is no row of results; name another file"):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2, is not a row of results; name another file"):
         Records(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").unlink()
     (tmp_path / "rows.jsonl.partial").write_text(line)
@@ -278,7 +278,7 @@ def test_rows_of_another_file_are_refused(line, tmp_path):
 @pytest.mark.parametrize("ending", ["", ".partial"])
 def test_what_is_no_file_is_refused_before_the_evaluation(ending, make, tmp_path):
     make(tmp_path / f"rows.jsonl{ending}")
-    with pytest.raises(ValueError, match=rf"--out: '.*rows\.jsonl{ending}' is no regular file; name another file"):
+    with pytest.raises(ValueError, match=rf"--out: '.*rows\.jsonl{ending}' is not a regular file; name another file"):
         Records(tmp_path / "rows.jsonl")
 
 
@@ -439,7 +439,7 @@ def test_bad_sampling_is_refused(wrong, words):
         ("eval wikitext --path FILE --checkpoint RUN --step 9", "has no checkpoint of step 9"),
         ("eval wikitext --path none --checkpoint RUN", "--path 'none': no such file; give an existing file\n"),
         ("generate a\udcff --checkpoint RUN", r"'a\xff': a prompt is UTF-8 text, and this has the byte 0xff"),
-        ("generate a --checkpoint none", "none is no folder"),
+        ("generate a --checkpoint none", "none is not a folder"),
         ("generate a --checkpoint RUN --precision fp8", "--precision 'fp8': must be one of"),
     ],
 )

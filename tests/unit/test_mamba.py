@@ -211,5 +211,5 @@ def test_options_of_a_mamba_model_are_refused_for_a_gpt() -> None:
     with pytest.raises(ValueError, match="GPTModel has no family 'mamba'"):
         GPTModel(small().model, GROUPS, layers=range(2), seed=1)
     uneven = ModelConfig(family="mamba", position="none", mamba_num_heads=6, mamba_num_groups=4)
-    with pytest.raises(ValueError, match="heads 6, groups 4 and tp 1 must divide"):
+    with pytest.raises(ValueError, match="tp 1 must divide groups 4, which must divide heads 6"):
         MambaModel(uneven, GROUPS, layers=range(1), seed=1)

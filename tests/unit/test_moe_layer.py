@@ -334,7 +334,9 @@ def test_a_layer_by_hand_refuses_what_a_run_would(changes: dict[str, Any], words
     ids=["hidden", "2d", "type", "no sequence"],
 )
 def test_inputs_of_another_shape_or_type_are_refused(x: Tensor, got: str) -> None:
-    with pytest.raises(ValueError, match=rf"^layers\.0\.mlp: the input is torch\.float64 \[S, B, 16\] .*, got {got}$"):
+    with pytest.raises(
+        ValueError, match=rf"^layers\.0\.mlp: the input must be torch\.float64 \[S, B, 16\] .*, got {got}$"
+    ):
         layer(MOE)(x)
 
 

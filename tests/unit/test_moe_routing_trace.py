@@ -76,9 +76,9 @@ def test_microbatches_come_in_the_order_of_the_stage():
 def test_records_of_another_batch_are_refused():
     config = config_of({})
     records = named_tokens(config)
-    with pytest.raises(ValueError, match="23 records and 8 microbatches a rank do not fit 8 microbatches a step"):
+    with pytest.raises(ValueError, match="23 records and 8 microbatches per rank do not fit 8 microbatches per step"):
         list(own_records(records[:-1], config, groups_of(config, 0, 1), range(8)))
-    with pytest.raises(ValueError, match=r"24 records and 8 microbatches a rank do not fit 8 .* on 2 replicas"):
+    with pytest.raises(ValueError, match=r"24 records and 8 microbatches per rank do not fit 8 .* on 2 replicas"):
         list(own_records(records, config, groups_of(config, 0, 2), range(8)))
 
 

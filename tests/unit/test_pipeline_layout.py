@@ -36,7 +36,7 @@ def test_forms(text: str, stages: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ett|txt|L", "'x' at position 5 is no part of a stage"),
+        ("Ett|txt|L", "'x' at position 5 is not a part of a stage"),
         ("Ett|mL", "'m' at position 4"),
         ("|EttL", "stage 0 of 2 is empty: the first stage embeds the tokens"),
         ("Ett|L|*2", "stage 3 of 4 is empty: the last stage has the loss"),

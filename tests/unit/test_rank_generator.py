@@ -169,8 +169,8 @@ PART = RankGenerator(tp=2, dp=2, rank_offset=4)
 REFUSALS: dict[str, Callable[[], object]] = {
     "ep is 2 and cp is 4": lambda: RankGenerator(ep=2, cp=4),
     "tp is 0; it must be at least 1": lambda: RankGenerator(tp=0),
-    "tp is '8', which is no integer": lambda: RankGenerator(tp="8"),  # pyright: ignore[reportArgumentType]
-    "tp is True, which is no integer": lambda: RankGenerator(tp=True),
+    "tp is '8', which is not an integer": lambda: RankGenerator(tp="8"),  # pyright: ignore[reportArgumentType]
+    "tp is True, which is not an integer": lambda: RankGenerator(tp=True),
     "rank_offset is -1; it must be at least 0": lambda: RankGenerator(rank_offset=-1),
     "order 'dp-pp' leaves out tp, whose size is 2": lambda: RankGenerator(tp=2, order="dp-pp"),
     "order 'tp-xp' names 'xp', which is not an axis": lambda: RankGenerator(order="tp-xp"),

@@ -182,7 +182,7 @@ def test_folders_of_runs_and_folders_of_such_folders(tmp_path: Path) -> None:
         "c": "ended before the first line of metrics.jsonl",
         "notes": "holds no metrics.jsonl, nor does a folder in it; give the train.output_dir",
         "gone": "no such folder; give the train.output_dir",
-        "file": "is no folder; give the train.output_dir",
+        "file": "is not a folder; give the train.output_dir",
     }.items():
         found, [problem] = runs_in([tmp_path / folder])
         assert found == [] and problem.startswith(f"{tmp_path / folder}: ") and rule in problem

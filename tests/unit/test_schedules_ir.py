@@ -42,11 +42,11 @@ def test_csv_round_trip(builder, pp, microbatches):
         ("0F-1", "rank 0, position 0: '0F-1'"),
         ("0F0,0B0\u20281F0,1B0", "rank 0, position 1"),  # which ends no line of a file
         ("0F0 0B0", "rank 0, position 0.*; separate actions by commas"),
-        ("0F0;0B0", "rank 0, position 0: '0F0;0B0' is no action.*; separate actions by commas, without quotes"),
+        ("0F0;0B0", "rank 0, position 0: '0F0;0B0' is not an action.*; separate actions by commas, without quotes"),
         ("0F0\t0B0", "rank 0, position 0.*; separate actions by commas"),
         ('"0F0","0B0"', "rank 0, position 0.*; separate actions by commas, without quotes"),
-        ("\u0660F0,0B0", "rank 0, position 0: '\u0660F0' is no action"),  # a digit, and no number of ours
-        ("0F0" * 1000, "rank 0, position 0: '(0F0){13}0' is no action"),
+        ("\u0660F0,0B0", "rank 0, position 0: '\u0660F0' is not an action"),  # a digit, and no number of ours
+        ("0F0" * 1000, "rank 0, position 0: '(0F0){13}0' is not an action"),
         (
             "0F0,0B0\n1F0,1B999999999",
             "1B999999999 makes 2 stages x 1000000000 microbatches of 4 actions: is it mistyped",
@@ -140,7 +140,7 @@ def test_a_file_with_one_stage_a_rank_is_refused_in_good_english(tmp_path):
         "parallel.pp": 2, "parallel.vpp": 2, "train.global_batch_size": 4, "train.micro_batch_size": 1,
         "schedule.path": str(path),
     })  # fmt: skip
-    assert "d_mixed has 1 stage a rank, but parallel.vpp is 2" in schedule_problem(config, 2)
+    assert "d_mixed has 1 stage per rank, but parallel.vpp is 2" in schedule_problem(config, 2)
 
 
 def test_order_matches_the_sources_for_1f1b():

@@ -167,7 +167,7 @@ def test_in_flight_curve_matches_events():
         ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1", ["0B1 is missing"]),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1B1", ["1F1 is missing"]),
         ("0F0,0I0\n1F0,1B0", ["0W0 is missing"]),
-        ("0F0,0B0,0I0,0W0", ["0B0 is a full backward beside a split one"]),
+        ("0F0,0B0,0I0,0W0", ["0B0 is a full backward, although there is a split one"]),
         ("0F0,0F0,0B0", [r"\[0F0\]", "0F0 appears more than once"]),
         ("0F0,0B0,1B0\n1F0,1F1,1B1,0F1,0B1", ["1B0 is on a rank that does not hold its stage"]),
     ],

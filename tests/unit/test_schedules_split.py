@@ -89,9 +89,9 @@ def test_text_may_be_aligned_and_have_no_name():
 @pytest.mark.parametrize(
     ("text", "needle"),
     [
-        ("mine\nrank 0: 0F0 0X0", "rank 0, position 1: '0X0' is no action"),
-        ("mine\nrank 0: 0F0\nrank 2: 1F0", "'rank 2: 1F0' stands in the place of the line of rank 1"),
-        ("mine\nrank 0: 0F0\n\nrank 1: 1F0", "'' stands in the place of the line of rank 1"),
+        ("mine\nrank 0: 0F0 0X0", "rank 0, position 1: '0X0' is not an action"),
+        ("mine\nrank 0: 0F0\nrank 2: 1F0", "'rank 2: 1F0' is where the line of rank 1 must be"),
+        ("mine\nrank 0: 0F0\n\nrank 1: 1F0", "'' is where the line of rank 1 must be"),
         ("mine\nrank 0: 0F0 0B0\nrank 1:", "rank 1 has no action"),
         ("", "at least one rank"),
         ("mine", "at least one rank"),

@@ -237,7 +237,7 @@ def test_training_on_the_engine_follows_training_on_our_layers(engine: te_stub.R
 def test_a_resumed_run_says_that_the_engines_fp8_history_starts_anew(
     engine: te_stub.Record, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = "Transformer Engine keeps its fp8 history to itself, so that starts anew"
+    said = "Transformer Engine does not hand out its fp8 history, so the history starts anew"
     for steps, (impl, fp8) in enumerate(
         [("transformer_engine", "none")] * 2 + [("transformer_engine", "hybrid"), ("local", "hybrid")], start=1
     ):

@@ -212,8 +212,8 @@ def test_a_byte_level_tokenizer_has_all_bytes(form, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("vocab.json", '{"a": 0, "ZZ": true}', "the token 'ZZ' has the id True, which is no integer"),
-        ("vocab.json", '{"a": 0, "ZZ": 1.0}', "the token 'ZZ' has the id 1.0, which is no integer"),
+        ("vocab.json", '{"a": 0, "ZZ": true}', "the token 'ZZ' has the id True, which is not an integer"),
+        ("vocab.json", '{"a": 0, "ZZ": 1.0}', "the token 'ZZ' has the id 1.0, which is not an integer"),
         ("vocab.json", '{"a": 0, "b": 1, "a": 2}', "has the field 'a' twice, as 0 and as 2; remove one"),
         ("vocab.json", '{"a": 0, "ZZ": 0}', "has 2 tokens with the id 0, such as '"),
         ("tokenizer.json", '{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 0}, "unk_token": "a"}}',

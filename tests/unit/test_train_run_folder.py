@@ -138,7 +138,7 @@ def test_a_folder_or_pipe_in_the_place_of_a_file_is_seen_before_a_run_starts(tmp
         folder = tmp_path / make.__name__
         folder.mkdir()
         make(folder / name)
-        assert f": {name} in it is no file, and a run writes one there; move it" in problem(folder, overwrite=True)
+        assert f": {name} in it is not a file, and a run writes one there; move it" in problem(folder, overwrite=True)
 
 
 @pytest.mark.parametrize("path", ["a/b", "missing/../b", "a/../../b/"])

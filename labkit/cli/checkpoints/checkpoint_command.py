@@ -144,7 +144,7 @@ def _import(arguments: Arguments, folder: Path, source: Path) -> int:
         f"  labkit train --config f.yaml --checkpoint.load {quote(str(folder))}",
     ]
     pickled = sorted(source.glob("pytorch_model*.bin"))
-    start += [f"{file} is pickled: neither read nor compared with the safetensors beside it" for file in pickled]
+    start += [f"{file} is pickled: neither read nor compared with the safetensors files next to it" for file in pickled]
     columns = room()
     for line in folded("\n".join(start), width=columns and columns - 2):
         print(f"# {line}")

@@ -91,7 +91,7 @@ def check_samples(arguments: Sequence[Arguments]) -> None:
         for name, x in zip(one.names, one.tensors, strict=True):
             if x.layout is torch.strided and any(s == 0 and n > 1 for n, s in zip(x.size(), x.stride(), strict=True)):
                 raise GraphCaptureError(
-                    f"{one.place}: {name} is expanded: several of its elements lie at one address, so a call could not "
+                    f"{one.place}: {name} is expanded: several of its elements are at one address, so a call could not "
                     "bring different values. Give .contiguous() as the sample"
                 )
         for i, x in enumerate(one.tensors):

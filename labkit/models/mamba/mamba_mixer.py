@@ -51,7 +51,7 @@ class MambaMixer(nn.Module):
         config, tp = build.config, build.group.size
         heads, groups = config.mamba_heads, config.mamba_num_groups
         if not heads or heads % groups or groups % tp:
-            raise ValueError(f"{name}: heads {heads}, groups {groups} and tp {tp} must divide, each the one before")
+            raise ValueError(f"{name}: tp {tp} must divide groups {groups}, which must divide heads {heads}")
         self.name, self.sizes = name, mamba_sizes(config, tp)
         whole, inner = mamba_sizes(config), heads * config.mamba_head_dim
         self.norm, column = build.norm_before(f"{name}.norm")

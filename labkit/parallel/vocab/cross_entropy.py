@@ -97,7 +97,7 @@ def _shard(
             f"so: padded_vocab_size={width * group.size})"
         )
     if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
+        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
     if check_ids:
         labels = check_token_ids(labels, vocab_size, "label")
     first = group.rank * width

@@ -180,11 +180,11 @@ class Checkpoints:
             self._state.load_rng(reader)
         elif "parallel" in stored.config:  # else imported weights, which have no random states to go on with
             self._state.derive_rng(config.train.seed, stored.step)
-            said.append(f"random states are derived from seed, step and rank, since the {other} is another")
+            said.append(f"random states are derived from seed, step and rank, because the {other} has changed")
         if not self._state.load_fp8(reader, stored.step):
-            said.append("the checkpoint has no fp8 history for this model, so that starts anew")
+            said.append("the checkpoint has no fp8 history for this model, so the history starts anew")
         if config.model.transformer_impl == "transformer_engine" and config.optim.fp8 != "none":
-            said.append("Transformer Engine keeps its fp8 history to itself, so that starts anew")
+            said.append("Transformer Engine does not hand out its fp8 history, so the history starts anew")
         reader.close()
         self.last, self.continues = reader.folder, continues_folder(config, reader.folder, stored)
         self._say(f"resumed from {reader.folder}{': ' if said else ''}{'; '.join(said)}")

@@ -133,7 +133,7 @@ def _check_shapes(found: Mapping[str, tuple[int, ...]], model: ModelConfig, moe:
                 f"{source}: {name} has shape {list(found[name])}, and the model of its configuration has {list(shape)}"
             )
     if other := [name for name in found if name not in wanted]:
-        raise CheckpointError(f"{source}: {other[0]} is no tensor of the model of its configuration")
+        raise CheckpointError(f"{source}: {other[0]} is not a tensor of the model that its configuration describes")
 
 
 def export_weights(export: Export, file: Path) -> StoredFile:

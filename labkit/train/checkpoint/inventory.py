@@ -26,7 +26,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     if path.is_dir() and here in [step_folder(here.parent, step) for step in steps_in(here.parent)]:
         return [path]
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give the folder of a run or of its checkpoints, or one step")
+        raise CheckpointError(f"{path} is not a folder; give the folder of a run or of its checkpoints, or one step")
     cut = f"; {remains_in(path)[0].name} was never finished" if remains_in(path) else ""
     raise CheckpointError(
         f"{path} holds no checkpoint{cut}; give the folder of a run, one with step_00000001 or similar in it, or a step"

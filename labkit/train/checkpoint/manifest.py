@@ -156,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
-        what = f"has no {MANIFEST}, so it is no complete checkpoint" if folder.is_dir() else "is no folder"
+        what = f"has no {MANIFEST}, so it is not a complete checkpoint" if folder.is_dir() else "is not a folder"
         raise CheckpointError(f"{folder}: {what}; name another checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror or error}") from None
@@ -176,7 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{folder / MANIFEST} is no manifest of labkit ({error})") from None
+        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of labkit ({error})") from None
     if problem := _inconsistent(manifest):
         raise CheckpointError(f"{folder / MANIFEST}: {problem}; use another checkpoint")
     return manifest
@@ -201,14 +201,14 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
         raise ValueError("the state of the loss scale is not made of numbers")
     _count(training["consumed_samples"])
     if not all(isinstance(section, dict) for section in (config, content["versions"], *config.values())):
-        raise ValueError("the configuration is no table of tables")
+        raise ValueError("the configuration is not a mapping of mappings")
     world_size = _count(content["world_size"], least=1)
     return Manifest(_count(content["step"]), tensors, files, training, config, world_size, content["versions"])
 
 
 def _count(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 1 << 62:  # the sum of two is an int64
-        raise ValueError(f"{value!r} stands where a count must be")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
@@ -218,7 +218,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 def _text(value: Any, known: Container[str] | None = None) -> str:
     if not isinstance(value, str) or (known is not None and value not in known):
-        raise ValueError(f"{value!r} stands where a {'word' if known is None else 'type of numbers'} must be")
+        raise ValueError(f"{value!r} is not a {'word' if known is None else 'type of numbers'}")
     return value
 
 
@@ -226,16 +226,16 @@ def _inconsistent(manifest: Manifest) -> str:
     """Return why the boxes do not make up the tensors, or an empty string."""
     for name in manifest.files:
         if not _FILE.fullmatch(name):
-            return f"{name!r} is no name of a safetensors file"
+            return f"{name!r} is not the name of a safetensors file"
     for name, tensor in manifest.tensors.items():
         everything = whole(tensor.shape)
         for stored in tensor.boxes:
             if stored.file not in manifest.files:
-                return f"{name} lies in {stored.file}, which is not listed"
+                return f"{name} is in {stored.file}, which is not listed"
             if len(stored.box.offset) != len(tensor.shape) or len(stored.box.shape) != len(tensor.shape):
                 return f"a part of {name} has other dimensions than its shape {list(tensor.shape)}"
             if stored.box.overlap(everything) != stored.box and everything.numel:
-                return f"a part of {name} lies outside its shape {list(tensor.shape)}"
+                return f"a part of {name} is outside its shape {list(tensor.shape)}"
         if problem := covering_problem(name, tensor):
             return problem
     return ""

@@ -102,7 +102,7 @@ class Reader:
         except OSError as error:
             return [f"{path} cannot be read: {error.strerror or error}"]
         except SafetensorError as error:
-            return [f"{path} is no valid safetensors file: {error}"]
+            return [f"{path} is not a valid safetensors file: {error}"]
 
     def _difference(self, name: str, stored: StoredBox) -> str:
         """Return why a stored box is not that of the manifest, or an empty string."""

@@ -66,7 +66,7 @@ def in_the_way(folder: Path) -> str:
     folder has the name of a file that the run writes, or the reverse."""
     for path in remains_in(folder):
         if path.suffix == ".partial" and not _is_folder(path):
-            return f"{path.name} in it is no folder, and a run writes one there; move it, or name another folder"
+            return f"{path.name} in it is not a folder, and a run writes one there; move it, or name another folder"
     return unwritable(folder, (LATEST, LOCK, _DRAFT))
 
 

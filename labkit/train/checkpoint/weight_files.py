@@ -127,7 +127,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no whole safetensors file ({error}); fetch or write it again") from None
+        raise CheckpointError(f"{path} is not a complete safetensors file ({error}); fetch or write it again") from None
 
 
 def files_of(source: Path) -> tuple[list[Path], list[str]]:
@@ -178,14 +178,14 @@ def read_json(path: Path) -> dict[str, Any]:
         if not path.is_file():
             raise CheckpointError(f"there is no {path.name} in {path.parent}; a model's folder has one")
         if path.stat().st_size > LARGEST_JSON:
-            raise CheckpointError(f"{path} is larger than {LARGEST_JSON:,} bytes; this is no file of a model")
+            raise CheckpointError(f"{path} is larger than {LARGEST_JSON:,} bytes; this is not a file of a model")
         content = parse_json(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} is no JSON of a model ({error})") from None
+        raise CheckpointError(f"{path} is not the JSON of a model ({error})") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object; this is no file of a model")
+        raise CheckpointError(f"{path} has no JSON object; this is not a file of a model")
     return content

@@ -155,7 +155,7 @@ class ParityReport:
             return f"{row.name} differs from {self.reference}, first in {row.first_difference}."
         return (
             f"{row.name} differs from {self.reference} by up to {row.largest:.1e}, first in {row.first_difference}: "
-            f"rounding, since {self.reference} with sums in another order differs from itself as far."
+            f"this is rounding, because reordering the sums of {self.reference} changes it as much."
         )
 
     def cells(self) -> list[tuple[str, ...]]:

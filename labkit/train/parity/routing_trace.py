@@ -70,8 +70,8 @@ def own_records(
     dp, batch = groups.dp, config.train.global_batch_size // config.train.micro_batch_size
     if len(forwards) * dp.size != batch or len(records) % batch:
         raise ValueError(
-            f"{len(records)} records and {len(forwards)} microbatches a rank do not fit {batch} microbatches a step "
-            f"on {dp.size} replicas"
+            f"{len(records)} records and {len(forwards)} microbatches per rank do not fit {batch} microbatches per "
+            f"step on {dp.size} replicas"
         )
     for start in range(0, len(records), batch):
         for microbatch in forwards:

@@ -221,7 +221,7 @@ def runs_in(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
     found, problems = list[Path](), list[str]()
     for folder in map(Path, folders):
         if not folder.is_dir():
-            kind = "is no folder" if folder.exists() else "no such folder"
+            kind = "is not a folder" if folder.exists() else "no such folder"
             problems.append(f"{folder}: {kind}; give the train.output_dir of a run, or a parent folder")
         elif _is_run(folder):
             found.append(folder)

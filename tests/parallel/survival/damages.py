@@ -136,10 +136,10 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
 """Name -> (damage, words). What disks, copies and people do."""
 FORGED: dict[str, tuple[Damage, str]] = {
     "the next format": (forged(lambda c: c.update(format=c["format"] + 1)), "format 2.*install"),
-    "a format of no number": (forged(lambda c: c.update(format="1")), "no manifest of labkit"),
+    "a format of no number": (forged(lambda c: c.update(format="1")), "not a manifest of labkit"),
     "a header of 2^60 bytes": (_absurd_header, f"{FIRST}"),
-    "a file above the folder": (forged(_renamed(f"../step_00000001/{FIRST}")), "no name of a safetensors file"),
-    "a file by its whole path": (forged(_renamed("/dev/zero.safetensors")), "no name of a safetensors file"),
+    "a file above the folder": (forged(_renamed(f"../step_00000001/{FIRST}")), "not the name of a safetensors file"),
+    "a file by its whole path": (forged(_renamed("/dev/zero.safetensors")), "not the name of a safetensors file"),
     "a file with a zero in its name": (forged(_renamed("rank\0.safetensors")), "."),
     "no tensors": (forged(lambda c: c.update(tensors={})), "."),
     "no files": (forged(lambda c: c.update(files={})), "not listed"),
@@ -163,7 +163,10 @@ FORGED: dict[str, tuple[Damage, str]] = {
         forged(lambda c: c["training"].update(loss_scaler={"hopeless_steps": "x"})),
         "loss scale",
     ),
-    "a loss scale without numbers": (forged(lambda c: c["training"].update(loss_scaler=[])), "no manifest of labkit"),
+    "a loss scale without numbers": (
+        forged(lambda c: c["training"].update(loss_scaler=[])),
+        "not a manifest of labkit",
+    ),
     "a huge number of samples": (forged(lambda c: c["training"].update(consumed_samples="many")), "."),
     "a world of no ranks": (forged(lambda c: c.update(world_size=0)), "."),
 }
