@@ -24,7 +24,7 @@ def _convert(arguments: Arguments, words: Sequence[str]) -> int:
     """Print another stack's configuration as YAML for `labkit train --config`, and what it cannot carry over."""
     out = arguments.options["out"]
     arguments.refuse(output_problems("--out", out))
-    converted = convert(words[0], arguments.options["from"])
+    converted = convert(words, arguments.options["from"])
     if out is None:
         print(converted.text, end="", flush=True)
     else:
@@ -40,17 +40,17 @@ def _convert(arguments: Arguments, words: Sequence[str]) -> int:
 
 COMMAND = Command(
     name="config",
-    summary="Configurations of other stacks: `convert FILE` turns Megatron-LM's flags (a script, a list or YAML), a "
+    summary="Configurations of other stacks: `convert FILE...` turns Megatron-LM's flags (a script, a list or YAML), a "
     "torchtitan TOML, a nanotron YAML, a DeepSpeed JSON or a Hugging Face config.json into YAML for `labkit train "
     "--config`. A comment beside each field names the key that it comes from. Keys that could not be carried over are "
-    "listed on standard error, with the reason.",
+    "listed on standard error, with the reason. Several files, such as a config.json and a DeepSpeed JSON, become one.",
     options=(
         Option("from", "str", "the stack; recognised by its keys where not given", choices=tuple(STACKS)),
         Option("out", "str", "file for the YAML; where not given, it is printed", path="any"),
     ),
     execute=execute,
     example="labkit config convert pretrain_gpt.sh --out run.yaml",
-    words="convert FILE",
+    words="convert FILE...",
     paths=True,
-    actions={"convert": Action(_convert, "FILE", ("from", "out"))},
+    actions={"convert": Action(_convert, "FILE...", ("from", "out"))},
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.config.foreign.conversion import ALREADY, DIFFERS, NOTHING, YOURS, Conversion, Row, Stack
+from labkit.config.foreign.conversion import ALREADY, DIFFERS, NOTHING, YOURS, Conversion, Row, Stack, rows
 from labkit.config.sections import ModelConfig, MoEConfig
 
 ORIGINS = {
@@ -78,28 +78,24 @@ def _is_model(contents: Any) -> bool:
     return isinstance(contents, Mapping) and "model_type" in contents
 
 
-def _all(row: Row, names: str) -> dict[str, Row]:
-    return dict.fromkeys(names.split(), row)
-
-
 TABLE: dict[str, Row] = {
     "embd_pdrop": "model.embedding_dropout",
     "resid_pdrop": "model.hidden_dropout",
     "hidden_dropout_prob": "model.hidden_dropout model.embedding_dropout",
     "dropout_rate": "model.hidden_dropout model.embedding_dropout model.attention_dropout",
-    **_all("model.attention_dropout", "attn_pdrop attention_dropout attention_probs_dropout_prob"),
+    **rows("model.attention_dropout", "attn_pdrop attention_dropout attention_probs_dropout_prob"),
     "initializer_range": "model.init_std",
     "router_aux_loss_coef": "moe.aux_loss_coeff",
-    **_all("optim.precision", "dtype torch_dtype"),
+    **rows("optim.precision", "dtype torch_dtype"),
     # the reader has rejected every value of these that labkit's models do not have
-    **_all(
+    **rows(
         ALREADY,
         "model_type architectures attention_bias mlp_bias rope_scaling partial_rotary_factor sliding_window head_dim "
         "scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention is_decoder type_vocab_size d_kv "
         "position_embedding_type use_conv_bias time_step_limit expand quantization_config is_gated_act dense_act_fn "
         "is_encoder_decoder n_ctx",
     ),
-    **_all(
+    **rows(
         NOTHING,
         "bos_token_id eos_token_id pad_token_id decoder_start_token_id use_cache transformers_version _name_or_path "
         "task_specific_params summary_* gradient_checkpointing id2label label2id output_* return_dict pretraining_tp "

@@ -345,6 +345,52 @@ def test_torchtitans_pipeline_hsdp_fp8_and_late_decay(converted: Any) -> None:
     assert o.min_lr == pytest.approx(3e-5)
 
 
+# From DeepSpeedExamples' training/bf16_master_weight/configs/baseline.json, with a batch, a schedule and a typo.
+DEEPSPEED = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 100,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 500, "warmup_num_steps": 10}},
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 5e7, "contiguous_gradients": True},
+    "gradient_clipping": "auto",
+    "wall_clok_breakdown": False,
+}
+
+
+def test_an_engine_of_deepspeed_and_a_model_of_hugging_face(converted: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"torch_dtype": "float16"}))
+    config, text, report = converted("ds_config.json", json.dumps(DEEPSPEED))
+    o = config.optim
+    assert config.data_parallel_size(4) == 4 and "Launch 4 data-parallel ranks" in text
+    assert (config.train.global_batch_size, config.train.micro_batch_size, config.num_microbatches(4)) == (32, 4, 2)
+    assert (o.precision, o.distributed_optimizer, o.bucket_size, o.beta2) == ("bf16", True, 50_000_000, 0.999)
+    # deepspeed/runtime/lr_schedules.py: cos_min_ratio = 0.0001; ops/adam/fused_adam.py: weight_decay = 0
+    assert (o.lr_schedule, o.warmup_steps, config.train.steps) == ("cosine", 10, 500) and o.weight_decay == 0
+    assert o.min_lr == pytest.approx(1e-8)
+    assert "zero_optimization.stage 3: labkit shards the optimizer's state" in report
+    assert "gradient_clipping: is auto" in report and "fp16.*: not enabled" in report
+    assert 'wall_clok_breakdown: did you mean "wall_clock_breakdown"?' in report
+    both = convert([tmp_path / "config.json", tmp_path / "ds_config.json"])
+    assert "torch_dtype: bf16.enabled of a later file overrides it" in both.report
+    (tmp_path / "run.yaml").write_text(both.text)
+    config = RunConfig.from_yaml(tmp_path / "run.yaml")
+    assert (config.model.hidden, config.optim.precision, config.optim.lr) == (768, "bf16", 1e-4)
+    trains(config, **{"optim.distributed_optimizer": False})
+
+
+def test_optimizers_and_batches_of_deepspeed(converted: Any) -> None:
+    given = {"train_batch_size": 256, "gradient_accumulation_steps": 4, "fp16": {"enabled": True, "loss_scale": 128}}
+    lamb = {"type": "Lamb", "params": {"lr": 11e-3, "max_coeff": 0.3}}
+    config, _, report = converted("a.json", json.dumps({**given, "optimizer": lamb, "sparse_attention": {"block": 16}}))
+    assert (config.optim.lr, config.optim.lr_schedule, config.optim.loss_scale) == (1e-3, "constant", 128.0)
+    assert "labkit has AdamW, for which the numbers of Lamb would be wrong" in report and "sparse_attention.*" in report
+    assert config.train.micro_batch_size == 64 and "lower train.micro_batch_size" in report
+
+
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
@@ -362,10 +408,12 @@ def test_torchtitans_pipeline_hsdp_fp8_and_late_decay(converted: Any) -> None:
             TORCHTITAN.replace('"8B"', '"8C"'),
             "model.flavor = '8C' of 'llama3': labkit has llama3 with one of",
         ),
+        ("a.json", '{"train_batch_size": "x"}', "train_batch_size = 'x': must be a number"),
+        ("a.json", '{"zero_optimization": {"stage": 4}}', "zero_optimization.stage = 4: must be 0, 1, 2 or 3"),
         ("a.json", "{", "cannot be read: Expecting property name"),
     ],
 )
 def test_a_file_that_cannot_be_converted(name: str, text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        convert(tmp_path / name)
+        convert([tmp_path / name])

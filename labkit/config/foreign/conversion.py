@@ -42,6 +42,11 @@ def lacks(why: str = "", *harmless: Any) -> Note:
     return Note(LACKS, why, harmless)
 
 
+def rows(row: Row, names: str, form: str = "{}") -> dict[str, Row]:
+    """Return one row for several keys, which `names` gives with spaces between them; form: the key of a name."""
+    return {form.format(name): row for name in names.split()}
+
+
 NOTHING, ALREADY = Note(NO_MEANING), Note(ALWAYS)
 Row = str | Note | Callable[["Conversion", str, Any], None]
 """Names of our fields with spaces between them, a note, or a function of the conversion, the key and its value."""
@@ -137,7 +142,16 @@ class Conversion:
 
     def note(self, group: str, key: str, why: str = "") -> None:
         """List a key in a group of the report."""
-        self.notes[group].setdefault(why, []).append(key)
+        keys = self.notes[group].setdefault(why, [])
+        keys += [] if key in keys else [key]
+
+    def drop(self, start: str, why: str) -> None:
+        """Mark every key with this start as read, and list them as one."""
+        keys = [key for key in self.keys if key.startswith(start)]
+        for key in keys:
+            self.take(key)
+        if keys:
+            self.note(NO_MEANING, f"{start}*", why)
 
     def read(self, table: Mapping[str, Row]) -> None:
         """Read every key that is left, by its row."""
@@ -145,18 +159,35 @@ class Conversion:
         while self.keys:
             key = next(iter(self.keys))
             value = self.keys.pop(key)
-            row = table.get(key) or next((table[p] for p in patterns if fnmatchcase(key, p)), None)
+            pattern = next((p for p in patterns if fnmatchcase(key, p)), key)
+            row = table.get(key) or table.get(pattern)
             if value is None:
                 continue  # null says that nothing is given
             if row is None:
                 self.note(UNKNOWN, key, nearest(key, table).removeprefix("; "))
             elif isinstance(row, Note):
                 harmless = str(value) in map(str, row.harmless)
-                self.note(ALWAYS if harmless else row.group, key, "" if harmless else row.why)
+                is_section = row.group in (LACKS, DIFFERS) and key not in table and pattern.endswith(".*")
+                named = pattern if is_section else key
+                self.note(ALWAYS if harmless else row.group, named, "" if harmless else row.why)
             elif isinstance(row, str):
                 self.set(row, value, key)
             else:
                 row(self, key, value)
+
+    def join(self, later: Conversion) -> None:
+        """Add what another file gave, whose values override these."""
+        for name in self.values.keys() & later.values.keys():
+            if self.values[name] != later.values[name]:
+                self.note(NO_MEANING, self.origin[name], f"{later.origin[name]} of a later file overrides it")
+        self.values |= later.values
+        self.origin |= later.origin
+        self.head += later.head
+        self.problems += later.problems
+        for group, reasons in later.notes.items():
+            for why, keys in reasons.items():
+                for key in keys:
+                    self.note(group, key, why)
 
     def config(self, source: str) -> RunConfig:
         """Return the configuration. Fields that nothing would read are moved to the notes.

@@ -28,6 +28,7 @@ from labkit.config.foreign.conversion import (
     flat,
     lacks,
     pick,
+    rows,
 )
 from labkit.config.foreign.shell_words import flags
 
@@ -178,10 +179,6 @@ def _data(found: Conversion, key: str, value: Any) -> None:
         found.set("data.blend", words, key)
 
 
-def _named(note: Note, names: str) -> dict[str, Row]:
-    return dict.fromkeys((f"--{name}" for name in names.split()), note)
-
-
 def _fields() -> dict[str, Row]:
     """Return the rows that follow from the names and aliases of our fields."""
     own = {spec.name: dotted for dotted, spec in SPECS.items()}
@@ -224,19 +221,23 @@ TABLE: dict[str, Row] = _fields() | {
     "--mock-data": differs("without data.path labkit reads its bundled text"),
     "--spec": differs("a layer spec of your own is given to labkit.train.pretrain in Python"),
     "--tp-comm-overlap": lacks("Transformer Engine's overlap of products and collectives"),
-    **_named(lacks("the batch has one size from the first step on"), "rampup-batch-size step-batch-size-schedule"),
-    **_named(
+    **rows(
+        lacks("the batch has one size from the first step on"), "rampup-batch-size step-batch-size-schedule", "--{}"
+    ),
+    **rows(
         lacks("every layer computes plain attention"),
         "qk-layernorm qk-l2-norm qk-clip window-size window-attn-skip-freq no-rope-freq softmax-type "
         "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
         "attention-output-gate rotary-interleaved apply-query-key-layer-scaling add-qkv-bias",
+        "--{}",
     ),
-    **_named(
+    **rows(
         lacks("rotary frequencies are not scaled"),
         "use-rope-scaling rope-scaling-factor rotary-scaling-factor rotary-seq-len-interpolation-factor mscale "
         "mscale-all-dim",
+        "--{}",
     ),
-    **_named(
+    **rows(
         lacks(),
         "squared-relu quick-geglu mtp-num-layers mtp-loss-scaling-factor decoupled-lr decoupled-min-lr "
         "start-weight-decay end-weight-decay weight-decay-incr-style fp32-residual-connection "
@@ -248,13 +249,15 @@ TABLE: dict[str, Row] = _fields() | {
         "deterministic-mode lr-warmup-init use-pytorch-profiler data-parallel-random-init pretrained-checkpoint "
         "moe-router-force-load-balancing hierarchical-context-parallel-sizes delay-wgrad-compute "
         "overlap-moe-expert-parallel-comm defer-embedding-wgrad-compute",
+        "--{}",
     ),
-    **_named(
+    **rows(
         ALREADY,
         "use-mcore-models no-position-embedding exit-signal-handler accumulate-allreduce-grads-in-fp32 "
-        "use-distributed-checkpoint use-dist-ckpt auto-detect-ckpt-format",
+        "use-dist-ckpt auto-detect-ckpt-format",
+        "--{}",
     ),
-    **_named(
+    **rows(
         NOTHING,
         "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm "
         "cross-entropy-loss-fusion cross-entropy-fusion-impl attention-softmax-in-fp32 moe-permute-fusion "
@@ -264,14 +267,12 @@ TABLE: dict[str, Row] = _fields() | {
         "use-persistent-ckpt-worker dist-ckpt-optim-fully-reshardable no-load-optim no-load-rng no-save-optim "
         "timing-log-option tiktoken-pattern te-rng-tracker fp8-interval exit-signal trust-remote-code "
         "no-overlap-p2p-communication no-async-tensor-model-parallel-allreduce high-priority-stream-groups "
-        "disable-gloo-process-groups non-persistent-save-interval use-checkpoint-opt-param-scheduler",
-    ),
-    **_named(
-        NOTHING,
+        "disable-gloo-process-groups non-persistent-save-interval use-checkpoint-opt-param-scheduler "
         "log-* tensorboard-* wandb-* one-logger-* enable-one-logger no-one-logger rerun-* inprocess-* inference-* ft-* "
         "straggler-* adlr-* flight-recorder-* pytorch-profiler-* nccl-*",
+        "--{}",
     ),
-    **_named(lacks("reinforcement learning is another program"), "rl-* grpo-* langrl-* perform-rl-step"),
+    **rows(lacks("reinforcement learning is another program"), "rl-* grpo-* langrl-* perform-rl-step", "--{}"),
 }
 """Flag -> row."""
 

@@ -20,6 +20,7 @@ from labkit.config.foreign.conversion import (
     flat,
     lacks,
     pick,
+    rows,
 )
 
 MODEL, RATES = "model.model_config", "optimizer.learning_rate_scheduler"
@@ -107,10 +108,6 @@ def _is_nanotron(contents: Any) -> bool:
     return isinstance(contents, Mapping) and "parallelism" in contents and "tokens" in contents
 
 
-def _of(section: str, row: Row, names: str) -> dict[str, Row]:
-    return {f"{section}.{name}": row for name in names.split()}
-
-
 TABLE: dict[str, Row] = {
     "general.seed": "train.seed",
     "tokens.sequence_length": "model.seq_length",
@@ -139,17 +136,17 @@ TABLE: dict[str, Row] = {
     f"{MODEL}._use_doc_masking": lacks("a sample attends across its documents", False),
     f"{MODEL}.z_loss_enabled": lacks("a z-loss on the model's logits; moe.z_loss_coeff is the router's", False),
     f"{MODEL}.moe_config": NOTHING,
-    **_of(
-        MODEL,
+    **rows(
         lacks("every layer computes plain attention with unscaled rotary embeddings"),
         "sliding_window_size flex_attention_mask no_rope_layer rope_scaling rope_scaling.* "
         "rope_seq_len_interpolation_factor",
+        f"{MODEL}.{{}}",
     ),
-    **_of(
-        MODEL,
+    **rows(
         NOTHING,
         "bos_token_id eos_token_id pad_token_id initializer_range max_position_embeddings pretraining_tp use_cache "
         "z_loss_coefficient log_attn_probs ring_attn_heads_k_stride _attn_implementation _fused_* _use_qkv_packed",
+        f"{MODEL}.{{}}",
     ),
     "model.init_method.std": "model.init_std",
     "model.init_method.scaling_method": lacks("residual projections are scaled by the layers", "NUM_LAYERS"),
@@ -169,7 +166,7 @@ TABLE: dict[str, Row] = {
         for place in ("", ".optimizer_factory")
         for ours in ("beta1", "beta2", "eps")
     },
-    **_of("optimizer", NOTHING, "torch_adam_is_fused optimizer_factory.torch_adam_is_fused"),
+    **rows(NOTHING, "torch_adam_is_fused optimizer_factory.torch_adam_is_fused", "optimizer.{}"),
     f"{RATES}.learning_rate": "optim.lr",
     f"{RATES}.lr_warmup_steps": "optim.warmup_steps",
     f"{RATES}.lr_warmup_style": lacks("the warm-up is linear", "linear"),

@@ -1,4 +1,4 @@
-"""Recognise another stack's configuration and convert it: `convert(path)` returns our YAML and what is not in it.
+"""Recognise another stack's configuration and convert it: `convert([path])` returns our YAML and what is not in it.
 
 To add a stack, write a module with a `Stack`, and one row here.
 """
@@ -9,7 +9,7 @@ import json
 import os
 import pkgutil
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -20,6 +20,7 @@ from labkit.config.foreign.conversion import Conversion, Stack, as_yaml
 
 STACKS = {
     "huggingface": "labkit.models.hugging_face_run:STACK",
+    "deepspeed": "labkit.config.foreign.deepspeed:STACK",
     "nanotron": "labkit.config.foreign.nanotron:STACK",
     "torchtitan": "labkit.config.foreign.torchtitan:STACK",
     "megatron": "labkit.config.foreign.megatron:STACK",
@@ -43,26 +44,34 @@ class Converted(NamedTuple):
     """The keys that are not in it, by reason; empty if there is none."""
 
 
-def convert(path: str | os.PathLike[str], stack: str | None = None) -> Converted:
-    """Convert the configuration in the file at `path`.
+def convert(paths: Sequence[str | os.PathLike[str]], stack: str | None = None) -> Converted:
+    """Convert a configuration that is in one file, or in several, of which a later one overrides those before it.
 
     stack: a word of `STACKS`; None recognises it. Raises ConfigError for a file that cannot be read or recognised, and
     with every value that labkit rejects.
     """
-    name = os.fspath(path)
-    contents = _contents(name)
-    chosen = _recognised(contents, name) if stack is None else _stack(stack)
-    if stack is not None and not chosen.recognises(contents):
-        raise ConfigError([f"has no key of {chosen.name}; leave --from out, or name another stack"], source=name)
+    found = Conversion({}, head=["labkit's defaults are left out."])
+    names = [os.fspath(path) for path in paths]
+    for name in names:
+        found.join(_read(name, stack))
+    config = found.config(", ".join(names))
+    return Converted(as_yaml(config, found), found.report())
+
+
+def _read(path: str, stack: str | None) -> Conversion:
+    """Return the values and notes of one file."""
+    contents = _contents(path)
+    chosen = _recognised(contents, path) if stack is None else _stack(stack)
+    if not chosen.recognises(contents):
+        raise ConfigError([f"has no key of {chosen.name}; leave --from out, or name another stack"], source=path)
     try:
         found = Conversion(chosen.keys(contents))
     except ValueError as error:  # quotes of a script that do not match
-        raise ConfigError([f"cannot be read: {error}"], source=name) from None
-    found.head.append(f"Converted from {chosen.name}'s {os.path.basename(name)}. labkit's defaults are left out.")
+        raise ConfigError([f"cannot be read: {error}"], source=path) from None
+    found.head.append(f"Converted from {os.path.basename(path)}, a configuration of {chosen.name}.")
     chosen.derive(found)
     found.read(chosen.table)
-    config = found.config(name)
-    return Converted(as_yaml(config, found), found.report())
+    return found
 
 
 def _contents(path: str) -> Any:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from labkit.config.foreign.conversion import (
     DIFFERS,
     LACKS,
-    NO_MEANING,
     NOTHING,
     YOURS,
     Conversion,
@@ -81,17 +80,8 @@ def _derive(found: Conversion) -> None:
     _fp8(found)
     for section, switch in SWITCHES.items():
         if not found.take(f"{section}.{switch}", False):
-            _drop(found, f"{section}.", "switched off")
+            found.drop(f"{section}.", "switched off")
     found.assume(UNSAID, "torchtitan")
-
-
-def _drop(found: Conversion, start: str, why: str) -> None:
-    """Mark every key with this start as read, and list them as one."""
-    keys = [key for key in found.keys if key.startswith(start)]
-    for key in keys:
-        found.take(key)
-    if keys:
-        found.note(NO_MEANING, f"{start}*", why)
 
 
 def _model(found: Conversion) -> None:
@@ -139,7 +129,7 @@ def _pipeline(found: Conversion) -> None:
     pp = found.number("parallelism.pipeline_parallel_degree", 1, keep=True)
     if pp == 1:
         found.take("parallelism.pipeline_parallel_degree")
-        _drop(found, "parallelism.pipeline_parallel_", "the pipeline has one stage")
+        found.drop("parallelism.pipeline_parallel_", "the pipeline has one stage")
         return
     key = "parallelism.pipeline_parallel_schedule"
     name = found.take(key, "1F1B")
@@ -203,7 +193,7 @@ def _fp8(found: Conversion) -> None:
     elif converters:
         found.note(LACKS, "model.converters", f"of {', '.join(converters)} labkit has float8 with tensorwise scales")
     else:
-        _drop(found, "quantize.", "no converter is named")
+        found.drop("quantize.", "no converter is named")
 
 
 def _timeout(found: Conversion, key: str, value: Any) -> None:
@@ -261,7 +251,7 @@ TABLE: dict[str, Row] = {
     "training.enable_cpu_offload": lacks("", False),
     "training.dataset": Note(YOURS, "set data.path, or data.blend for several"),
     "training.dataset_path": Note(YOURS, "set data.path, or data.blend for several"),
-    "training.*": NOTHING,
+    **{f"training.{name}": NOTHING for name in ("gc_freq", "gc_debug", "dataloader.*")},
     "parallelism.tensor_parallel_degree": "parallel.tp",
     "parallelism.pipeline_parallel_degree": "parallel.pp",
     "parallelism.context_parallel_degree": "parallel.cp",
