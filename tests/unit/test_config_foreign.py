@@ -146,11 +146,17 @@ def test_a_megatron_mixture_of_experts(converted: Any) -> None:
 
 
 def test_a_megatron_list_of_layers_with_experts(converted: Any) -> None:
-    text = "--num-layers: 8\n--num-experts: 4\n--moe-layer-freq: ([0]*1+[1]*3)*2\n--vocab-size: 1024\n"
-    config, _, _ = converted("model_config.yaml", f"MODEL_ARGS:\n{text}".replace("\n--", "\n  --"))
+    text = "--num-layers: 8\n--num-experts: 4\n--moe-layer-freq: ([0]*1+[1]*3)*2\n--vocab-size: 1024\n--fp16: true\n"
+    text += "--train-iters: 70_000\n--split: 100,0,0\n--eval-iters: 10\n--recompute-granularity: selective\n"
+    text += "--recompute-modules: core_attn mlp\n"
+    config, _, report = converted("model_config.yaml", f"MODEL_ARGS:\n{text}".replace("\n--", "\n  --"))
     assert config.moe.layer_freq == (0, 1, 1, 1, 0, 1, 1, 1)
-    # without a word of the script: megatron-core's TransformerConfig
+    assert (config.train.steps, config.train.eval_steps) == (70_000, 0)
+    assert "--eval-*: --split keeps nothing for validation" in report and "--global-batch-size: not given" in report
+    assert config.model.recompute_modules == ("core_attn", "mlp")
+    # without a word of the script: megatron/training/arguments.py and megatron-core's TransformerConfig
     assert (config.moe.dispatcher, config.moe.grouped_gemm, config.moe.router_dtype) == ("allgather", False, "model")
+    assert config.optim.initial_loss_scale == 2.0**32
 
 
 def test_the_report_goes_to_standard_error_and_the_file_to_out(tmp_path: Path, capsys: Any) -> None:
@@ -323,6 +329,8 @@ def test_a_job_of_torchtitan(converted: Any) -> None:
     assert "FSDP shards parameters and gradients, too" in report and "checkpoint.*: switched off" in report
     assert "multiply train.global_batch_size" in report and "unknown" not in report
     trains(config, **{"model.ffn_hidden": 48, "model.kv_heads": 2, "optim.distributed_optimizer": False})
+    flat = TORCHTITAN.replace("warmup_steps = 200", "warmup_steps = 0\ndecay_ratio = 0.0")
+    assert converted("flat.toml", flat)[0].optim.lr_schedule == "constant"
 
 
 def test_torchtitans_pipeline_hsdp_fp8_and_late_decay(converted: Any) -> None:

@@ -123,6 +123,8 @@ class Conversion:
     def set(self, names: str, value: Any, origin: str) -> None:
         """Give fields of ours a value that `origin` says; text becomes the field's type, as on the command line."""
         origin = self.assumed.get(origin, origin)
+        if isinstance(value, str) and value.replace("_", "").isdecimal():
+            value = value.replace("_", "")  # YAML 1.1 writes 70_000
         if isinstance(value, list) and all(isinstance(word, str) for word in value):
             value = ",".join(value)
         for name in names.split():
@@ -130,8 +132,9 @@ class Conversion:
             if isinstance(value, str) and "$" in value:
                 self.note(YOURS, origin, f"it is {value}, which only its shell knows; set {name}")
                 continue
+            words = value.split() if isinstance(value, str) and spec.kind.startswith("tuple") else []
             try:
-                converted = spec.convert(value, text=isinstance(value, str))
+                converted = spec.convert(",".join(words) if words else value, text=isinstance(value, str))
             except BadValueError as rule:
                 self.problems.append(f"{origin} = {shown(value)}: {rule} ({name} here)")
                 continue
@@ -204,8 +207,9 @@ class Conversion:
                 del self.values[name]
             if not idle:
                 break
-        bad = [f"{self.origin.get(name, name)} (here {name}) = {rest}" for name, _, rest in found]
-        if problems := [*self.problems, *bad]:
+        said = [f"{self.origin[name]} (here {name}) = {rest}" for name, _, rest in found if name in self.origin]
+        unsaid = [f"{name} = {rest}" for name, _, rest in found if name not in self.origin]
+        if problems := [*self.problems, *said] or unsaid:
             raise ConfigError(problems, source=source)
         return config
 

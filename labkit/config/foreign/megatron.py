@@ -38,6 +38,7 @@ PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.p
 """Megatron-LM's programs -> our families."""
 GPT2_VOCABULARY = 50257
 """Tokens of GPT2BPETokenizer, which is the default of pretrain_gpt.py."""
+_OF_EVERY_RUN = {"--num-layers", "--hidden-size", "--num-attention-heads"}
 _UNSAID = {
     "--adam-beta2": 0.999,
     "--attention-dropout": 0.1,
@@ -53,6 +54,7 @@ _UNSAID_OF_EXPERTS = {
     "--moe-grouped-gemm": False,
     "--moe-router-dtype": "model",
 }
+_UNSAID_OF_FP16 = {"--initial-loss-scale": 2.0**32}
 _UNSAID_OF_FP8 = {"--fp8-amax-history-len": 1, "--fp8-amax-compute-algo": "most_recent"}
 
 
@@ -60,16 +62,22 @@ def _keys(contents: Any) -> dict[str, Any]:
     """Return the flags of a script, of a YAML file of flags, or of its part `MODEL_ARGS`."""
     if isinstance(contents, Mapping):
         inside = flat(contents.get("MODEL_ARGS") or contents)
-        return {f"--{key.rpartition('.')[2].lstrip('-').replace('_', '-')}": value for key, value in inside.items()}
+        return {_flag(key): value for key, value in inside.items()}
     script = flags(contents)
     kept = {"the program": script.program} if script.program else {}
     return kept | ({"if and case": "skipped"} if script.skipped else {}) | script.values
 
 
+def _flag(key: object) -> str:
+    """Return `--num-layers` for `num_layers` or `language_model.num_layers`."""
+    return f"--{str(key).rpartition('.')[2].lstrip('-').replace('_', '-')}"
+
+
 def _derive(found: Conversion) -> None:
     """Read flags that say something together, and defaults that are not ours."""
     given = found.keys
-    unsaid = _UNSAID | (_UNSAID_OF_EXPERTS if "--num-experts" in given else {})
+    unsaid = dict(_UNSAID) | (_UNSAID_OF_EXPERTS if "--num-experts" in given else {})
+    unsaid |= _UNSAID_OF_FP16 if "--fp16" in given else {}
     unsaid |= _UNSAID_OF_FP8 if "--fp8-format" in given else {}
     _family(found)
     _model(found)
@@ -77,6 +85,9 @@ def _derive(found: Conversion) -> None:
     if (load := found.take("--load")) not in (None, given.get("--save")):
         why = "labkit reads no checkpoints of Megatron-LM, and resumes its own by checkpoint.load"
         found.note(DIFFERS, f"--load {load}", why)
+    if re.fullmatch(r"[\d.]+,\s*0+(\.0*)?(,.*)?", str(given.get("--split"))):
+        found.drop("--eval-", "--split keeps nothing for validation")
+        del unsaid["--eval-iters"]
     found.assume(unsaid, "Megatron-LM")
 
 
@@ -121,20 +132,23 @@ def _model(found: Conversion) -> None:
     elif exact:
         found.set("model.activation", "gelu", "--no-bias-gelu-fusion" if biased else "--disable-bias-linear")
     layers, pp = found.number("--num-layers", keep=True), found.number("--pipeline-model-parallel-size", 1, keep=True)
-    if chunk := found.number("--num-layers-per-virtual-pipeline-stage"):
+    if (chunk := found.number("--num-layers-per-virtual-pipeline-stage")) and layers:
         found.set("parallel.vpp", layers // max(1, pp * chunk), "--num-layers-per-virtual-pipeline-stage")
 
 
 def _steps(found: Conversion) -> None:
     """Turn samples and fractions into steps."""
-    batch = found.number("--global-batch-size", 1, keep=True) or 1
+    if (batch := found.number("--global-batch-size", keep=True)) <= 0:
+        batch = found.number("--micro-batch-size", 1, keep=True)
+        found.set("train.global_batch_size", batch, "--micro-batch-size")
+        found.note(YOURS, "--global-batch-size", "not given: micro batch x data parallelism; here that is 1")
     for samples, name in (
         ("--train-samples", "train.steps"),
         ("--lr-decay-samples", "optim.decay_steps"),
         ("--lr-warmup-samples", "optim.warmup_steps"),
     ):
         if (count := found.number(samples, None)) is not None:
-            found.set(name, count // batch, f"{samples} / --global-batch-size")
+            found.set(name, count // max(1, batch), f"{samples} / --global-batch-size")
     steps = found.number("--train-iters", found.values.get("train.steps", 0), keep=True)
     decay = found.number("--lr-decay-iters", found.values.get("optim.decay_steps", steps), keep=True)
     if (fraction := found.number("--lr-warmup-fraction", None)) is not None:
@@ -228,7 +242,8 @@ TABLE: dict[str, Row] = _fields() | {
         lacks("every layer computes plain attention"),
         "qk-layernorm qk-l2-norm qk-clip window-size window-attn-skip-freq no-rope-freq softmax-type "
         "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
-        "attention-output-gate rotary-interleaved apply-query-key-layer-scaling add-qkv-bias",
+        "attention-output-gate experimental-attention-variant linear-* rotary-interleaved "
+        "apply-query-key-layer-scaling add-qkv-bias",
         "--{}",
     ),
     **rows(
@@ -241,20 +256,20 @@ TABLE: dict[str, Row] = _fields() | {
         lacks(),
         "squared-relu quick-geglu mtp-num-layers mtp-loss-scaling-factor decoupled-lr decoupled-min-lr "
         "start-weight-decay end-weight-decay weight-decay-incr-style fp32-residual-connection "
-        "init-method-xavier-uniform embedding-init-method-std fp8-param-gather first-last-layers-bf16 "
-        "use-torch-fsdp2 use-megatron-fsdp data-parallel-sharding-strategy optimizer-cpu-offload "
-        "cpu-offloading-num-layers use-precision-aware-optimizer overlap-param-gather-with-optimizer-step "
-        "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path eod-mask-loss "
-        "reset-position-ids reset-attention-mask exit-interval exit-duration-in-mins finetune moe-use-upcycling "
-        "deterministic-mode lr-warmup-init use-pytorch-profiler data-parallel-random-init pretrained-checkpoint "
-        "moe-router-force-load-balancing hierarchical-context-parallel-sizes delay-wgrad-compute "
-        "overlap-moe-expert-parallel-comm defer-embedding-wgrad-compute",
+        "init-method-xavier-uniform embedding-init-method-std fp8-param-gather first-last-layers-bf16 use-torch-fsdp2 "
+        "use-megatron-fsdp data-parallel-sharding-strategy optimizer-cpu-offload cpu-offloading-num-layers "
+        "use-precision-aware-optimizer overlap-param-gather-with-optimizer-step train-data-path valid-data-path "
+        "test-data-path data-args-path per-split-data-args-path eod-mask-loss reset-position-ids reset-attention-mask "
+        "exit-interval exit-duration-in-mins finetune moe-use-upcycling deterministic-mode lr-warmup-init "
+        "use-pytorch-profiler data-parallel-random-init vocab-extra-ids padded-vocab-size save-retain-interval "
+        "pretrained-checkpoint moe-router-force-load-balancing hierarchical-context-parallel-sizes "
+        "delay-wgrad-compute overlap-moe-expert-parallel-comm defer-embedding-wgrad-compute",
         "--{}",
     ),
     **rows(
         ALREADY,
-        "use-mcore-models no-position-embedding exit-signal-handler accumulate-allreduce-grads-in-fp32 "
-        "use-dist-ckpt auto-detect-ckpt-format",
+        "use-mcore-models no-position-embedding exit-signal-handler accumulate-allreduce-grads-in-fp32 use-dist-ckpt "
+        "auto-detect-ckpt-format",
         "--{}",
     ),
     **rows(
@@ -264,11 +279,12 @@ TABLE: dict[str, Row] = _fields() | {
         "moe-router-fusion moe-per-layer-logging manual-gc manual-gc-interval empty-unused-memory-level num-workers "
         "no-mmap-bin-files no-create-attention-mask-in-dataloader dataloader-type ckpt-format dist-ckpt-format "
         "dist-ckpt-strictness ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
-        "use-persistent-ckpt-worker dist-ckpt-optim-fully-reshardable no-load-optim no-load-rng no-save-optim "
+        "use-persistent-ckpt-worker use-checkpoint-args verify-integrity async-strategy DDP-impl max-tokens-to-oom "
+        "use-te dist-ckpt-optim-fully-reshardable no-load-optim no-load-rng no-save-optim no-ckpt-fully-parallel-save "
         "timing-log-option tiktoken-pattern te-rng-tracker fp8-interval exit-signal trust-remote-code "
         "no-overlap-p2p-communication no-async-tensor-model-parallel-allreduce high-priority-stream-groups "
-        "disable-gloo-process-groups non-persistent-save-interval use-checkpoint-opt-param-scheduler "
-        "log-* tensorboard-* wandb-* one-logger-* enable-one-logger no-one-logger rerun-* inprocess-* inference-* ft-* "
+        "disable-gloo-process-groups non-persistent-save-interval use-checkpoint-opt-param-scheduler log-* "
+        "tensorboard-* wandb-* one-logger-* enable-one-logger no-one-logger rerun-* inprocess-* inference-* ft-* "
         "straggler-* adlr-* flight-recorder-* pytorch-profiler-* nccl-*",
         "--{}",
     ),
@@ -280,7 +296,9 @@ TABLE: dict[str, Row] = _fields() | {
 def _is_megatron(contents: Any) -> bool:
     if isinstance(contents, str):
         return "--" in contents
-    return isinstance(contents, Mapping) and ("MODEL_ARGS" in contents or bool(TABLE.keys() & _keys(contents)))
+    return isinstance(contents, Mapping) and (
+        "MODEL_ARGS" in contents or bool(_OF_EVERY_RUN & {_flag(key) for key in contents})
+    )
 
 
 STACK = Stack("Megatron-LM", TABLE, _is_megatron, _keys, _derive)

@@ -158,7 +158,9 @@ def _rates(found: Conversion) -> None:
     warmup = found.number("lr_scheduler.warmup_steps", UNSAID["lr_scheduler.warmup_steps"], keep=True)
     ratio, style = found.number("lr_scheduler.decay_ratio", None), found.take("lr_scheduler.decay_type", "linear")
     length = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
-    if length < steps - warmup or style == "sqrt":
+    if ratio == 0:
+        found.set("optim.lr_schedule", "constant", "lr_scheduler.decay_ratio")
+    elif length < steps - warmup or style == "sqrt":
         found.set("optim.lr_schedule", "wsd", "lr_scheduler.decay_ratio")
         found.set("optim.wsd_decay_steps", length, "lr_scheduler.decay_ratio")
         found.set("optim.wsd_decay_style", "minus-sqrt" if style == "sqrt" else style, "lr_scheduler.decay_type")
