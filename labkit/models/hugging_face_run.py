@@ -51,7 +51,6 @@ def _derive(found: Conversion) -> None:
     from labkit.models.hugging_face_config import model_config_from_hugging_face, moe_config_from_hugging_face
 
     given = dict(found.keys)
-    found.head.append("config.json describes a model alone: the training is labkit's default.")
     try:
         model, moe = model_config_from_hugging_face(given), moe_config_from_hugging_face(given)
     except KeyError as error:

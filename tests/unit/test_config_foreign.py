@@ -126,7 +126,7 @@ def test_a_megatron_script(converted: Any) -> None:
     assert "--step-batch-size-schedule: the batch has one size" in report
     assert 'unknown to this converter:\n  --numlayers: did you mean "--num-layers"?' in report
     assert "nproc" not in report + text
-    trains(config, **{"optim.beta2": 0.99})
+    trains(config, **{"optim.initial_loss_scale": 65536.0})
 
 
 def test_a_megatron_mixture_of_experts(converted: Any) -> None:
@@ -157,6 +157,19 @@ def test_a_megatron_list_of_layers_with_experts(converted: Any) -> None:
     # without a word of the script: megatron/training/arguments.py and megatron-core's TransformerConfig
     assert (config.moe.dispatcher, config.moe.grouped_gemm, config.moe.router_dtype) == ("allgather", False, "model")
     assert config.optim.initial_loss_scale == 2.0**32
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/coming_from/converting.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?\n)```$", page, re.M | re.S):
+        Path(name).write_text(text)
+    shown = re.findall(
+        r"^`labkit config convert ([^`]+)`:\n\n```yaml\n(.*?)```\n\n```text\n(.*?)\n```$", page, re.M | re.S
+    )
+    assert len(shown) == 4
+    for names, text, report in shown:
+        assert convert(names.split()) == (text, report)
 
 
 def test_the_report_goes_to_standard_error_and_the_file_to_out(tmp_path: Path, capsys: Any) -> None:

@@ -34,7 +34,6 @@ UNSAID_OF_ADAM = {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.weig
 
 def _derive(found: Conversion) -> None:
     """Read what several keys say together."""
-    found.head.append("DeepSpeed's file describes no model: convert one in the same command, or add --preset NAME.")
     for key in [key for key, value in found.keys.items() if value == "auto"]:
         found.take(key)
         found.note(YOURS, key, "is auto, which the Trainer of Hugging Face fills in")

@@ -50,10 +50,14 @@ def convert(paths: Sequence[str | os.PathLike[str]], stack: str | None = None) -
     stack: a word of `STACKS`; None recognises it. Raises ConfigError for a file that cannot be read or recognised, and
     with every value that labkit rejects.
     """
-    found = Conversion({}, head=["labkit's defaults are left out."])
+    found = Conversion({})
     names = [os.fspath(path) for path in paths]
     for name in names:
         found.join(_read(name, stack))
+    for section, words in (("model", "a model: add --preset NAME"), ("train", "a training: that is labkit's default")):
+        if not any(name.startswith(f"{section}.") for name in found.values):
+            found.head.append(f"No file describes {words}, or convert several files at once.")
+    found.head.append("Fields that have labkit's default are left out.")
     config = found.config(", ".join(names))
     return Converted(as_yaml(config, found), found.report())
 

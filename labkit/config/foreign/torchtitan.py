@@ -58,7 +58,7 @@ SCHEDULES = {
     "DualPipeV": ("dualpipe_v", 1),
 }
 """`parallelism.pipeline_parallel_schedule` -> `schedule.name`, and `parallel.vpp` where nothing gives the stages."""
-UNSAID = {
+UNSAID: dict[str, Any] = {
     "optimizer.lr": 8e-4,
     "optimizer.weight_decay": 0.1,
     "lr_scheduler.warmup_steps": 200,
@@ -81,7 +81,9 @@ def _derive(found: Conversion) -> None:
     for section, switch in SWITCHES.items():
         if not found.take(f"{section}.{switch}", False):
             found.drop(f"{section}.", "switched off")
-    found.assume(UNSAID, "torchtitan")
+    cp = found.number("parallelism.context_parallel_degree", 1, keep=True)
+    unsaid = UNSAID | ({"parallelism.context_parallel_rotate_method": "allgather"} if cp > 1 else {})
+    found.assume(unsaid, "torchtitan")
 
 
 def _model(found: Conversion) -> None:
