@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from labkit.config.fields import SPECS
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.stem not in ("log", "benchmarks"))
 FOLDERS = ("labkit/", "tests/", "scripts/", "notebooks/", "docs/", "benchmarks/")
@@ -27,6 +29,18 @@ def test_python_in_the_docs_imports_what_exists(page: Path) -> None:
     for module, names in re.findall(r"^from (labkit[\w.]*) import ([\w, ]+)$", page.read_text(), re.M):
         for name in names.split(", "):
             assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+@each_page
+def test_fields_in_the_docs_exist(page: Path) -> None:
+    """Names such as `parallel.tp` are fields, but for the names of another stack, which are in the first column."""
+    text = page.read_text()
+    if page.parent.name == "coming_from":
+        text = re.sub(r"^\|[^|]*", "", text, flags=re.M)
+    code = " ".join(re.findall(r"`+([^`]+)`+", text))
+    sections = "|".join({name.partition(".")[0] for name in SPECS})
+    names = set(re.findall(rf"(?<![\w./])(?:{sections})\.[a-z]\w*\b(?![\w(./])", code))
+    assert sorted(name for name in names - SPECS.keys() if not name.endswith((".py", ".safetensors", ".tsv"))) == []
 
 
 def test_each_word_of_the_glossary_stands_in_its_chapters() -> None:
