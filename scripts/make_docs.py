@@ -1,0 +1,171 @@
+"""Build the documentation's site into build/site: the pages of docs/, the chapters, and a reference read from the code.
+
+    python scripts/make_docs.py     needs the extra: pip install -e '.[docs]'
+
+Sphinx reads one folder, build/docs, which has the layout of the repository, so that links between pages stay as they
+are. Nothing is executed: a chapter's outputs are those that it has stored. A warning of Sphinx is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+import nbformat
+from make_exercises import student_copy
+from site_pages.chapters import chapter_page
+from site_pages.commands import commands_page
+from site_pages.links import ROOT, for_site, repository
+from site_pages.presets import presets_page
+from site_pages.python_api import api_pages
+from site_pages.ratios import with_ratios
+from sphinx.cmd.build import main as sphinx_build
+
+SOURCE, SITE = ROOT / "build" / "docs", ROOT / "build" / "site"
+TOP_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+"""Pages outside of docs/."""
+
+
+class Section(NamedTuple):
+    """A part of the site, with the page docs/FOLDER/index.md, which is written here if it does not exist."""
+
+    title: str
+    about: str
+    """First sentence of the page."""
+    pages: str
+    """Patterns of its pages in their order, relative to its folder or, with a `/`, to the root; each page comes once."""
+
+
+SECTIONS = {
+    "start": Section(
+        "Start",
+        "Install labkit, run it once, and find out what to do if something is wrong.",
+        "install first_run faq *",
+    ),
+    "tutorials": Section("Tutorials", "The chapters, with the outputs that they had when they ran.", "/notebooks/*"),
+    "howto": Section(
+        "How-to guides",
+        "One task per page, for readers who know what they want.",
+        "compare_layouts * /docs/running /docs/data /docs/checkpoints /docs/evaluation /docs/finetune /docs/gpu",
+    ),
+    "coming_from": Section("Coming from", "The names of other libraries next to labkit's.", "megatron* *"),
+    "concepts": Section(
+        "Concepts",
+        "What the parts of the stack are, and why they work.",
+        "memory graphs * /docs/schedules /docs/models /docs/glossary",
+    ),
+    "reference": Section(
+        "Reference",
+        "Commands, fields, presets and public names, read from the code, and the files that labkit writes.",
+        "command_line /docs/config presets python/index file_formats *",
+    ),
+    "evidence": Section(
+        "Evidence",
+        "What was compared with what, what was broken on purpose, and what was measured.",
+        "/docs/parity /docs/faults /docs/survival /docs/benchmarks *",
+    ),
+    "teaching": Section("Teaching", "For each chapter, a page for its teacher.", "*"),
+    "maintenance": Section(
+        "Maintenance",
+        "How labkit is built, changed and released.",
+        "/docs/architecture /CONTRIBUTING * /CHANGELOG /docs/log",
+    ),
+}
+
+
+def generated() -> dict[str, str]:
+    """The pages that are read from the code, by their paths on the site."""
+    api = {f"docs/reference/python/{name}.md": text for name, text in api_pages().items()}
+    return api | {"docs/reference/command_line.md": commands_page(), "docs/reference/presets.md": presets_page()}
+
+
+def assemble(source: Path, address: str, others: Mapping[str, str]) -> None:
+    """Write everything that Sphinx reads into the folder `source`, anew.
+
+    address: of the repository; empty if it is not known.
+    others: pages that are not in the repository, by their paths on the site.
+    Raises ValueError for a link that leads nowhere.
+    """
+    shutil.rmtree(source, ignore_errors=True)
+    for folder in ("docs/ratios", "notebooks", "exercises"):
+        (source / folder).mkdir(parents=True)
+    own = (*TOP_PAGES, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
+    chapters = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    pages = {*own, *others, *(f"notebooks/{path.name}" for path in chapters), *map(_index, SECTIONS)}
+    for page in own:
+        _write(source / page, for_site((ROOT / page).read_text(encoding="utf-8"), page, pages, address))
+    for page, text in others.items():
+        _write(source / page, text)
+    for path in chapters:
+        chapter = nbformat.read(path, as_version=4)
+        nbformat.write(chapter_page(chapter, path.name, pages, address), source / "notebooks" / path.name)
+        nbformat.write(student_copy(chapter, ROOT / "notebooks"), source / "exercises" / path.name)
+    for folder in SECTIONS:
+        _complete_index(source / _index(folder), folder, pages)
+    benchmarks = source / "docs" / "benchmarks.md"
+    _write(benchmarks, with_ratios(benchmarks.read_text(encoding="utf-8"), source / "docs" / "ratios", "ratios"))
+    for path in (ROOT / "docs").iterdir():
+        if path.suffix in (".png", ".gif", ".svg"):
+            shutil.copy(path, source / "docs")
+    (source / "docs" / "index.md").rename(source / "index.md")
+
+
+def _index(folder: str) -> str:
+    """The first page of a section."""
+    return f"docs/{folder}/index.md"
+
+
+def _complete_index(path: Path, folder: str, pages: Collection[str]) -> None:
+    """Add the section's list of pages to its first page; if it has no such page, write one that shows the list."""
+    section, text = SECTIONS[folder], ""
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+    else:
+        table = _chapters_of_readme() if folder == "tutorials" else ""
+        text = f"# {section.title}\n\n{section.about}\n\n{table}"
+    hidden = [":hidden:"] if path.exists() or folder == "tutorials" else []
+    listed = [f"/{page.rpartition('.')[0]}" for page in pages_of(folder, pages)]
+    _write(path, "\n".join([text, "```{toctree}", ":maxdepth: 1", *hidden, "", *listed, "```", ""]))
+
+
+def pages_of(folder: str, pages: Collection[str]) -> list[str]:
+    """The pages of a section in their order."""
+    listed = dict[str, None]()
+    for pattern in SECTIONS[folder].pages.split():
+        whole = pattern[1:] if pattern.startswith("/") else f"docs/{folder}/{pattern}"
+        depth = whole.count("/")
+        found = [page for page in sorted(pages) if page.count("/") == depth and fnmatch(page.rpartition(".")[0], whole)]
+        listed |= dict.fromkeys(found)
+    return [page for page in listed if page != _index(folder)]
+
+
+def _chapters_of_readme() -> str:
+    """README's table of chapters, for the site."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.search(r"(?:^\|.*\n){2}(?:^\|.*\]\(notebooks/.*\n)+", readme, re.MULTILINE)
+    return rows[0].replace("](notebooks/", "](/notebooks/") if rows else ""
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """Exit code 0 if the site was built without a warning."""
+    assemble(SOURCE, repository(), generated())
+    shutil.rmtree(SITE, ignore_errors=True)
+    doctrees = str(ROOT / "build" / "doctrees")
+    options = ["-W", "--keep-going", "-n", "-q", "-E", "-j", "auto", "-c", str(ROOT / "docs"), "-d", doctrees]
+    code = sphinx_build([*options, str(SOURCE), str(SITE)])
+    print(f"{len(list(SITE.rglob('*.html')))} pages; open {SITE / 'index.html'}" if code == 0 else "the site has errors")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The reference of the Python API: a page for each package, with the public names of its `__init__.py`.
+
+Docstrings are Markdown, so they become part of the page as they are, but for their `Args:` and `Raises:`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.inspect import signature, stringify_signature
+
+import labkit
+
+_SECTIONS = {"Args:": "**Arguments**", "Returns:": "**Returns**", "Raises:": "**Raises**", "Yields:": "**Yields**"}
+_INDEX = """\
+# Python API
+
+Each package has its public names in its `__init__.py`, and loads them when they are first used. Import from the package,
+as in `from labkit.parallel import plan_buckets`. Modules below the packages are not part of the interface.
+[Architecture](/docs/architecture.md) says which package may import which.
+
+```{toctree}
+:maxdepth: 1
+:glob:
+
+*
+```
+"""
+
+
+def api_pages() -> dict[str, str]:
+    """Return the pages by their names, such as `labkit.comm`, and `index`."""
+    found = (importlib.import_module(f"labkit.{module.name}") for module in pkgutil.iter_modules(labkit.__path__))
+    packages = [package for package in found if getattr(package, "__all__", ())]
+    home: dict[str, str] = {}
+    for package in packages:
+        for name in package.__all__:
+            value = getattr(package, name)
+            own = getattr(value, "__module__", package.__name__).startswith(f"{package.__name__}.")
+            home[name] = package.__name__ if own else home.get(name, package.__name__)
+    return {"index": _INDEX} | {package.__name__: _page(package, home) for package in packages}
+
+
+def _page(package: ModuleType, home: dict[str, str]) -> str:
+    """The page of a package. A name of another package is only listed, with a link to where it is described."""
+    own = [name for name in package.__all__ if home[name] == package.__name__]
+    lines = [f"# {package.__name__}\n", f"{_markdown(inspect.getdoc(package) or '')}\n"]
+    if others := sorted({*package.__all__} - {*own}, key=lambda name: (home[name], name)):
+        listed = ", ".join(f"{{py:obj}}`~{home[name]}.{name}`" for name in others)
+        lines.append(f"The package also gives these names of others: {listed}.\n")
+    lines += [_entry(f"{package.__name__}.{name}", getattr(package, name)) for name in own]
+    return "\n".join(lines)
+
+
+def _entry(name: str, value: Any) -> str:
+    """A function, a class with its members, a module, or a constant with its value."""
+    if inspect.ismodule(value):
+        return f"## {name}\n\n{_markdown(inspect.getdoc(value) or '')}\n"
+    if inspect.isclass(value):
+        return _directive("class", name + _signature(value), _described(value), *_members(value))
+    if callable(value):
+        return _directive("function", name + _signature(value), _markdown(inspect.getdoc(value) or ""))
+    shown = repr(value)
+    return _directive("data", name, f"= `{shown if len(shown) < 200 else shown[:200] + ' ...'}`")
+
+
+def _described(cls: type) -> str:
+    """The class's own docstring; empty if dataclass wrote it."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    return "" if text.startswith(f"{cls.__name__}(") else _markdown(text)
+
+
+def _members(cls: type) -> Iterator[str]:
+    """Fields, properties and methods that the class itself defines and describes."""
+    described = ModuleAnalyzer.for_module(cls.__module__).find_attr_docs()
+    fields = {name: lines for (owner, name), lines in described.items() if owner == cls.__name__ and name[0] != "_"}
+    for name, lines in fields.items():
+        yield _directive("attribute", name, _markdown("\n".join(lines)), nested=True)
+    for name, value in vars(cls).items():
+        text = inspect.getdoc(value)
+        if name.startswith("_") or name in fields or not text:
+            continue
+        if isinstance(value, property):
+            yield _directive("property", name, _markdown(text), nested=True)
+        elif inspect.isroutine(value):
+            method = getattr(cls, name)
+            yield _directive("method", name + _signature(method, drop=inspect.isfunction(value)), _markdown(text), nested=True)
+
+
+def _signature(value: Any, *, drop: bool = False) -> str:
+    """The signature with short names of types, without `self`; empty for a class that takes whatever its base takes."""
+    try:
+        found = signature(value, bound_method=drop)
+    except (TypeError, ValueError):
+        return ""
+    text = stringify_signature(found, unqualified_typehints=True)
+    return re.sub(r"<(?:function )?([\w.]+)[^<>]* at 0x[0-9a-f]+>", r"\1", text)
+
+
+def _directive(kind: str, called: str, *content: str, nested: bool = False) -> str:
+    """A directive of Sphinx's Python domain; the fence of a class is longer than those of its members."""
+    fence = "`" * (5 if nested else 6)
+    body = "\n\n".join(filter(None, content))
+    # An attribute such as `bytes` would otherwise be what the type bytes in a signature links to.
+    options = ":no-index:\n" if kind == "attribute" else ""
+    return f"{fence}{{py:{kind}}} {called}\n{options}\n{body}\n{fence}\n"
+
+
+def _markdown(docstring: str) -> str:
+    """The docstring with `Args:` and its kind as lists."""
+    lines: list[str] = []
+    inside = False
+    for line in docstring.splitlines():
+        if line in _SECTIONS:
+            inside = True
+            lines += [_SECTIONS[line], ""]
+        elif inside and line.startswith("    ") and not line.startswith("     "):
+            name, colon, rest = line.strip().partition(": ")
+            lines.append(f"- `{name}`: {rest}" if colon else f"- {line.strip()}")
+        else:
+            inside = inside and (not line or line.startswith(" "))
+            lines.append(line.strip() and f"  {line.strip()}" if inside else line)
+    return "\n".join(lines)
