@@ -17,6 +17,7 @@ author = "The labkit authors"
 release = PROJECT["version"]
 html_title = f"labkit {release}"
 html_theme = "sphinx_book_theme"
+html_use_index = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
@@ -28,6 +29,7 @@ html_theme_options: dict[str, Any] = {
     "use_issues_button": bool(ADDRESS),
     "use_download_button": False,
     "use_fullscreen_button": False,
+    "navbar_persistent": [],
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "search_bar_text": "Search",
@@ -44,6 +46,7 @@ nb_code_prompt_hide = "Hide the solution"
 copybutton_exclude = ".linenos, .gp, .go"
 maximum_signature_line_length = 100
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 nitpick_ignore_regex = [("py:class", ".*")]  # types of signatures: torch's, numpy's, and modules' own
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
-from sphinx.util.inspect import signature, stringify_signature
+from sphinx.util.inspect import stringify_signature
 
 import labkit
 
@@ -55,20 +55,20 @@ def _page(package: ModuleType, home: dict[str, str]) -> str:
     if others := sorted({*package.__all__} - {*own}, key=lambda name: (home[name], name)):
         listed = ", ".join(f"{{py:obj}}`~{home[name]}.{name}`" for name in others)
         lines.append(f"The package also gives these names of others: {listed}.\n")
-    lines += [_entry(f"{package.__name__}.{name}", getattr(package, name)) for name in own]
+    lines += [_entry(package.__name__, name, getattr(package, name)) for name in own]
     return "\n".join(lines)
 
 
-def _entry(name: str, value: Any) -> str:
+def _entry(package: str, name: str, value: Any) -> str:
     """A function, a class with its members, a module, or a constant with its value."""
     if inspect.ismodule(value):
-        return f"## {name}\n\n{_markdown(inspect.getdoc(value) or '')}\n"
+        return f"## {package}.{name}\n\n{_markdown(inspect.getdoc(value) or '')}\n"
     if inspect.isclass(value):
-        return _directive("class", name + _signature(value), _described(value), *_members(value))
+        return _directive("class", name + _signature(value), _described(value), *_members(value), module=package)
     if callable(value):
-        return _directive("function", name + _signature(value), _markdown(inspect.getdoc(value) or ""))
+        return _directive("function", name + _signature(value), _markdown(inspect.getdoc(value) or ""), module=package)
     shown = repr(value)
-    return _directive("data", name, f"= `{shown if len(shown) < 200 else shown[:200] + ' ...'}`")
+    return _directive("data", name, f"= `{shown if len(shown) < 200 else shown[:200] + ' ...'}`", module=package)
 
 
 def _described(cls: type) -> str:
@@ -82,35 +82,38 @@ def _members(cls: type) -> Iterator[str]:
     described = ModuleAnalyzer.for_module(cls.__module__).find_attr_docs()
     fields = {name: lines for (owner, name), lines in described.items() if owner == cls.__name__ and name[0] != "_"}
     for name, lines in fields.items():
-        yield _directive("attribute", name, _markdown("\n".join(lines)), nested=True)
+        yield _directive("attribute", name, _markdown("\n".join(lines)))
     for name, value in vars(cls).items():
         text = inspect.getdoc(value)
         if name.startswith("_") or name in fields or not text:
             continue
         if isinstance(value, property):
-            yield _directive("property", name, _markdown(text), nested=True)
+            yield _directive("property", name, _markdown(text))
         elif inspect.isroutine(value):
             method = getattr(cls, name)
-            yield _directive("method", name + _signature(method, drop=inspect.isfunction(value)), _markdown(text), nested=True)
+            yield _directive("method", name + _signature(method, drop=inspect.isfunction(value)), _markdown(text))
 
 
 def _signature(value: Any, *, drop: bool = False) -> str:
-    """The signature with short names of types, without `self`; empty for a class that takes whatever its base takes."""
+    """The signature with types as they are written; empty for a class that takes whatever its base takes.
+
+    drop: leave out the first parameter, a method's `self`.
+    """
     try:
-        found = signature(value, bound_method=drop)
+        found = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
-    text = stringify_signature(found, unqualified_typehints=True)
-    return re.sub(r"<(?:function )?([\w.]+)[^<>]* at 0x[0-9a-f]+>", r"\1", text)
+    returned = inspect.Signature.empty if inspect.isclass(value) else found.return_annotation
+    found = found.replace(parameters=[*found.parameters.values()][drop:], return_annotation=returned)
+    return re.sub(r"<(?:function |class ')?([\w.]+)[^<>]*>", r"\1", stringify_signature(found))
 
 
-def _directive(kind: str, called: str, *content: str, nested: bool = False) -> str:
-    """A directive of Sphinx's Python domain; the fence of a class is longer than those of its members."""
-    fence = "`" * (5 if nested else 6)
-    body = "\n\n".join(filter(None, content))
+def _directive(kind: str, called: str, *content: str, module: str = "") -> str:
+    """A directive of Sphinx's Python domain, of a name of `module` or, without it, of a member of a class."""
     # An attribute such as `bytes` would otherwise be what the type bytes in a signature links to.
-    options = ":no-index:\n" if kind == "attribute" else ""
-    return f"{fence}{{py:{kind}}} {called}\n{options}\n{body}\n{fence}\n"
+    options = [f":module: {module}"] * bool(module) + [":no-index:"] * (kind == "attribute")
+    fence = "`" * (6 if module else 5)
+    return "\n".join([f"{fence}{{py:{kind}}} {called}", *options, "", "\n\n".join(filter(None, content)), fence, ""])
 
 
 def _markdown(docstring: str) -> str:
