@@ -81,8 +81,7 @@ def _members(cls: type) -> Iterator[str]:
     """Fields, properties and methods that the class itself defines and describes."""
     described = ModuleAnalyzer.for_module(cls.__module__).find_attr_docs()
     fields = {name: lines for (owner, name), lines in described.items() if owner == cls.__name__ and name[0] != "_"}
-    for name, lines in fields.items():
-        yield _directive("attribute", name, _markdown("\n".join(lines)))
+    yield "\n".join(f"- `{name}`: {' '.join(lines).strip()}" for name, lines in fields.items())
     for name, value in vars(cls).items():
         text = inspect.getdoc(value)
         if name.startswith("_") or name in fields or not text:
@@ -110,10 +109,8 @@ def _signature(value: Any, *, drop: bool = False) -> str:
 
 def _directive(kind: str, called: str, *content: str, module: str = "") -> str:
     """A directive of Sphinx's Python domain, of a name of `module` or, without it, of a member of a class."""
-    # An attribute such as `bytes` would otherwise be what the type bytes in a signature links to.
-    options = [f":module: {module}"] * bool(module) + [":no-index:"] * (kind == "attribute")
-    fence = "`" * (6 if module else 5)
-    return "\n".join([f"{fence}{{py:{kind}}} {called}", *options, "", "\n\n".join(filter(None, content)), fence, ""])
+    fence, option = ("`" * 6, [f":module: {module}"]) if module else ("`" * 5, [])
+    return "\n".join([f"{fence}{{py:{kind}}} {called}", *option, "", "\n\n".join(filter(None, content)), fence, ""])
 
 
 def _markdown(docstring: str) -> str:
