@@ -17,7 +17,7 @@ ENGINE := transformer_engine==2.20.2
 BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l __main__ benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab exercises test sweep faults chapters gpu bench clean
+.PHONY: help run lab exercises docs test sweep faults chapters gpu bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## */\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -31,6 +31,9 @@ lab: $(INSTALLED)  ## open JupyterLab on the chapters
 
 exercises: $(INSTALLED)  ## copies of the chapters to work in, without solutions and outputs: build/exercises, or TO=folder
 	$(BIN)/python scripts/make_exercises.py $(TO)
+
+docs: $(INSTALLED_DEV)  ## the site of pages, chapters and reference, to read in a browser: build/site/index.html
+	$(BIN)/python scripts/make_docs.py
 
 test: $(INSTALLED_DEV)  ## everything that must pass: lint, types, layers, tests, chapters
 	$(BIN)/python scripts/run_tests.py
@@ -67,7 +70,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 # megatron-core is an oracle of the tests. Without its dependencies: they are training extras that CPU parity needs none of.
 $(INSTALLED_DEV): $(INSTALLED)
 	@echo "installing what the tests need into $(VENV): once, a minute or two"
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,oracles,mutants]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,docs,oracles,mutants]'
 	$(PIP) install -q -c constraints.txt --no-deps $(MEGATRON)
 	rm -rf $(VENV)/te-source
 	$(PIP) install -q --no-deps --no-compile --target $(VENV)/te-source $(ENGINE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
@@ -24,9 +25,7 @@ from site_pages.links import ROOT, for_site, repository
 from site_pages.presets import presets_page
 from site_pages.python_api import api_pages
 from site_pages.ratios import with_ratios
-from sphinx.cmd.build import main as sphinx_build
 
-SOURCE, SITE = ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages outside of docs/."""
 
@@ -38,7 +37,7 @@ class Section(NamedTuple):
     about: str
     """First sentence of the page."""
     pages: str
-    """Patterns of its pages in their order, relative to its folder or, with a `/`, to the root; each page comes once."""
+    """Patterns of its pages in their order, relative to its folder or, with a `/`, to the root."""
 
 
 SECTIONS = {
@@ -156,15 +155,22 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def build(source: Path, site: Path) -> int:
+    """Build what `assemble` wrote; Sphinx's exit code, which is 0 if it had no warning."""
+    shutil.rmtree(site, ignore_errors=True)
+    settings = ["-W", "--keep-going", "-n", "-q", "-E", "-j", "auto", "-c", str(ROOT / "docs")]
+    command = [sys.executable, "-m", "sphinx", *settings, "-d", f"{source}-doctrees", str(source), str(site)]
+    return subprocess.run(command, check=False).returncode
+
+
 def main() -> int:
     """Exit code 0 if the site was built without a warning."""
-    assemble(SOURCE, repository(), generated())
-    shutil.rmtree(SITE, ignore_errors=True)
-    doctrees = str(ROOT / "build" / "doctrees")
-    options = ["-W", "--keep-going", "-n", "-q", "-E", "-j", "auto", "-c", str(ROOT / "docs"), "-d", doctrees]
-    code = sphinx_build([*options, str(SOURCE), str(SITE)])
-    print(f"{len(list(SITE.rglob('*.html')))} pages; open {SITE / 'index.html'}" if code == 0 else "the site has errors")
-    return code
+    source, site = ROOT / "build" / "docs", ROOT / "build" / "site"
+    assemble(source, repository(), generated())
+    if code := build(source, site):
+        return code
+    print(f"{len(list(site.rglob('*.html')))} pages; open {site / 'index.html'} in a browser")
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ Exit codes: 0 done, 1 failed, 2 the request was wrong, 75 stopped by SIGTERM (ru
 def commands_page() -> str:
     """Return the page, with a section for each command."""
     commands = [importlib.import_module(f"labkit.cli.{module}").COMMAND for module, _ in COMMANDS.values()]
-    rows = [(f"[`{command.called}`](#{_anchor(command)})", line) for command, (_, line) in zip(commands, COMMANDS.values())]
+    rows = [
+        (f"[`{command.called}`](#{_anchor(command)})", line) for command, (_, line) in zip(commands, COMMANDS.values())
+    ]
     return "\n".join([_HEAD, table(("command", "what it does"), rows), *map(_section, commands)])
 
 

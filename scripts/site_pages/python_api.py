@@ -22,8 +22,8 @@ _SECTIONS = {"Args:": "**Arguments**", "Returns:": "**Returns**", "Raises:": "**
 _INDEX = """\
 # Python API
 
-Each package has its public names in its `__init__.py`, and loads them when they are first used. Import from the package,
-as in `from labkit.parallel import plan_buckets`. Modules below the packages are not part of the interface.
+Each package lists its public names in its `__init__.py` and loads them when they are first used. Import from the
+package, as in `from labkit.parallel import plan_buckets`. Modules below the packages are not part of the interface.
 [Architecture](/docs/architecture.md) says which package may import which.
 
 ```{toctree}
@@ -51,7 +51,7 @@ def api_pages() -> dict[str, str]:
 def _page(package: ModuleType, home: dict[str, str]) -> str:
     """The page of a package. A name of another package is only listed, with a link to where it is described."""
     own = [name for name in package.__all__ if home[name] == package.__name__]
-    lines = [f"# {package.__name__}\n", f"{_markdown(inspect.getdoc(package) or '')}\n"]
+    lines = [f"# {package.__name__}\n", f"{markdown(inspect.getdoc(package) or '')}\n"]
     if others := sorted({*package.__all__} - {*own}, key=lambda name: (home[name], name)):
         listed = ", ".join(f"{{py:obj}}`~{home[name]}.{name}`" for name in others)
         lines.append(f"The package also gives these names of others: {listed}.\n")
@@ -62,11 +62,11 @@ def _page(package: ModuleType, home: dict[str, str]) -> str:
 def _entry(package: str, name: str, value: Any) -> str:
     """A function, a class with its members, a module, or a constant with its value."""
     if inspect.ismodule(value):
-        return f"## {package}.{name}\n\n{_markdown(inspect.getdoc(value) or '')}\n"
+        return f"## {package}.{name}\n\n{markdown(inspect.getdoc(value) or '')}\n"
     if inspect.isclass(value):
         return _directive("class", name + _signature(value), _described(value), *_members(value), module=package)
     if callable(value):
-        return _directive("function", name + _signature(value), _markdown(inspect.getdoc(value) or ""), module=package)
+        return _directive("function", name + _signature(value), markdown(inspect.getdoc(value) or ""), module=package)
     shown = repr(value)
     return _directive("data", name, f"= `{shown if len(shown) < 200 else shown[:200] + ' ...'}`", module=package)
 
@@ -74,7 +74,7 @@ def _entry(package: str, name: str, value: Any) -> str:
 def _described(cls: type) -> str:
     """The class's own docstring; empty if dataclass wrote it."""
     text = inspect.cleandoc(cls.__doc__ or "")
-    return "" if text.startswith(f"{cls.__name__}(") else _markdown(text)
+    return "" if text.startswith(f"{cls.__name__}(") else markdown(text)
 
 
 def _members(cls: type) -> Iterator[str]:
@@ -87,10 +87,10 @@ def _members(cls: type) -> Iterator[str]:
         if name.startswith("_") or name in fields or not text:
             continue
         if isinstance(value, property):
-            yield _directive("property", name, _markdown(text))
+            yield _directive("property", name, markdown(text))
         elif inspect.isroutine(value):
             method = getattr(cls, name)
-            yield _directive("method", name + _signature(method, drop=inspect.isfunction(value)), _markdown(text))
+            yield _directive("method", name + _signature(method, drop=inspect.isfunction(value)), markdown(text))
 
 
 def _signature(value: Any, *, drop: bool = False) -> str:
@@ -113,7 +113,7 @@ def _directive(kind: str, called: str, *content: str, module: str = "") -> str:
     return "\n".join([f"{fence}{{py:{kind}}} {called}", *option, "", "\n\n".join(filter(None, content)), fence, ""])
 
 
-def _markdown(docstring: str) -> str:
+def markdown(docstring: str) -> str:
     """The docstring with `Args:` and its kind as lists."""
     lines: list[str] = []
     inside = False

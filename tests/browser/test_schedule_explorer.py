@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +16,10 @@ from typing import Any
 
 import nbformat
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from chromium import executable, why_not
 
 TOKEN = "explorer"
 CELL = "from labkit.viz import explore_schedule\n\nexplore_schedule(builder='1f1b', pp=4, microbatches=8)"
@@ -54,22 +56,10 @@ PATIENCE = 60_000
 """Milliseconds for what a kernel start or a redraw may take on a busy machine."""
 
 
-def _why_not() -> str:
-    """What is missing for this test; empty where nothing is."""
-    if importlib.util.find_spec("playwright") is None:
-        return "playwright is not installed (pip install playwright)"
-    return "" if _chromium() else "no chromium on the path: install it, or set CHROMIUM to its executable"
-
-
-def _chromium() -> str | None:
-    names = (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.sweep,
-    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "everything is there"),
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "everything is there"),
 ]
 
 
@@ -117,7 +107,7 @@ def page(lab: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=_chromium(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
         page.set_default_timeout(PATIENCE)
         page.goto(lab)

@@ -38,7 +38,7 @@ SYSTEMS = {
     "macos-arm64": {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"},
 }
 PYTHONS = ("3.11.0", "3.12.0", "3.13.0", "3.14.0")
-EXTRAS = ("dev", "oracles", "mutants")
+EXTRAS = ("dev", "docs", "oracles", "mutants")
 
 
 @pytest.mark.parametrize("file", ["README.md", "Makefile", "constraints.txt"])
