@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
-from make_exercises import student_copy
-from site_pages.chapters import chapter_page
+from site_pages.chapters import chapter_page, to_download
 from site_pages.commands import commands_page
 from site_pages.links import ROOT, for_site, repository
 from site_pages.presets import presets_page
@@ -94,16 +93,17 @@ def assemble(source: Path, address: str, others: Mapping[str, str]) -> None:
     for folder in ("docs/ratios", "notebooks", "exercises"):
         (source / folder).mkdir(parents=True)
     own = (*TOP_PAGES, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
-    chapters = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-    pages = {*own, *others, *(f"notebooks/{path.name}" for path in chapters), *map(_index, SECTIONS)}
+    paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    chapters = [f"notebooks/{path.name}" for path in paths]
+    pages = {*own, *others, *chapters, *map(_index, SECTIONS)}
     for page in own:
         _write(source / page, for_site((ROOT / page).read_text(encoding="utf-8"), page, pages, address))
     for page, text in others.items():
         _write(source / page, text)
-    for path in chapters:
+    for path in paths:
         chapter = nbformat.read(path, as_version=4)
         nbformat.write(chapter_page(chapter, path.name, pages, address), source / "notebooks" / path.name)
-        nbformat.write(student_copy(chapter, ROOT / "notebooks"), source / "exercises" / path.name)
+        nbformat.write(to_download(chapter, path.name, chapters, address), source / "exercises" / path.name)
     for folder in SECTIONS:
         _complete_index(source / _index(folder), folder, pages)
     benchmarks = source / "docs" / "benchmarks.md"

@@ -1,4 +1,4 @@
-"""A chapter as a page of the site: its links, its solutions folded, and a line with ways to run it."""
+"""A chapter as a page of the site: its links, its solutions folded, a line with ways to run it, a copy to download."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def chapter_page(chapter: NotebookNode, name: str, pages: Collection[str], addre
     title, _, rest = page.cells[0].source.partition("\n")
     page.cells[0].source = f"{title}\n\n{' · '.join(_ways(name, pages, address))}\n{rest}"
     return page
+
+
+def to_download(chapter: NotebookNode, name: str, chapters: Collection[str], address: str) -> NotebookNode:
+    """Return the chapter without solutions and outputs. Of its links those to other `chapters` stay relative.
+
+    chapters, address: as `pages` and `address` in `for_site`.
+    """
+    made = deepcopy(chapter)
+    made.cells = [cell for cell in made.cells if "solution" not in cell.metadata.get("tags", [])]
+    for cell in made.cells:
+        if cell.cell_type == "markdown":
+            cell.source = for_site(cell.source, f"notebooks/{name}", chapters, address)
+        else:
+            cell.outputs, cell.execution_count = [], None
+    return made
 
 
 def _ways(name: str, pages: Collection[str], address: str) -> list[str]:
