@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import re
 import sys
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +20,8 @@ import nbformat
 from nbformat import NotebookNode
 
 from labkit.check import Score, check
+from labkit.check.chapter_copies import chapters_in, write_copies
 from labkit.check.parameters import can_be_written
-from labkit.output_files import appearing
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED = re.compile(r'\bcheck\("(\d\d\.\w+)"')
@@ -103,19 +101,6 @@ def problem(name: str, exercise: Exercise, stub: Score) -> str:
     return ""
 
 
-def student_copy(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """The chapter without solutions and outputs, so that readers predict first; links to docs/ reach from `folder`."""
-    made = deepcopy(notebook)
-    made.cells = [cell for cell in made.cells if "solution" not in cell.metadata.get("tags", [])]
-    up = Path(os.path.relpath(ROOT, folder)).as_posix()
-    for cell in made.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-        else:
-            cell.source = cell.source.replace("](../", f"]({up}/")
-    return made
-
-
 def main() -> int:
     """Exit code 0 where every exercise is proved and every file written or kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,29 +113,19 @@ def main() -> int:
     if not can_be_written(folder):
         rule = "is a file; name a folder" if folder.is_file() else "cannot be written; name another folder"
         parser.exit(2, f"make_exercises: {folder}: {rule}\n")
-    folder.mkdir(parents=True, exist_ok=True)
 
     problems: list[str] = []
-    kept = 0
     print(f"{'cases passed':16} by the stub  by the solution")
-    chapters = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-    for path in chapters:
-        notebook = nbformat.read(path, as_version=4)
-        for name, exercise in exercises_of(notebook).items():
+    for path in chapters_in(ROOT / "notebooks"):
+        for name, exercise in exercises_of(nbformat.read(path, as_version=4)).items():
             stub = run(exercise.imports, exercise.stub).score
             found = problem(name, exercise, stub)
             problems += [found] if found else []
             print(f"{name:16}{stub.passed:>6} of {stub.total:<5}{found or 'all'}")
-        target = folder / path.name
-        if target.exists() and not options.overwrite:
-            kept += 1
-        else:
-            try:
-                with appearing(target) as draft:
-                    nbformat.write(student_copy(notebook, folder), draft)
-            except OSError as error:
-                parser.exit(1, f"make_exercises: {error}\n")
-    print(f"{len(chapters)} chapters in {folder}" + (f", {kept} of them kept as they were" if kept else ""))
+    try:
+        print(write_copies(folder, ROOT / "notebooks", exercises=True, overwrite=options.overwrite))
+    except OSError as error:
+        parser.exit(1, f"make_exercises: {error}\n")
     print(*(f"make_exercises: {each}\n" for each in problems), sep="", end="", file=sys.stderr)
     return 1 if problems else 0
 

@@ -5,9 +5,9 @@
 
 The paper (arXiv 1909.08053) shows the training loss of BERTs of 336 million parameters and more. These BERTs have a
 width of 32. Initial weights are as large, relative to the width, as in BERT-Large: 0.02 x sqrt(1024 / 32) = 0.11. Both
-layouts start from the same weights and read the same samples. The result, `scripts/norm_placement.json`, has a row for
-each run, with commit and machine. A run replaces its own row and keeps the others. Chapter 19 draws the rows and
-repeats first steps.
+layouts start from the same weights and read the same samples. The result, `labkit/data/bundled/norm_placement.json`,
+has a row for each run, with commit and machine. A run replaces its own row and keeps the others. Chapter 19 draws the
+rows and repeats first steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import provenance  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-TARGET = Path(__file__).with_suffix(".json")
+TARGET = BUNDLED / "norm_placement.json"
 NOUNS = ("hacker", "machine", "keyboard", "software", "terminal", "compiler")
 NOUNS += ("network", "language", "mainframe", "filesystem", "problem", "bug")
 VERBS = ("wrote", "read", "called", "found", "moved", "used")

@@ -32,6 +32,9 @@ COMMANDS = {
     "generate": ("checkpoints.generate_command", "continue prompts with a checkpoint"),
     "parity": ("parity_command", "compare layouts with one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),
+    "lab": ("lab_command", "open JupyterLab on copies of the chapters"),
+    "exercises": ("exercises_command", "copy the chapters without solutions and outputs"),
+    "completion": ("completion_command", "print the script that completes commands in your shell"),
 }
 """Subcommand -> (module, its line in the help)."""
 

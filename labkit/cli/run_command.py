@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labkit.check.chapter_copies import CHAPTERS, chapters_in
 from labkit.check.parameters import SIMPLE, Parameter, broken_rules, can_be_written, declared
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import show
@@ -57,17 +58,17 @@ def execute(arguments: Arguments) -> int:
 
 
 def notebook_folder(given: str | None) -> Path:
-    """Return the folder of --notebooks, or `notebooks` here, or the one next to the package (in a checkout)."""
+    """Return the folder of --notebooks, or `notebooks` here if it has chapters, or the one that labkit carries."""
     if given is not None:
         return Path(given)
     here = Path("notebooks")
-    return here if here.is_dir() else Path(__file__).resolve().parents[2] / "notebooks"
+    return here if chapters_in(here) else CHAPTERS
 
 
 def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]]:
     """Return the notebooks for words such as `00`, `00_tour`, a path, or `all`; and a sentence for each word that names
     none."""
-    known = {path.stem: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
+    known = {path.stem: path for path in chapters_in(folder)}
     listed = f"chapters in {folder}: {', '.join(known) or 'none'}"
     if not words:
         return [], [f"no chapter named; {listed}, or all"]
@@ -281,7 +282,13 @@ COMMAND = Command(
             unset="default: as the chapter has it",
         ),
         Option("html", "bool", "also write each notebook as HTML", False),
-        Option("notebooks", "str", "folder of the chapters", path="any", unset="default: notebooks"),
+        Option(
+            "notebooks",
+            "str",
+            "folder of the chapters",
+            path="any",
+            unset="default: notebooks here, or those that labkit carries",
+        ),
         Option("timeout", "float", "seconds that one cell may take", 600.0, ge=1),
     ),
     execute=execute,

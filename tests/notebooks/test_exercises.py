@@ -53,7 +53,8 @@ def small_chapter(folder: Path, stub: str = STUB, right: str = RIGHT) -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in ("import math\n\n3", stub, right)]
     cells[1].metadata.tags, cells[2].metadata.tags = ["exercise"], ["solution"]
     cells[0].outputs = [nbformat.v4.new_output("stream", text="3")]
-    (folder / "notebooks").mkdir(exist_ok=True)
+    for name in ("notebooks", "docs"):
+        (folder / name).mkdir(exist_ok=True)
     nbformat.write(nbformat.v4.new_notebook(cells=[text, *cells]), folder / "notebooks" / "20_small.ipynb")
 
 

@@ -85,7 +85,7 @@ def test_help_is_short_and_names_every_command(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert main(["--help"]) == 0 and capsys.readouterr().out == out
     assert main(["--version"]) == 0 and capsys.readouterr().out.startswith("labkit 0.")
-    assert len(out.splitlines()) <= 23 and max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) <= 27 and max(map(len, out.splitlines())) <= 80
     assert all(f"  {name} " in out for name in COMMANDS)
 
 
@@ -213,7 +213,7 @@ def test_a_tilde_is_the_home_folder_in_every_option_and_word(monkeypatch: pytest
             found = read(OF_THE_COMMANDS[name], [f"--{option.name}=~/a"]).options[option.key]
             assert found in (f"{tmp_path}/a", (f"{tmp_path}/a",)), (name, option.name)
     assert {name: read(command, ["~/a"]).words == [f"{tmp_path}/a"] for name, command in OF_THE_COMMANDS.items()} == {
-        name: name in ("watch", "checkpoint", "config", "data", "run") for name in OF_THE_COMMANDS
+        name: name in ("watch", "checkpoint", "config", "data", "run", "lab", "exercises") for name in OF_THE_COMMANDS
     }
     assert read(OF_THE_COMMANDS["train"], ["--config", "~/a"]).config.train.steps == 3
 
