@@ -145,3 +145,11 @@ def in_words(table: Mapping[str, Any], last: str) -> str:
     """Name the rows of a table with their `doc`, for a help text: "`a`, `b` (doc of b) or `c`" if `last` is "or"."""
     *names, end = (f"`{name}` ({row.doc})" if row.doc else f"`{name}`" for name, row in table.items())
     return f"{', '.join(names)} {last} {end}"
+
+
+LOGGERS = {
+    "tensorboard": "labkit.train.reporting.tensorboard_writer:TensorBoard",
+    "wandb": "labkit.train.reporting.wandb_writer:WandB",
+    "mlflow": "labkit.train.reporting.mlflow_writer:MLflow",
+}
+"""Word of `train.loggers`, which is also the package that it needs -> a `Logger` (`train/reporting/loggers.py`)."""

@@ -19,7 +19,7 @@ from labkit.config.graph_rules import graph_rules
 from labkit.config.layer_rules import mamba_rules, moe_rules
 from labkit.config.pipeline_rules import pipeline_rules
 from labkit.config.sections import ParallelConfig, Sections
-from labkit.config.training_rules import data_rules, optimizer_rules, profile_rules, training_rules
+from labkit.config.training_rules import data_rules, logger_rules, optimizer_rules, profile_rules, training_rules
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Axes that an order string may name."""
@@ -30,6 +30,7 @@ TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     training_rules: ("model.recompute",),  # before graphs, which look up what is recomputed
     graph_rules: ("graph.",),
     optimizer_rules: ("optim.warmup_steps", "optim.lr_schedule"),
+    logger_rules: ("train.loggers",),
     profile_rules: ("train.profile",),
     data_rules: ("data.",),
 }

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from labkit.config.choices import CAPTURED_PARTS, DISPATCHERS, FAMILIES, RECOMPUTED_PARTS, SCHEDULES, in_words
+from labkit.config.choices import CAPTURED_PARTS, DISPATCHERS, FAMILIES, LOGGERS, RECOMPUTED_PARTS, SCHEDULES, in_words
 from labkit.config.field_spec import FieldSpec, expanded, field
 
 _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
@@ -510,9 +510,12 @@ class TrainConfig(_HasPaths):
     output_dir: str | None = field(None,
         "Folder of the run: configuration, state, metrics, traces, checkpoints; None writes nothing. One run at a time "
         "writes into it, and a folder that already holds a run is rejected.", path="folder")
+    loggers: tuple[str, ...] = field((),
+        f"Where rank 0 also sends the numbers of scalars.jsonl: {', '.join(LOGGERS)}. Each needs the package of its "
+        "name. wandb and mlflow read their own environment variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.")
     tensorboard_dir: str | None = field(None,
-        "Folder for TensorBoard, which gets the numbers of scalars.jsonl; needs the package tensorboard.",
-        path="folder")
+        "Folder of the logger tensorboard, which need not be named then; None is the folder tensorboard in "
+        "train.output_dir.", path="folder")
     overwrite: bool = field(False, "Replace the files of an earlier run in output_dir; other files there stay.",
         needs="train.output_dir")
     allow_oversubscription: bool = field(False, "Start a run that is predicted to need more memory than there is.")

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from labkit.config.choices import FAMILIES, RECOMPUTED_PARTS
+from labkit.config.choices import FAMILIES, LOGGERS, RECOMPUTED_PARTS
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
 
@@ -59,6 +59,16 @@ def profile_rules(found: Findings) -> None:
     if bad := [rank for rank in t.profile_ranks if rank < 0 or (world is not None and rank >= world)]:
         end = "" if world is None else f" to {world - 1}"
         found.add("train.profile_ranks", f"there is no rank {bad[0]}; name ranks from 0{end}, or none for all")
+
+
+def logger_rules(found: Findings) -> None:
+    """Reject unknown loggers, and require a folder for TensorBoard's files."""
+    t = found.config.train
+    if unknown := [name for name in t.loggers if name not in LOGGERS]:
+        rule = f"there is no logger {shown(unknown[0])}; choose from {', '.join(LOGGERS)}"
+        found.add("train.loggers", f"{rule}{nearest(unknown[0], LOGGERS)}")
+    elif "tensorboard" in t.loggers and t.tensorboard_dir is None and t.output_dir is None:
+        found.add("train.loggers", "tensorboard writes files; set train.output_dir or train.tensorboard_dir")
 
 
 def data_rules(found: Findings) -> None:

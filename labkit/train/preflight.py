@@ -24,7 +24,7 @@ from labkit.plan.stages import configured_schedule
 from labkit.schedules import Schedule
 from labkit.train.checkpoint import resume
 from labkit.train.device_rules import device_problems, machine_problems
-from labkit.train.reporting.tensorboard_writer import tensorboard_problem
+from labkit.train.reporting.loggers import logger_problems
 from labkit.train.run_folder.claim import folder_problems
 from labkit.train.run_folder.contents import saves_into
 from labkit.train.run_schedule import checked_schedule
@@ -56,7 +56,7 @@ def problems(
     schedule, problem = checked_schedule(config, world_size, schedule)
     found = [problem, *model_problems(config, own_model), *machine_problems(config, world_size, device)]
     if not info.under_torchrun():  # under torchrun each rank checks its machine, and rank 0 the folder
-        found += [*folder_problems(config), tensorboard_problem(config.train), *resume.problems(config)]
+        found += [*folder_problems(config), *logger_problems(config.train), *resume.problems(config)]
         if not own_model and schedule is not None:
             found.append(memory_problem(config, world_size, device, schedule=schedule))
     return [problem for problem in found if problem]
@@ -118,7 +118,7 @@ def check_machines(config: RunConfig, groups: ParallelGroups, schedule: Schedule
     """
     found = [*model_problems(config, own_model), *device_problems(config, groups.device.type)]
     if groups.world.rank == 0:
-        found += [*folder_problems(config), tensorboard_problem(config.train)]
+        found += [*folder_problems(config), *logger_problems(config.train)]
     skipped = own_model or config.train.allow_oversubscription
     kind = "cuda" if groups.device.type == "cuda" else "cpu"
     memory = None if skipped else rank_memory(config, groups.world.size, schedule, groups.pp.rank, kind)

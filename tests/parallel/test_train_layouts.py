@@ -31,8 +31,8 @@ def test_the_same_layout_twice_is_bit_equal_with_dropout_and_all_ranks_report_th
 
 def test_files_of_a_whole_world(tmp_path):
     seen = []
-    config = small(tp=2, output_dir=str(tmp_path), eval_steps=1, timing_log_level=2, write_events=True)
-    results = run(pretrain, 4, config, progress=seen.append)
+    reports = {"output_dir": str(tmp_path), "timing_log_level": 2, "write_events": True, "loggers": ["tensorboard"]}
+    results = run(pretrain, 4, small(tp=2, eval_steps=1, **reports), progress=seen.append)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if "loss" in line] == results[0].losses
     for name, (least, most) in lines[0]["timers"].items():
@@ -43,6 +43,7 @@ def test_files_of_a_whole_world(tmp_path):
     assert {event.rank for event in events} == {0, 1, 2, 3}
     assert [report["step"] for report in seen if "steps" in report] == [1, 2]
     assert any("validation_loss" in report for report in seen)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "only rank 0 writes"
 
 
 def test_a_schedule_of_ones_own_runs_in_its_order_and_gives_the_same_losses(tmp_path):

@@ -350,6 +350,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"eval_interval": 4}, None, "train.eval_interval", "no effect with train.eval_steps = 0; set that above 0"),
     ({"wsd_decay_steps": 2}, None, "optim.wsd_decay_steps", "no effect with optim.lr_schedule = cosine; set that to"),
     ({"wsd_decay_style": "linear"}, None, "optim.wsd_decay_style", "no effect with optim.lr_schedule = cosine"),
+    ({"loggers": ["wandb", "tensorbord"]}, None, "train.loggers", "no logger 'tensorbord'; choose from tensorboard"),
+    ({"loggers": ["tensorboard"]}, None, "train.loggers", "set train.output_dir or train.tensorboard_dir"),
     ({"profile": "pytorch"}, None, "train.profile", "pytorch writes traces into train.output_dir; set"),
     ({"profile_step_end": 4}, None, "train.profile_step_end", "no effect with train.profile = none"),
     ({"profile": "nsys", "profile_step_start": 12}, None, "train.profile_step_start", "below train.profile_step_end"),

@@ -67,6 +67,7 @@ GIVEN = {
     "checkpoint.dir": ["/tmp/nothing-is-written"],
     "checkpoint.load": ["none"],
     "train.profile_ranks": [(), (0, 1)],
+    "train.loggers": [("wandb",), ("mlflow", "wandb")],
     "train.tensorboard_dir": ["/tmp/nothing-is-written"],
 }
 FILES = ("schedule.path", "data.path", "data.tokenizer")

@@ -45,6 +45,7 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
         "profile_step_end",
         "profile_ranks",
         "output_dir",
+        "loggers",
         "tensorboard_dir",
         "overwrite",
         "write_events",

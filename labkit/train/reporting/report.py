@@ -4,7 +4,7 @@
                     timers, and with experts the numbers of `router_metrics`;
                     lines of evaluations; with CUDA graphs a line before that of the step that captured them
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5};
-                    `train.tensorboard_dir` gives them to TensorBoard itself
+                    `train.loggers` sends them to TensorBoard, Weights & Biases or MLflow
     events.jsonl    one Event per line, if `train.write_events` asks
 
 Steps count from 1: a line of step N, also of an evaluation, is written when N steps are finished. All files grow during
@@ -39,11 +39,11 @@ from labkit.schedules import Schedule
 from labkit.train.cuda_graphs import TrainingGraphs
 from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank
+from labkit.train.reporting.loggers import Loggers
 from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
 from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.reporting.slow_ranks import Pace, PaceWatch
 from labkit.train.reporting.step_lines import EVALUATIONS, evaluations_at
-from labkit.train.reporting.tensorboard_writer import TensorBoard
 from labkit.train.stepping import StepResult
 
 
@@ -136,8 +136,7 @@ class Report:
         self._lines = self._file("metrics.jsonl")
         self._scalar_lines = self._file("scalars.jsonl")
         self._event_lines = self._file("events.jsonl") if config.train.write_events else JsonLines(None)
-        board = config.train.tensorboard_dir
-        self._tensorboard = TensorBoard(board) if board is not None and self._writes else None
+        self._loggers = Loggers(config, resumed_after, continues=append) if self._writes else None
         peak = peak_of_a_rank(groups, config.optim) if groups.device.type == "cuda" else None
         self._throughput = Throughput(config, groups.world.size, peak, schedule)
         self._pace = PaceWatch(groups)
@@ -167,8 +166,8 @@ class Report:
             self._write_events(self._recorder.events)
         for lines in (self._lines, self._scalar_lines, self._event_lines):
             lines.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._loggers is not None:
+            self._loggers.close(failed=kind is not None)
 
     @contextmanager
     def naming_what_is_kept(self) -> Iterator[None]:
@@ -188,8 +187,6 @@ class Report:
         self._pace.begin_step()
         if self._recorder is not None:
             self._recorder.step = step
-        if self._tensorboard is not None:
-            self._tensorboard.begin(step)
 
     def step(self, step: int, result: StepResult, lr: float) -> None:
         """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
@@ -311,8 +308,8 @@ class Report:
         self._lines.write(line)
         numbers = list(scalars(line))
         self._scalar_lines.write(*numbers)
-        if self._tensorboard is not None:
-            self._tensorboard.write(numbers)
+        if self._loggers is not None:
+            self._loggers.write(numbers)
 
     def _progress(self, **values: Any) -> None:
         if self._writes:

@@ -27,7 +27,7 @@ from labkit.train.checkpoint.manifest import CheckpointError
 from labkit.train.checkpoint.resume import will_continue
 from labkit.train.checkpoint.step_folders import in_the_way, settle
 from labkit.train.reporting.step_lines import cut_after
-from labkit.train.run_folder.contents import CONFIG, FILES, LINES, OUTPUT, SAVED, STATE, folders_of
+from labkit.train.run_folder.contents import CONFIG, FILES, LINES, LOGGED, OUTPUT, SAVED, STATE, folders_of
 from labkit.train.run_folder.earlier_run import begins_again, why_they_stay
 from labkit.train.run_folder.lock import FolderError, check_free, locked
 
@@ -91,7 +91,7 @@ class RunFolder:
         with _naming(OUTPUT, folder):
             _refuse(why_they_stay(self._config, folder, continues=continues))
             again = not (continues or self._config.train.overwrite) and begins_again(self._config, folder)
-            for name in LINES:
+            for name in LINES if continues else (*LINES, LOGGED):
                 if continues_after is not None:
                     cut_after(folder / name, continues_after)
                 else:

@@ -4,6 +4,7 @@
     run.json          state of the run: `unfinished` or `finished`                claim.py
     config.yaml       the resolved configuration                                  claim.py
     metrics.jsonl, scalars.jsonl, events.jsonl    lines that grow with the steps  reporting/report.py
+    loggers.json      runs of `train.loggers`, which a resumed run continues      reporting/loggers.py
     profile-rankN.json    traces of `train.profile`                               reporting/profiling.py
     checkpoints/      its own .lock, and what checkpoint/step_folders.py lists    checkpoint/checkpoints.py
 
@@ -25,7 +26,8 @@ from labkit.train.run_folder.lock import LOCK
 STATE, CONFIG, METRICS = "run.json", "config.yaml", "metrics.jsonl"
 LINES = (METRICS, "scalars.jsonl", "events.jsonl")
 """Files that grow during the run."""
-FILES = (LOCK, STATE, f".{STATE}.partial", CONFIG, f".{CONFIG}.partial", *LINES)
+LOGGED = "loggers.json"
+FILES = (LOCK, STATE, f".{STATE}.partial", CONFIG, f".{CONFIG}.partial", LOGGED, *LINES)
 CHECKPOINTS = "checkpoints"
 OUTPUT, SAVED = "train.output_dir", "checkpoint.dir"
 """The fields that name folders."""
