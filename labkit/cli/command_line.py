@@ -83,6 +83,10 @@ def exit_code(execute: Callable[[], int], called: str) -> int:
     except MemoryError as error:
         rule = "there is not enough memory for this; take smaller sizes"
         return _say(f"{called}: {rule}{f' ({error})' if str(error) else ''}", 1)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("labkit"):
+            raise
+        return _say(f"{called}: the package {error.name} is not installed; pip install {error.name}", 1)
     except ValueError:
         return _say(f"{called}: an error inside labkit's code\n{traceback.format_exc().rstrip()}", 1)
 

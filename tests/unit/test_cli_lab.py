@@ -102,6 +102,12 @@ def test_what_cannot_be_is_refused(lab, tmp_path, capsys, words: list[str], said
     assert said in capsys.readouterr().err
 
 
+def test_without_jupyter_a_missing_package_is_one_line(lab, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "nbformat", None)
+    assert main(["lab"]) == 1 and lab == []
+    assert capsys.readouterr().err == "labkit lab: the package nbformat is not installed; pip install nbformat\n"
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [

@@ -4,6 +4,8 @@ Proven are names, ranges and channels, not that conda-forge has builds that solv
 these tests use no network.
 """
 
+import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -87,6 +89,39 @@ def test_every_dependency_is_named_in_a_range_that_agrees(file):
 def test_nothing_is_named_that_pyproject_does_not_ask_for(file):
     known = {CONDA_NAMES[file].get(r.name, r.name.lower()) for r in wanted(file)} | {"python", "pip", "make", "git"}
     assert set(specs_of(file)) == known
+
+
+def test_a_cluster_gets_everything_but_jupyter_and_figures():
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["cluster"]
+    assert set(PROJECT["dependencies"]) - set(group) == {"matplotlib", "jupyterlab", "ipywidgets", "papermill", "nbval"}
+    assert set(group) < set(PROJECT["dependencies"])
+
+
+def test_containers_binder_and_ci_take_the_same_index_of_torch_and_the_pins():
+    (index,) = set(re.findall(r"https://download\S+", (ROOT / "Makefile").read_text()))
+    for file in ("Dockerfile", ".binder/postBuild", ".devcontainer/devcontainer.json", ".github/workflows/ci.yml"):
+        text = (ROOT / file).read_text()
+        assert set(re.findall(r"https://download[^\s\"]+", text)) == {index}, file
+        installs = [line for line in text.splitlines() if "pip install" in line]
+        assert all("constraints.txt" in line for line in installs), file
+    assert os.access(ROOT / ".binder/postBuild", os.X_OK)
+
+
+def test_ci_runs_what_a_contributor_runs():
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["everything"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"] and os.access(ROOT / ".ci/run", os.X_OK)
+
+
+FORMS = [path for path in sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_forms_of_issues_have_what_github_asks_for(form):
+    fields = yaml.safe_load(form.read_text())
+    assert fields["name"] and fields["description"]
+    ids = [field["id"] for field in fields["body"]]
+    assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in fields["body"])
+    assert {field["type"] for field in fields["body"]} <= {"textarea", "input"}
 
 
 @pytest.mark.parametrize("file", FILES)

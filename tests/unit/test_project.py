@@ -117,6 +117,7 @@ def test_pins_are_complete_and_agree_with_each_other(python, system):
 
 def test_nothing_of_one_machine_is_written_into_the_set_up():
     files = ["Makefile", "constraints.txt", "pyproject.toml", ".ci/run", "environment.yml", "environment-cpu.yml"]
+    files += ["Dockerfile", "Dockerfile.gpu", ".binder/postBuild", ".devcontainer/devcontainer.json", "AGENTS.md"]
     for file in files:
         text = (ROOT / file).read_text()
         assert not re.search(r"file:|/opt/|/home/|/tmp/|--extra-index-url|--find-links", text), file

@@ -12,6 +12,7 @@ from labkit.schedules import zero_bubble_h1
 ROOT = Path(__file__).parents[2]
 TEXTS = [
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/checkpoints.md",
