@@ -216,7 +216,7 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     if no_path:
         arguments.refuse()  # at once, because the command would say that the path is missing
     if not command.words:
-        rule = f"{command.called} takes no such word; options begin with --"
+        rule = f"{command.called} takes only options, which begin with --"
         problems += [f"{shown(word)}: {rule}" for word in arguments.words]
     if command.configurable:
         _read_config(arguments, entries, command)

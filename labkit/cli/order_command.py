@@ -246,7 +246,7 @@ def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
         str(split_timeline(timeline)),
         "",
         *_table(timeline, warm_ups),
-        "in flight: microbatches with a forward begun and a backward not ended, in each stage of the rank",
+        "in flight: microbatches whose forward has begun and whose backward has not ended, in each stage of the rank",
         "",
     ]
     if len(schedule) > MOST_SHOWN:

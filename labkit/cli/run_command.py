@@ -85,8 +85,7 @@ def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]
             number = word and word.zfill(2)
             matches = [p for stem, p in known.items() if word == stem or number == stem.split("_")[0]]
             found += matches
-            to_come = " (README.md lists those to come)" if word.isdecimal() else ""
-            problems += [] if matches else [f"{shown(word)}: no such chapter{to_come}; {listed}{nearest(word, known)}"]
+            problems += [] if matches else [f"{shown(word)}: no such chapter; {listed}{nearest(word, known)}"]
     return list(dict.fromkeys(found)), problems
 
 
@@ -216,7 +215,7 @@ def _execute(chapter: Chapter, timeout: float) -> str:
             cell = str(error.source).strip().partition("\n")[0]
             failure = f"failed in the cell that begins `{cell}`\n  {what}"
         except CellTimeoutError:
-            failure = f"failed: a cell took more than {timeout:g} seconds; --timeout gives cells more"
+            failure = f"failed: a cell took more than {timeout:g} seconds; raise --timeout"
         except RuntimeError as error:  # a kernel that does not start, or is killed
             failure = f"failed: {error}{kernel.last_words()}"
     if kernel.interrupted:

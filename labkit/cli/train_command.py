@@ -318,13 +318,13 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
 
     done = result.resumed_after + len(result.losses)
     lines = [f"step {done:,} of {config.train.steps:,}: training loss {loss:.4f}" for loss in result.losses[-1:]]
-    lines = lines or [f"no step to do: the checkpoint has all {done:,}; to go on, raise train.steps"]
+    lines = lines or [f"nothing to do: the checkpoint has all {done:,} steps; to continue, raise train.steps"]
     if not (result.losses or result.metrics):
         return lines
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
     if skipped and (count := skipped[-1][0]):
         because = [reason for _, reason in skipped if reason][-1]
-        lines.append(f"{count} of them skipped, no weight changed; the last because {because}")
+        lines.append(f"{count} of them were skipped and changed no weight, the last because {because}")
     for name in ("validation", "test"):
         last = next((line for line in reversed(result.metrics) if f"{name}_loss" in line), {})
         fields = [field for field in (f"{name}_loss", f"{name}_perplexity") if field in last]
@@ -368,7 +368,7 @@ def never_captured(config: RunConfig) -> list[str]:
     if config.graph.cuda_graph_impl == "none" or eager < steps:
         return []
     said = "the only step was warm-up" if steps == 1 else f"all {steps:,} steps were warm-up"
-    return [f"no training step ran by CUDA graphs: {said} (graph.cuda_graph_warmup_steps = {eager})"]
+    return [f"no training step ran in a CUDA graph: {said} (graph.cuda_graph_warmup_steps = {eager})"]
 
 
 def started_by_torchrun() -> bool:

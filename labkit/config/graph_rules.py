@@ -107,7 +107,7 @@ def _experts(found: Findings) -> None:
         rule = "moe_preprocess would count on the host what moe.capacity_factor leaves of the rows"
         _refuse(found, f"{rule}; set moe.pad_to_capacity, or leave moe_preprocess out")
     elif (whole or "moe_router" in scope) and moe.load_balancing == "sinkhorn":
-        rule = "moe.load_balancing = sinkhorn looks at its factors on the host until they have settled"
+        rule = "moe.load_balancing = sinkhorn checks on the host whether its factors have converged"
         _refuse(found, f"{rule}; choose another, or leave {'moe' if whole else 'moe_router'} out")
 
 
@@ -126,7 +126,7 @@ def _split_backwards(found: Findings) -> None:
         rule = f"schedule.name = {s.name} splits backwards into input and weight gradients, which the engine computes"
         found.add("graph.cuda_graph_impl", f"{rule} together; {advice}, or set this to local")
     elif scope and not needed <= scope:
-        rule = f"schedule.name = {s.name} splits backwards, and of these layers a part stays eager"
+        rule = f"schedule.name = {s.name} splits backwards, and a part of these layers stays eager"
         why = "its weight gradients would read outputs of graphs that others have overwritten by then"
         _refuse(found, f"{rule}: {why}; capture whole layers (no module named), or {advice}")
 

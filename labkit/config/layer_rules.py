@@ -8,7 +8,7 @@ from labkit.config.findings import Findings, divisors, up
 MODULES = "model.recompute_modules"
 # fmt: off
 NOT_WITH_MAMBA = (
-    ("parallel.cp", "a Mamba scan reads its sequence in order, and no rank has a part of it; set it to 1"),
+    ("parallel.cp", "a Mamba scan reads its sequence in order, so ranks cannot split it; set it to 1"),
     ("moe.num_experts", "a Mamba model has no layers of experts; set it to 0"),
     ("optim.fp8=e4m3|hybrid", "Mamba models do not compute in fp8; set it to none"),
     ("model.transformer_impl=transformer_engine", "Mamba models run local layers; set it to local"),
@@ -31,7 +31,7 @@ def moe_rules(found: Findings) -> None:
         found.check(_dense)
     else:
         found.check(_ranks, _expert_width, _pattern, _routing, _groups, _recompute)
-        found.multiple_of("moe.num_experts", "parallel.ep", ", which shares the experts out")
+        found.multiple_of("moe.num_experts", "parallel.ep", ", which distributes the experts")
 
 
 def _dense(found: Findings) -> None:

@@ -64,8 +64,8 @@ EXCLUSIONS = (
     ("optim.average_in_collective=true", "optim.calculate_per_token_loss=true",
      "excludes optim.calculate_per_token_loss, which divides once by tokens; set one of them to false"),
     ("model.attention_dropout", "parallel.cp",
-     ("must be 0 with parallel.cp above 1: blocks of a ring are joined by log-sum-exps, and the kernels that give them "
-      "drop nothing; set it to 0, or parallel.cp = 1")),
+     ("must be 0 with parallel.cp above 1: blocks of a ring are joined by log-sum-exps, and the kernels that return "
+      "them have no dropout; set it to 0, or parallel.cp = 1")),
     ("model.transformer_impl=transformer_engine", "optim.precision=fp64",
      "Transformer Engine has no fp64; set optim.precision, or local layers"),
     ("model.attention_backend=flash|cudnn|efficient|math|unfused", "model.transformer_impl=transformer_engine",
@@ -82,8 +82,8 @@ EXCLUSIONS = (
     ("model.model_type=encoder_or_decoder", "model.family=t5", "a T5 is an encoder and a decoder; leave it out"),
     ("model.position=none", "model.family=gpt|bert|t5", "attention alone sees no order of tokens; choose learned"),
     ("model.activation=swiglu", "model.family=bert", "BERT's masked-LM head has no gate; choose gelu or gelu_tanh"),
-    ("model.activation=relu|geglu", "model.family=gpt|bert|mamba", "a T5 has it; choose gelu, gelu_tanh or swiglu"),
-    ("model.position=relative", "model.family=gpt|bert|mamba", "a T5 has it; choose learned, or none for a Mamba"),
+    ("model.activation=relu|geglu", "model.family=gpt|bert|mamba", "only a T5 has it; choose gelu, gelu_tanh, swiglu"),
+    ("model.position=relative", "model.family=gpt|bert|mamba", "only a T5 has it; choose learned, or none for a Mamba"),
     ("model.position=rope", "model.family=t5", "a T5 has learned or relative positions; choose one of these"),
     ("model.kv_heads", "model.family=t5", "a T5 has as many key/value heads as query heads; leave it out"),
     ("model.transformer_impl=transformer_engine", "model.family=bert|t5", "BERT and T5 run local layers; set it so"),

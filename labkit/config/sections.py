@@ -117,13 +117,14 @@ class ModelConfig:
     mamba_state_dim: int = field(128, "Size of the state of a Mamba head, for each of its features.", ge=1,
         needs=_MAMBA, of_model=True)
     mamba_head_dim: int = field(64, "Width of a Mamba head.", ge=1, needs=_MAMBA, of_model=True)
-    mamba_num_groups: int = field(8, "Groups of Mamba heads with one B and C each; tp cuts them over ranks.", ge=1,
+    mamba_num_groups: int = field(8, "Groups of Mamba heads with one B and C each; tp splits them over ranks.", ge=1,
         needs=_MAMBA, of_model=True)
     mamba_num_heads: int | None = field(None, "Heads of a Mamba layer; None: 2 x hidden / mamba_head_dim.", ge=1,
         needs=_MAMBA, of_model=True)
     mamba_conv_width: int = field(4, "Positions that a Mamba layer's convolution sums.", ge=1, needs=_MAMBA,
         of_model=True)
-    embedding_dropout: float = field(0.0, "Dropout after the embeddings.", ge=0, lt=1)
+    embedding_dropout: float = field(0.0, "Dropout after the embeddings; in Megatron-LM this is hidden_dropout.",
+        ge=0, lt=1)
     attention_dropout: float = field(0.0, "Dropout of attention probabilities, inside tensor-parallel regions.",
         ge=0, lt=1)
     hidden_dropout: float = field(0.0, "Dropout before each residual addition, outside these regions.", ge=0, lt=1)
@@ -198,7 +199,7 @@ class ParallelConfig:
     standalone_embedding_stage: bool = field(False, "The first stage holds the embedding and no layer.")
     pipeline_layout: str | None = field(None,
         "The parts of each stage, as in `Ettt|tttt|tttt|tttL`: E embedding, t a layer, L final norm and loss, | "
-        "between stages; `t*3` and `(tt|)*2` repeat. A stage without letters is empty. None shares the layers equally.",
+        "between stages; `t*3` and `(tt|)*2` repeat. A stage without letters is empty. None splits the layers equally.",
         aliases="pipeline_model_parallel_layout")
     distributed_backend: str = field("auto", "`auto` is nccl where each rank has a GPU of its own, else gloo.",
         choices="auto gloo nccl")
@@ -300,8 +301,8 @@ class MoEConfig:
         "A bias on sigmoid scores that only the choice of experts sees, moved after each step against the load "
         "(loss-free balancing, arXiv 2408.15664).", aliases="moe_router_enable_expert_bias",
         needs=f"{_ROUTED} moe.score_function=sigmoid", of_model=True)
-    expert_bias_update_rate: float = field(1e-3, "Step of that bias.", gt=0, aliases="moe_router_bias_update_rate",
-        needs="moe.expert_bias=true")
+    expert_bias_update_rate: float = field(1e-3, "Step by which that bias moves.", gt=0,
+        aliases="moe_router_bias_update_rate", needs="moe.expert_bias=true")
     capacity_factor: float | None = field(None,
         "An expert takes at most ceil(tokens x top_k / experts x capacity_factor) tokens of a rank; None: all.", gt=0,
         aliases="moe_expert_capacity_factor", needs=_ROUTED)
@@ -363,11 +364,12 @@ class DataConfig(_HasPaths):
         "A `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; None: the bundled BPE.",
         aliases="tokenizer_model vocab_file", path="file")
     split: str = field("90,5,5",
-        "Shares of the text, or of the documents of an indexed dataset, for training, validation and test; without a "
-        "share, no test runs.")
+        "Shares of the text, or of the documents of an indexed dataset, for training, validation and test; if the "
+        "third share is 0, no test runs.")
     num_samples: int | None = field(None,
-        "Samples that are shuffled for training, not of a GPT's text; None: train.steps x global_batch_size. A run "
-        "that reads its documents more than once and is prolonged keeps its order only if this number stays.", ge=1)
+        "Samples that are shuffled for training (of an indexed dataset, or for BERT and T5); None: train.steps x "
+        "global_batch_size. If a run reads its documents more than once and gets more steps later, its order stays "
+        "the same only with the same number.", ge=1)
     cache: str | None = field(None,
         "Folder for the index arrays of indexed datasets; None: PREFIX.cache, if that can be written.",
         aliases="data_cache_path", path="folder")
@@ -449,9 +451,10 @@ class OptimConfig:
     gradient_accumulation_fusion: bool = field(True, "Linear layers' backward adds weight gradients into main_grad.")
     data_parallel: str = field("bucketed",
         "`bucketed` (gradient buffers cut into buckets that are reduced during the backward) or `naive` (one buffer, "
-        "reduced at the end: the twin that teaches and checks).", choices="bucketed naive")
+        "reduced at the end: the simple version, for teaching and checks).", choices="bucketed naive")
     bucket_size: int | None = field(None,
-        "Elements after which a bucket is closed; None is max(40,000,000, 1,000,000 x dp). Without overlap all is one.",
+        "Elements after which a bucket is closed; None is max(40,000,000, 1,000,000 x dp). Without overlap there is "
+        "only one bucket.",
         ge=1, aliases="ddp_bucket_size", needs="optim.data_parallel=bucketed optim.overlap_grad_reduce=true")
     overlap_grad_reduce: bool = field(True, "Reduce a bucket as soon as the backward has filled it.")
     grad_reduce_in_bf16: bool = field(False,

@@ -184,7 +184,7 @@ def test_the_summary_defines_what_it_counts(
 ) -> None:
     given = [] if "--microbatches" in words else ["--microbatches", "8"]
     text = told(capsys, "--pp", "1", *given, *words)
-    assert "\nin flight: microbatches with a forward begun and a backward not ended" in text
+    assert "\nin flight: microbatches whose forward has begun and whose backward has not ended" in text
     assert all(sentence in text for sentence in sentences)
 
 

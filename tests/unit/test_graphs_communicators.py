@@ -48,7 +48,7 @@ def test_the_command_line_says_when_none_was_captured(steps, words):
     graph = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 3, "train.steps": steps}
     said = final_lines(Trained([1.0] * steps, []), presets.tiny().override(graph))
     assert said[1:] == [
-        f"no training step ran by CUDA graphs: {word} warm-up (graph.cuda_graph_warmup_steps = 3)" for word in words
+        f"no training step ran in a CUDA graph: {word} warm-up (graph.cuda_graph_warmup_steps = 3)" for word in words
     ]
     assert len(final_lines(Trained([1.0], []), presets.tiny().override({"train.steps": 1}))) == 1
 

@@ -182,7 +182,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model.mamba_num_groups = 3": {"mamba_num_groups": 3},
     "model.mamba_num_groups = 1": {"mamba_num_groups": 1, "tp": 2},
     "parallel.split_rank = 1": {"split_rank": 1, "pp": 2},
-    "model.position = 'relative': a T5 has it; choose learned, or none for a Mamba": {"position": "relative"},
+    "model.position = 'relative': only a T5 has it; choose learned, or none for a Mamba": {"position": "relative"},
 }
 
 
