@@ -29,7 +29,8 @@ README = (ROOT / "README.md").read_text()
 def test_the_first_screen_and_each_command_for_gpus_say_that_no_gpu_has_run_it():
     said = "never run on a GPU"
     assert said in README[: README.index("## Start")].replace("Never", "never")
-    assert all(said in README.split(head)[1].split("```")[0] for head in ("**One GPU**", "**A GPU node**", "**Slurm**"))
+    page = (ROOT / "docs/howto/gpu_node_slurm.md").read_text()
+    assert "ever run on a GPU" in page[: page.index("```")]
 
 
 @pytest.mark.parametrize("file", TEXTS)
@@ -78,6 +79,7 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     if "--data.path runs/corpus" in command:
         assert main(["data", "prepare", "labkit/data/bundled/sample.jsonl", "runs/corpus", "--workers", "1"]) == 0
     words = shlex.split(command.split(" > ")[0])[1:]
+    monkeypatch.setattr("labkit.cli.run_command._run", lambda *_, **__: [])  # a chapter takes half a minute
     if words[0] in ("train", "parity") and "--print-config" not in words:
         words.append("--print_config")
     assert main(words) == 0, capsys.readouterr().err
