@@ -35,6 +35,8 @@ html_theme_options: dict[str, Any] = {
     "search_bar_text": "Search",
 }
 
+smartquotes = False
+highlight_language = "text"  # of blocks that name none, such as commands and what they print
 extensions = ["myst_nb", "sphinx_copybutton"]
 exclude_patterns = ["exercises"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]

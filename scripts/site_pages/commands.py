@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from labkit.cli import command_line
 from labkit.cli.arguments import CONFIG_OPTIONS, Action, Command, Option
 from labkit.cli.command_line import COMMANDS
 from labkit.config.findings import as_yaml
@@ -14,8 +15,6 @@ _HEAD = """\
 
 Every command and its options. `labkit COMMAND --help` prints the same in a terminal, and `python -m labkit` is the same
 command as `labkit`. A `-` and a `_` in the name of an option are the same, and names cannot be abbreviated.
-
-Exit codes: 0 done, 1 failed, 2 the request was wrong, 75 stopped by SIGTERM (run the same again), 130 interrupted.
 """
 
 
@@ -25,7 +24,8 @@ def commands_page() -> str:
     rows = [
         (f"[`{command.called}`](#{_anchor(command)})", line) for command, (_, line) in zip(commands, COMMANDS.values())
     ]
-    return "\n".join([_HEAD, table(("command", "what it does"), rows), *map(_section, commands)])
+    exit_codes = (command_line.__doc__ or "").split("\n\n")[1]
+    return "\n".join([_HEAD, exit_codes, table(("command", "what it does"), rows), *map(_section, commands)])
 
 
 def _anchor(command: Command) -> str:
