@@ -37,7 +37,7 @@ html_theme_options: dict[str, Any] = {
 
 smartquotes = False
 highlight_language = "text"  # of blocks that name none, such as commands and what they print
-extensions = ["myst_nb", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.githubpages"]
 exclude_patterns = ["exercises"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4

@@ -141,10 +141,11 @@ def test_the_reference_describes_each_public_name_once() -> None:
     packages = [importlib.import_module(name) for name in written if name != "index"]
     public = {name for package in packages for name in package.__all__} - {"presets"}  # a module
     assert described == Counter(public)
-    assert (
-        "{py:function} all_reduce(x: Tensor, group: Group, op: str = 'sum', *, in_place: bool = True) -> Tensor"
-        in (written["labkit.comm"])
-    )
+    signature = "(x: Tensor, group: Group, op: str = 'sum', *, in_place: bool = True) -> Tensor"
+    assert f"{{py:function}} all_reduce{signature}\n:module: labkit.comm\n" in written["labkit.comm"]
+    # `labkit.models` comes first in the alphabet, and gives the name, too
+    assert "{py:function} paper_layer_bytes(" in written["labkit.plan"]
+    assert "{py:obj}`~labkit.plan.paper_layer_bytes`" in written["labkit.models"]
 
 
 def test_arguments_of_a_docstring_become_a_list() -> None:
