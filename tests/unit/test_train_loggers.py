@@ -167,6 +167,25 @@ def test_a_missing_package_is_told_before_any_process_starts(
     assert problems(presets.tiny(), 1, "cpu") == [], "nobody else needs it"
 
 
+def test_a_logger_that_is_not_set_up_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's store of files has to be asked for by a variable of its own."""
+    pytest.importorskip("mlflow", reason="needs the package mlflow (pip install mlflow)")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    (problem,) = problems(config(loggers=["mlflow"]), 1, "cpu")
+    assert problem.startswith("train.loggers = ['mlflow']: The filesystem tracking backend")
+
+
+def test_a_run_without_a_key_of_wandb_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="needs the package wandb (pip install wandb)")
+    wandb.teardown()  # it remembers the mode of a run before
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (problem,) = problems(config(loggers=["wandb"]), 1, "cpu")
+    assert "No API key configured" in problem and problem.endswith("set WANDB_MODE=offline")
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (problem,) = problems(config(tensorboard_dir=tmp_path / "file" / "board"), 1, "cpu")

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from labkit.config import RunConfig, TrainConfig
 from labkit.config.choices import LOGGERS
 from labkit.config.errors import shown
-from labkit.output_files import appearing, unwritable
+from labkit.output_files import appearing
 from labkit.train.run_folder.contents import LOGGED
 
 
@@ -30,6 +30,11 @@ class Logger(Protocol):
 
     def __init__(self, config: RunConfig, first_step: int, run_id: str | None) -> None:
         """first_step: of this process, counted from 1. run_id: of the run to continue; None begins a new one."""
+        ...
+
+    @staticmethod
+    def problem(train: TrainConfig) -> str:
+        """Return why the run cannot use it here, before anything is started; an empty string if it can."""
         ...
 
     def write(self, numbers: Sequence[Mapping[str, Any]]) -> None:
@@ -47,16 +52,18 @@ def logger_names(train: TrainConfig) -> tuple[str, ...]:
 
 
 def logger_problems(train: TrainConfig) -> list[str]:
-    """Return why a run cannot have its loggers, a sentence for each. Leaves no file."""
+    """Return why a run cannot have its loggers, a sentence for each."""
     found = []
     for name in logger_names(train):
-        field = "train.loggers" if name in train.loggers else "train.tensorboard_dir"
         if importlib.util.find_spec(name) is None:
-            value = shown(list(train.loggers) if name in train.loggers else train.tensorboard_dir, 200)
             rule = f"the package {name} is not installed; pip install {name}, or leave this out"
-            found.append(f"{field} = {value}: {rule}")
-        elif name == "tensorboard" and train.tensorboard_dir and (rule := unwritable(Path(train.tensorboard_dir))):
-            found.append(f"train.tensorboard_dir = {shown(train.tensorboard_dir, 200)}: {rule}")
+        else:
+            rule = resolve_name(LOGGERS[name]).problem(train)
+        if name == "tensorboard" and train.tensorboard_dir is not None:
+            start = f"train.tensorboard_dir = {shown(train.tensorboard_dir, 200)}"
+        else:
+            start = f"train.loggers = {shown(list(train.loggers))}"
+        found += [f"{start}: {rule}"] if rule else []
     return found
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
-from labkit.config import RunConfig
+from labkit.config import RunConfig, TrainConfig
 
 LARGEST_BATCH = 1000
 """Most metrics that MLflow takes at once."""
@@ -28,6 +29,14 @@ class MLflow:
         self._client = MlflowClient()
         self.run_id = run_id or self._new_run(config)
         self._client.update_run(self.run_id, status="RUNNING")
+
+    @staticmethod
+    def problem(train: TrainConfig) -> str:
+        try:
+            MlflowClient()
+        except (MlflowException, ImportError) as error:
+            return f"{error}; set MLFLOW_TRACKING_URI to a store that this installation of mlflow can use"
+        return ""
 
     def _new_run(self, config: RunConfig) -> str:
         name, folder = os.environ.get("MLFLOW_EXPERIMENT_NAME", "labkit"), config.train.output_dir

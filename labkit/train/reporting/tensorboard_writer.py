@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
-from labkit.config import RunConfig
+from labkit.config import RunConfig, TrainConfig
+from labkit.output_files import unwritable
 
 FLUSH_SECONDS = 10
 """Longest time from a number to its file."""
@@ -24,9 +23,14 @@ class TensorBoard:
     run_id = None
 
     def __init__(self, config: RunConfig, first_step: int, run_id: str | None) -> None:
-        train = config.train
-        folder = train.tensorboard_dir or str(Path(train.output_dir or "") / "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(_folder(config.train))
         self._writer = SummaryWriter(folder, purge_step=first_step, flush_secs=FLUSH_SECONDS)
+
+    @staticmethod
+    def problem(train: TrainConfig) -> str:
+        return unwritable(_folder(train))
 
     def write(self, numbers: Sequence[Mapping[str, Any]]) -> None:
         for number in numbers:
@@ -34,3 +38,7 @@ class TensorBoard:
 
     def close(self, *, failed: bool) -> None:
         self._writer.close()
+
+
+def _folder(train: TrainConfig) -> Path:
+    return Path(train.tensorboard_dir or Path(train.output_dir or "") / "tensorboard")

@@ -13,7 +13,7 @@ from typing import Any
 
 import wandb  # pyright: ignore[reportMissingImports]
 
-from labkit.config import RunConfig
+from labkit.config import RunConfig, TrainConfig
 
 
 class WandB:
@@ -28,9 +28,20 @@ class WandB:
             name=Path(folder).name if folder else None,
             dir=folder,
             config=config.to_dict(),
-            settings=wandb.Settings(console="off"),  # what ranks print is the launcher's
+            settings=wandb.Settings(console="off", quiet=True),  # what ranks print is the launcher's
         )
         self.run_id: str | None = self._run.id
+
+    @staticmethod
+    def problem(train: TrainConfig) -> str:
+        """Log in; on a terminal the library asks for a key that is missing."""
+        if os.environ.get("WANDB_MODE", "online") != "online":
+            return ""
+        try:
+            wandb.login()
+        except wandb.Error as error:
+            return f"{error} To send the numbers later, set WANDB_MODE=offline"
+        return ""
 
     def write(self, numbers: Sequence[Mapping[str, Any]]) -> None:
         if numbers:
