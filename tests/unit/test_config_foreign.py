@@ -6,17 +6,21 @@ stack's own formula or library.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import tomllib
 from pathlib import Path
 from pkgutil import resolve_name
+from random import Random
 from typing import Any
 
 import pytest
 
 from labkit.cli import main
-from labkit.config import ConfigError, RunConfig
+from labkit.config import ConfigError, RunConfig, yaml_text
 from labkit.config.fields import SPECS
+from labkit.config.foreign import stacks
 from labkit.config.foreign.shell_words import flags
 from labkit.config.foreign.stacks import STACKS, convert
 from labkit.plan.parameters import model_parameters
@@ -438,3 +442,26 @@ def test_a_file_that_cannot_be_converted(name: str, text: str, sentence: str, tm
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         convert([tmp_path / name])
+
+
+ODD = [None, [], {}, "x", "", -1, 0, True, [1, 2], {"a": 1}, 3.7, "auto", 10**30, "\x00", [{}]]
+SAMPLES = {"DeepSpeed": DEEPSPEED, "Hugging Face": LLAMA, "nanotron": yaml_text.plain(NANOTRON)}
+SAMPLES |= {"torchtitan": tomllib.loads(TORCHTITAN), "Megatron-LM": {"MODEL_ARGS": flags(MIXTRAL).values}}
+
+
+@pytest.mark.parametrize("given", SAMPLES.values(), ids=SAMPLES)
+def test_an_odd_value_is_an_error_or_a_configuration(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60 values of another type or size in a random place each one ends as a ConfigError, or converts."""
+    random, rejected = Random(0), 0
+    for _ in range(60):
+        contents = inside = copy.deepcopy(given)
+        while isinstance(inside[key := random.choice(list(inside))], dict) and random.random() < 0.9:
+            inside = inside[key]
+        inside[key] = random.choice(ODD)
+        monkeypatch.setattr(stacks, "_contents", lambda _path, contents=contents: contents)
+        try:
+            convert(["a file"])
+        except ConfigError as error:
+            rejected += 1
+            assert error.problems
+    assert rejected > 5

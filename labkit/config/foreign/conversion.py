@@ -101,6 +101,10 @@ class Conversion:
         value = self.keys.pop(key, None)
         return default if value is None else value
 
+    def word(self, key: str, default: str = "") -> str:
+        """Return the value of a key as text, and mark it as read."""
+        return str(self.take(key, default))
+
     def number(self, key: str, default: Any = 0, *, keep: bool = False) -> Any:
         """Return the value of a key as a number. keep: leave the key to its row, which rejects what is no number."""
         value = self.keys.get(key) if keep else self.take(key)

@@ -65,9 +65,9 @@ def _batch(found: Conversion) -> None:
 
 
 def _optimizer(found: Conversion) -> None:
-    kind = found.take("optimizer.type")
-    if kind is None or str(kind).lower() in ("adam", "adamw"):
-        found.assume({} if kind is None else UNSAID_OF_ADAM, "DeepSpeed")
+    kind = found.word("optimizer.type")
+    if kind.lower() in ("", "adam", "adamw"):
+        found.assume(UNSAID_OF_ADAM if kind else {}, "DeepSpeed")
         return
     keys = [key for key in found.keys if key.startswith("optimizer.params.")]
     for key in keys:
@@ -77,12 +77,12 @@ def _optimizer(found: Conversion) -> None:
 
 def _schedule(found: Conversion) -> None:
     """Read the warm-up and the decay; only a decay says how many steps there are."""
-    kind = found.take("scheduler.type")
-    if kind not in (None, *SCHEDULERS):
+    kind = found.word("scheduler.type")
+    if kind not in ("", *SCHEDULERS):
         found.note(LACKS, "scheduler.type", f"{kind} has no counterpart; the learning rate stays the same")
     if found.keys.get(f"{RATE}.warmup_max_lr") is not None:
         found.take("optimizer.params.lr")
-    found.set("optim.lr_schedule", SCHEDULERS.get(str(kind), "constant"), "scheduler.type")
+    found.set("optim.lr_schedule", SCHEDULERS.get(kind, "constant"), "scheduler.type")
     steps = found.number(f"{RATE}.total_num_steps", None)
     warmup = found.number(f"{RATE}.warmup_num_steps", 1000 if kind in SCHEDULERS else None)
     if steps:

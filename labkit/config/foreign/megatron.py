@@ -61,7 +61,8 @@ _UNSAID_OF_FP8 = {"--fp8-amax-history-len": 1, "--fp8-amax-compute-algo": "most_
 def _keys(contents: Any) -> dict[str, Any]:
     """Return the flags of a script, of a YAML file of flags, or of its part `MODEL_ARGS`."""
     if isinstance(contents, Mapping):
-        inside = flat(contents.get("MODEL_ARGS") or contents)
+        part = contents.get("MODEL_ARGS")
+        inside = flat(part if isinstance(part, Mapping) else contents)
         return {_flag(key): value for key, value in inside.items()}
     script = flags(contents)
     kept = {"the program": script.program} if script.program else {}
@@ -92,7 +93,7 @@ def _derive(found: Conversion) -> None:
 
 
 def _family(found: Conversion) -> None:
-    program = found.take("the program", "pretrain_gpt.py")
+    program = found.word("the program", "pretrain_gpt.py")
     pattern = found.take("--hybrid-layer-pattern") or found.take("--hybrid-override-pattern")
     family = PROGRAMS.get(program, "mamba" if pattern else "gpt")
     if program not in PROGRAMS:
@@ -297,7 +298,7 @@ def _is_megatron(contents: Any) -> bool:
     if isinstance(contents, str):
         return "--" in contents
     return isinstance(contents, Mapping) and (
-        "MODEL_ARGS" in contents or bool(_OF_EVERY_RUN & {_flag(key) for key in contents})
+        isinstance(contents.get("MODEL_ARGS"), Mapping) or bool(_OF_EVERY_RUN & {_flag(key) for key in contents})
     )
 
 

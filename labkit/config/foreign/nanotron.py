@@ -77,7 +77,7 @@ def _rates(found: Conversion) -> None:
     steps = found.number("tokens.train_steps", 1, keep=True)
     start = found.number(f"{RATES}.lr_decay_starting_step", warmup)
     length = found.number(f"{RATES}.lr_decay_steps", steps - start)
-    style = found.take(f"{RATES}.lr_decay_style", "linear")
+    style = found.word(f"{RATES}.lr_decay_style", "linear")
     if start > warmup or style == "1-sqrt":
         found.set("optim.lr_schedule", "wsd", f"{RATES}.lr_decay_starting_step")
         found.set("optim.wsd_decay_style", "minus-sqrt" if style == "1-sqrt" else style, f"{RATES}.lr_decay_style")

@@ -87,7 +87,7 @@ def _derive(found: Conversion) -> None:
 
 
 def _model(found: Conversion) -> None:
-    name, flavor = found.take("model.name", "llama3"), found.take("model.flavor", "debugmodel")
+    name, flavor = found.word("model.name", "llama3"), found.word("model.flavor", "debugmodel")
     if name != "llama3" or flavor not in FLAVORS:
         known = ", ".join(FLAVORS)
         found.problems.append(f"model.flavor = {flavor!r} of {name!r}: labkit has llama3 with one of {known}")
@@ -134,7 +134,7 @@ def _pipeline(found: Conversion) -> None:
         found.drop("parallelism.pipeline_parallel_", "the pipeline has one stage")
         return
     key = "parallelism.pipeline_parallel_schedule"
-    name = found.take(key, "1F1B")
+    name = found.word(key, "1F1B")
     if name not in SCHEDULES:
         found.problems.append(f"{key} = {name!r}: has no counterpart here; convertible are {', '.join(SCHEDULES)}")
         return
@@ -158,7 +158,7 @@ def _rates(found: Conversion) -> None:
         "lr_scheduler.total_steps", found.number("training.steps", UNSAID["training.steps"], keep=True)
     )
     warmup = found.number("lr_scheduler.warmup_steps", UNSAID["lr_scheduler.warmup_steps"], keep=True)
-    ratio, style = found.number("lr_scheduler.decay_ratio", None), found.take("lr_scheduler.decay_type", "linear")
+    ratio, style = found.number("lr_scheduler.decay_ratio", None), found.word("lr_scheduler.decay_type", "linear")
     length = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
     if ratio == 0:
         found.set("optim.lr_schedule", "constant", "lr_scheduler.decay_ratio")
@@ -184,13 +184,13 @@ def _files(found: Conversion) -> None:
         ("metrics", "enable_tensorboard", "save_tb_folder", "tb", "train.tensorboard_dir"),
     ):
         if found.keys.get(f"{section}.{switch}"):
-            name = str(found.take(f"{section}.{key}", default))
+            name = found.word(f"{section}.{key}", default)
             found.set(field, os.path.join(folder, name), f"{section}.{key} in job.dump_folder")
 
 
 def _fp8(found: Conversion) -> None:
     converters = list(map(str, found.take("model.converters", [])))
-    recipe = found.take("quantize.linear.float8.recipe_name", "tensorwise")
+    recipe = found.word("quantize.linear.float8.recipe_name", "tensorwise")
     if "float8" in converters and recipe == "tensorwise":
         found.set("optim.fp8", "hybrid", "model.converters")  # torchao: e4m3, and e5m2 for gradients
         found.set("optim.fp8_recipe", "current", "quantize.linear.float8.recipe_name")
