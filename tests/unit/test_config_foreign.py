@@ -152,12 +152,13 @@ def test_a_megatron_mixture_of_experts(converted: Any) -> None:
 def test_a_megatron_list_of_layers_with_experts(converted: Any) -> None:
     text = "--num-layers: 8\n--num-experts: 4\n--moe-layer-freq: ([0]*1+[1]*3)*2\n--vocab-size: 1024\n--fp16: true\n"
     text += "--train-iters: 70_000\n--split: 100,0,0\n--eval-iters: 10\n--recompute-granularity: selective\n"
-    text += "--recompute-modules: core_attn mlp\n"
+    text += "--recompute-modules: core_attn mlp\n--swiglu: false\n--bf16: false\n--qk-layernorm: false\n"
     config, _, report = converted("model_config.yaml", f"MODEL_ARGS:\n{text}".replace("\n--", "\n  --"))
     assert config.moe.layer_freq == (0, 1, 1, 1, 0, 1, 1, 1)
     assert (config.train.steps, config.train.eval_steps) == (70_000, 0)
     assert "--eval-*: --split keeps nothing for validation" in report and "--global-batch-size: not given" in report
-    assert config.model.recompute_modules == ("core_attn", "mlp")
+    assert config.model.recompute_modules == ("core_attn", "mlp") and config.optim.precision == "fp16"
+    assert config.model.activation == "gelu_tanh" and "labkit lacks" not in report  # nothing that is switched off
     # without a word of the script: megatron/training/arguments.py and megatron-core's TransformerConfig
     assert (config.moe.dispatcher, config.moe.grouped_gemm, config.moe.router_dtype) == ("allgather", False, "model")
     assert config.optim.initial_loss_scale == 2.0**32

@@ -29,7 +29,7 @@ class Note(NamedTuple):
     group: str
     why: str = ""
     harmless: tuple[Any, ...] = ()
-    """Values with which the other stack does what labkit always does."""
+    """Values with which the other stack does what labkit always does; where none is named, false is one."""
 
 
 def differs(why: str, *harmless: Any) -> Note:
@@ -134,7 +134,7 @@ class Conversion:
         for name in names.split():
             spec = SPECS[name]
             if isinstance(value, str) and "$" in value:
-                self.note(YOURS, origin, f"it is {value}, which only its shell knows; set {name}")
+                self.note(YOURS, origin, f"it is {shown(value, 200)[1:-1]}, which only its shell knows; set {name}")
                 continue
             words = value.split() if isinstance(value, str) and spec.kind.startswith("tuple") else []
             try:
@@ -149,8 +149,8 @@ class Conversion:
 
     def note(self, group: str, key: str, why: str = "") -> None:
         """List a key in a group of the report."""
-        keys = self.notes[group].setdefault(why, [])
-        keys += [] if key in keys else [key]
+        keys, name = self.notes[group].setdefault(why, []), shown(key, 200)[1:-1]
+        keys += [] if name in keys else [name]
 
     def drop(self, start: str, why: str) -> None:
         """Mark every key with this start as read, and list them as one."""
@@ -173,7 +173,7 @@ class Conversion:
             if row is None:
                 self.note(UNKNOWN, key, nearest(key, table).removeprefix("; "))
             elif isinstance(row, Note):
-                harmless = str(value) in map(str, row.harmless)
+                harmless = str(value) in map(str, row.harmless or [False])
                 is_section = row.group in (LACKS, DIFFERS) and key not in table and pattern.endswith(".*")
                 named = pattern if is_section else key
                 self.note(ALWAYS if harmless else row.group, named, "" if harmless else row.why)
@@ -230,6 +230,8 @@ def pick(names: str, words: Mapping[Any, Any], *, others: bool = False) -> Row:
     """Return the row of a key whose values have other words here; any other value is rejected, or kept if `others`."""
 
     def row(found: Conversion, key: str, value: Any) -> None:
+        if value is False and False not in words:
+            return  # a flag that is switched off
         theirs = next((word for word in words if word == value), None)
         if theirs is not None or others:
             found.set(names, words[theirs] if theirs is not None else value, key)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from labkit.config import yaml_text
-from labkit.config.errors import ConfigError
-from labkit.config.foreign.conversion import Conversion, Stack, as_yaml
+from labkit.config.errors import ConfigError, shown
+from labkit.config.foreign.conversion import YOURS, Conversion, Stack, as_yaml
+from labkit.config.sections import DataConfig, ModelConfig
 
 STACKS = {
     "huggingface": "labkit.models.hugging_face_run:STACK",
@@ -59,6 +60,11 @@ def convert(paths: Sequence[str | os.PathLike[str]], stack: str | None = None) -
             found.head.append(f"No file describes {words}, or convert several files at once.")
     found.head.append("Fields that have labkit's default are left out.")
     config = found.config(", ".join(names))
+    size, bundled = config.model.vocab_size, ModelConfig().vocab_size
+    if config.data == DataConfig(split=config.data.split) and size > 2 * bundled:
+        advice = f"or an indexed dataset in data.path, or try the run with --vocab-size {bundled}"
+        why = f"the bundled text has {bundled} tokens; name the file of a tokenizer with {size}, {advice}"
+        found.note(YOURS, "data.tokenizer", why)
     return Converted(as_yaml(config, found), found.report())
 
 
@@ -70,9 +76,9 @@ def _read(path: str, stack: str | None) -> Conversion:
         raise ConfigError([f"has no key of {chosen.name}; leave --from out, or name another stack"], source=path)
     try:
         found = Conversion(chosen.keys(contents))
-    except ValueError as error:  # quotes of a script that do not match
+    except (ValueError, RecursionError) as error:  # such as quotes of a script that do not match
         raise ConfigError([f"cannot be read: {error}"], source=path) from None
-    found.head.append(f"Converted from {os.path.basename(path)}, a configuration of {chosen.name}.")
+    found.head.append(f"Converted from {shown(os.path.basename(path), 200)[1:-1]}, a configuration of {chosen.name}.")
     chosen.derive(found)
     found.read(chosen.table)
     return found
