@@ -85,6 +85,7 @@ TABLE: dict[str, Row] = {
     **rows("model.attention_dropout", "attn_pdrop attention_dropout attention_probs_dropout_prob"),
     "initializer_range": "model.init_std",
     "router_aux_loss_coef": "moe.aux_loss_coeff",
+    "router_jitter_noise": "moe.input_jitter",
     **rows("optim.precision", "dtype torch_dtype"),
     # the reader has rejected every value of these that labkit's models do not have
     **rows(

@@ -230,6 +230,25 @@ def test_a_model_of_hugging_face(given: dict[str, Any], converted: Any) -> None:
     trains(config, **{"model.ffn_hidden": 48, "model.kv_heads": 4})
 
 
+@pytest.mark.parametrize(
+    "name", ["BertForPreTraining", "T5ForConditionalGeneration", "Mamba2ForCausalLM", "MixtralForCausalLM"]
+)
+def test_the_other_models_of_hugging_face_with_their_defaults(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    model = getattr(transformers, name)
+    described = model.config_class(architectures=[name])
+    described.save_pretrained(tmp_path)
+    found = convert([tmp_path / "config.json"])
+    assert "unknown" not in found.report and "labkit lacks" not in found.report
+    (tmp_path / "run.yaml").write_text(found.text)
+    config = RunConfig.from_yaml(tmp_path / "run.yaml")
+    with torch.device("meta"):
+        theirs = model(described)
+    assert model_parameters(config.model, config.moe) == sum(p.numel() for p in theirs.parameters())
+
+
 def test_every_row_of_a_table_names_fields() -> None:
     """No row points to a field that is not there."""
     for word in STACKS:

@@ -18,7 +18,7 @@ from labkit.config.run_config import RunConfig
 from labkit.config.sections import SECTIONS
 
 YOURS, DIFFERS, LACKS = "for you to set", "differs on purpose", "labkit lacks it"
-NO_MEANING, ALWAYS, UNKNOWN = "has no meaning here", "labkit always does so", "unknown to this converter"
+NO_MEANING, ALWAYS, UNKNOWN = "has no meaning here", "already the same here", "unknown to this converter"
 GROUPS = (YOURS, DIFFERS, LACKS, NO_MEANING, ALWAYS, UNKNOWN)
 """The groups of keys that have no counterpart, in the order in which they are printed."""
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from labkit.config import yaml_text
+from labkit.config.choices import FAMILIES
 from labkit.config.errors import ConfigError, shown
 from labkit.config.foreign.conversion import YOURS, Conversion, Stack, as_yaml
 from labkit.config.sections import DataConfig, ModelConfig
@@ -61,8 +62,9 @@ def convert(paths: Sequence[str | os.PathLike[str]], stack: str | None = None) -
     found.head.append("Fields that have labkit's default are left out.")
     config = found.config(", ".join(names))
     size, bundled = config.model.vocab_size, ModelConfig().vocab_size
+    smallest = bundled if FAMILIES[config.model.family].reads_windows else bundled + 128  # their own tokens
     if config.data == DataConfig(split=config.data.split) and size > 2 * bundled:
-        advice = f"or an indexed dataset in data.path, or try the run with --vocab-size {bundled}"
+        advice = f"or an indexed dataset in data.path, or try the run with --vocab-size {smallest}"
         why = f"the bundled text has {bundled} tokens; name the file of a tokenizer with {size}, {advice}"
         found.note(YOURS, "data.tokenizer", why)
     return Converted(as_yaml(config, found), found.report())
