@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -25,6 +26,7 @@ from labkit.config.foreign.shell_words import flags
 from labkit.config.foreign.stacks import STACKS, convert
 from labkit.plan.parameters import model_parameters
 from labkit.train import pretrain
+from labkit.train.lr_schedule import build_lr_schedule
 
 SMALL = {"model.layers": 2, "model.hidden": 32, "model.heads": 4, "model.seq_length": 16, "model.vocab_size": 1024}
 SMALL |= {"train.steps": 1, "train.micro_batch_size": 1, "train.global_batch_size": 2, "train.eval_steps": 0}
@@ -315,6 +317,10 @@ def test_nanotrons_late_decay_experts_and_unknown_models(converted: Any) -> None
     config, _, report = converted("a.yaml", late.replace("hidden_act: silu", f"hidden_act: silu\n    {experts}"))
     o, moe = config.optim, config.moe
     assert (o.lr_schedule, o.wsd_decay_style, o.wsd_decay_steps, o.decay_steps) == ("wsd", "minus-sqrt", 13, 1513)
+    rate = build_lr_schedule(o, config.train.steps)
+    for step in (1, 2, 1499, 1500, 1505, 1512, 1513, 1999):  # lr_scheduler_builder in nanotron's helpers.py
+        tail = 1 - math.sqrt(min(1.0, max(0, step - 1500) / 13))
+        assert rate(step) == pytest.approx(3e-4 * step / 2 if step <= 2 else 1e-5 + (3e-4 - 1e-5) * tail)
     assert [moe.is_moe_layer(index) for index in range(5)] == [False, True, False, True, False]
     assert (moe.ffn_hidden, moe.shared_expert_ffn_hidden, moe.pre_softmax) == (1408, 5632, True)  # models_config.py
     assert "unknown" not in report
@@ -387,7 +393,10 @@ def test_torchtitans_pipeline_hsdp_fp8_and_late_decay(converted: Any) -> None:
     assert "Launch 64 ranks" in out and o.num_distributed_optimizer_instances == 2
     assert (config.train.global_batch_size, config.train.micro_batch_size) == (64, 1)
     assert (o.fp8, o.fp8_recipe, o.wsd_decay_style, o.wsd_decay_steps) == ("hybrid", "current", "minus-sqrt", 250)
-    assert o.min_lr == pytest.approx(3e-5)
+    rate = build_lr_schedule(o, config.train.steps)
+    for step in (200, 700, 749, 750, 800, 999):  # components/lr_scheduler.py: warm-up 200, stable 551, decay 250
+        tail = math.sqrt(max(0, step + 1 - 751) / 250)
+        assert rate(step) == pytest.approx(3e-4 * (0.1 + 0.9 * (1 - tail)))
 
 
 # From DeepSpeedExamples' training/bf16_master_weight/configs/baseline.json, with a batch, a schedule and a typo.
