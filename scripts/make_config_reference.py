@@ -10,6 +10,7 @@ from pathlib import Path
 from labkit.config import presets
 from labkit.config.fields import SPECS
 from labkit.config.findings import as_yaml
+from labkit.config.megatron_flags import SWITCHES
 from labkit.config.sections import SECTIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
@@ -30,8 +31,8 @@ labkit train --config runs/mine.yaml --nproc 4 --parallel.tp 2 --lr 5e-4
 Write a field as `section.field`, or by its name in Megatron-LM. The last part alone is enough if only one section has
 it. `-` and `_` are the same.
 
-- In YAML a value has the field's own type. `1e-4` is a number. A quoted `"8"` is text, and a numeric field refuses it.
-  Only `true` and `false` are truth values. Tags and anchors are refused.
+- In YAML a value has the field's own type. `1e-4` is a number. A quoted `"8"` is text, and a numeric field rejects it.
+  Only `true` and `false` are truth values. Tags and anchors are rejected.
 - On the command line every value is text, and labkit reads it as the field's type. `null` is none; `a,b` is a list.
 - A `~` at the start of a path is your home folder. A path is never empty.
 
@@ -41,6 +42,17 @@ The launch gives the number of ranks (`--nproc`, or torchrun's). Data parallelis
 dp = ranks / (tp cp pp).
 
 """
+
+_FLAGS = """
+## Flags of Megatron-LM
+
+On the command line every name after "Megatron-LM:" above is a flag, as in `--tensor-model-parallel-size 2`. These flags
+set fields, too. `--num-layers-per-virtual-pipeline-stage N` sets `parallel.vpp` to layers / (pp x N). A list may have
+blanks in place of commas, as in `--recompute-modules core_attn mlp`, and several words after `--data-path` are a blend.
+A flag that labkit lacks, or that says the same in another way, is an error that tells what to write.
+
+| flag | sets |
+|---|---|"""
 
 
 def page() -> str:
@@ -57,7 +69,18 @@ def page() -> str:
             kind = f"{spec.kind} | None" if spec.optional else spec.kind
             cells = (f"`{spec.dotted}`", kind, f"`{as_yaml(spec.default)}`", text)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += [_FLAGS, *(f"| `--{name.replace('_', '-')}` | {_sets(name)} |" for name in SWITCHES)]
     return "\n".join(lines) + "\n"
+
+
+def _sets(name: str) -> str:
+    """What a flag of Megatron-LM sets, in a cell."""
+    more = {
+        "swiglu": "without `--ffn-hidden-size`, `model.ffn_hidden` = two thirds of 4 x hidden, in multiples of 64",
+        "group_query_attention": "without `--num-query-groups`, `model.kv_heads` = 1",
+    }
+    sets = [f"`{field}` = {value}" for field, value in SWITCHES[name].items()]
+    return "; ".join([*sets, *([more[name]] if name in more else [])])
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ model
   --kv-heads, --num-query-groups: key/value heads | as many as --heads
   --ffn-hidden-size: width of the MLP | 4 x hidden
   --seq-length: tokens of a sample
-  --vocab-size: at least the tokenizer's
+  --vocab-size: size of the vocabulary
   --position, --position-embedding-type: kind of positions
   --norm, --normalization: kind of norm
   --activation: activation of the MLP
@@ -152,24 +152,26 @@ def _full_row(spec: FieldSpec, width: int) -> list[str]:
 def _common_fields(command: Command, width: int) -> list[str]:
     """Return the fields that are changed most, those of a script, and where the others are."""
     lines = ["the fields that are changed most, with Megatron-LM's names"]
+    taken = {f"--{option.name}" for option in command.options}
     for line in COMMON.splitlines():
-        names, _, text = line.strip().partition(": ")
+        listed, _, text = line.strip().partition(": ")
         if not line.startswith(" "):
             lines.append(line)
             continue
-        spec = SPECS[str(resolve(names.split(", ")[0].lstrip("-"))[0])]
+        spec = SPECS[str(resolve(listed.split(", ")[0].lstrip("-"))[0])]
+        names = ", ".join(name for name in listed.split(", ") if name not in taken)
         text, _, default = text.partition(" | ")
         default = f"(default: {default or spec.default_words})"
         lines += _row(names + _value(spec), text, default, ", ".join(spec.choices), _WIDE_COLUMN, width)
     own = [spec for spec in _specs(command).values() if spec.section == "extra"]
     lines += ["of this script", *(line for spec in own for line in _full_row(spec, width))] if own else []
     flags = [f"--{name.replace('_', '-')}" for name in (*megatron_flags.SWITCHES, megatron_flags.CHUNK)]
-    listed = f"more of Megatron-LM's flags: {', '.join(flags)}"
+    others = f"more of Megatron-LM's flags: {', '.join(flags)}"
     more = (
         f"All {len(_specs(command))} fields: {command.called} --help-all, or docs/config.md. A field is written as "
         "`--model.layers`, or `--layers` where only one section has it; `-` and `_` mean the same."
     )
-    lines += textwrap.wrap(listed, width, subsequent_indent="  ", break_on_hyphens=False)
+    lines += textwrap.wrap(others, width, subsequent_indent="  ", break_on_hyphens=False)
     return [*lines, "", *textwrap.wrap(more, width)]
 
 

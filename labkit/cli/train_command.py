@@ -412,7 +412,7 @@ COMMAND = Command(
     ),
     execute=execute,
     example="labkit train --preset tiny --nproc 4 --tp 2 --pp 2 --steps 50\n"
-    "labkit train --preset tiny --nproc 4 --tensor-model-parallel-size 2 --num-layers 12\n"
+    "labkit train --preset tiny --tensor-model-parallel-size 2 --num-layers 12\n"
     "labkit train --config f.yaml --lr 1e-4 --output-dir runs/a",
     configurable=True,
 )

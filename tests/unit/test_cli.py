@@ -118,6 +118,7 @@ def test_help_of_train_takes_two_screens() -> None:
     rows = [line.strip().partition(": ")[0].split(", ") for line in COMMON.splitlines() if line.startswith(" ")]
     found = [{resolve(name.lstrip("-"))[0] for name in names} for names in rows]
     assert all(len(fields) == 1 and None not in fields for fields in found) and len(set.union(*found)) == len(rows)
+    assert "--steps, --train-iters" in text and "--steps, --train-iters" not in help_text(OF_THE_COMMANDS["parity"])
     said = " ".join(text.split())
     for words in ("--lr FLOAT peak learning rate (default: 0.001)", "(default: 4 x hidden)", "gpt2_124m 124M,"):
         assert words in said
