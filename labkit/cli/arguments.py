@@ -258,7 +258,7 @@ def _unknown(key: str, command: Command, why: str) -> str:
     if why and "unknown field" not in why:
         return why.partition(": ")[2]
     names = [name.replace("_", "-") for option in command.all_options for name in option.names]
-    names += KNOWN_NAMES if command.configurable else ()
+    names += (*KNOWN_NAMES, *(option.name for option in _MEGATRON_OPTIONS)) if command.configurable else ()
     names += [spec.name for spec in extra_specs(command.extra_args_provider).values()]
     hint = nearest(key, [f"--{name}" for name in names]) or nearest(key.replace("_", "-"), names)
     pairs = any(option.pairs for option in command.options)

@@ -153,6 +153,7 @@ def test_every_switch_has_a_row() -> None:
         ("--wandb-project p", "--wandb-project: this flag of Megatron-LM has no counterpart here: every number"),
         ("--use-nccl-ub", "--use-nccl-ub: this flag of Megatron-LM has no counterpart here; leave it out"),
         ("--use-nccl-un", "--use-nccl-un: unknown option"),
+        ("--bf61", 'did you mean "--bf16"?'),
     ],
 )
 def test_a_flag_that_means_something_else_says_what_to_write(
