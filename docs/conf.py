@@ -30,6 +30,7 @@ html_theme_options: dict[str, Any] = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "navbar_persistent": [],
+    "pygments_dark_style": "github-dark",
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "search_bar_text": "Search",
