@@ -50,7 +50,7 @@ class ParallelAttention(nn.Module):
         config, tp = build.config, build.group.size
         kv_heads = config.kv_heads or config.heads
         if config.hidden % config.heads or config.heads % kv_heads:
-            rule = f"kv_heads {kv_heads} must divide heads {config.heads}, and that hidden {config.hidden}"
+            rule = f"heads {config.heads} must divide hidden {config.hidden}, and kv_heads {kv_heads} must divide heads"
             raise ValueError(f"{name}: {rule}")
         self.name, self.recompute = name, build.recompute
         self.recomputes_norm = self.recompute.selects("layernorm")

@@ -390,7 +390,7 @@ def test_tied_weights_on_ranks_that_no_group_joins_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 5}, "hidden 32, heads 5"),
+        ({"heads": 5}, "heads 5 must divide hidden 32"),
         ({"norm": "batchnorm"}, "layernorm or rmsnorm"),
         ({"position": "alibi"}, "learned or rope"),
         ({"activation": "tanh"}, "tanh"),

@@ -98,7 +98,7 @@ def test_rounding_is_no_failure_and_is_told(monkeypatch):
     )
     none_equal = replace(found, rows=found.rows[1:]).sentence
     assert none_equal.startswith("1 of 1 layouts within rounding of one process over 1 optimizer step in float32. ")
-    assert "by up to 2.6e-05, first in bias parameter: rounding" in found.sentence
+    assert "by up to 2.6e-05, first in bias parameter: this is rounding" in found.sentence
     assert [line.split()[7:] for line in found.table().splitlines()[1:]] == [
         ["equal", "none"], ["rounding", "bias", "parameter"]
     ]  # fmt: skip
