@@ -7,7 +7,6 @@ import importlib
 from labkit.cli import command_line
 from labkit.cli.arguments import CONFIG_OPTIONS, Action, Command, Option
 from labkit.cli.command_line import COMMANDS
-from labkit.config.findings import as_yaml
 from site_pages.tables import table
 
 _HEAD = """\
@@ -60,5 +59,5 @@ def _option(option: Option) -> tuple[str, str, str]:
     short = "`-p`, " if option.pairs else ""
     values = {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}
     value = " NAME VALUE" if option.pairs else values.get(option.kind, f" {option.kind.upper()}")
-    default = "" if option.default in (None, False) else f"`{as_yaml(option.default)}`"
+    default = option.unset.removeprefix("default: ") or f"`{option.default_words}`"
     return f"{short}`--{option.name}{value}`", default, option.help
