@@ -121,13 +121,12 @@ def _index(folder: str) -> str:
 
 def _complete_index(path: Path, folder: str, pages: Collection[str]) -> None:
     """Add the section's list of pages to its first page; if it has no such page, write one that shows the list."""
-    section, text = SECTIONS[folder], ""
+    section = SECTIONS[folder]
+    table = _chapters_of_readme() if folder == "tutorials" else ""
+    text = f"# {section.title}\n\n{section.about}\n\n{table}"
+    hidden = [":hidden:"] if path.exists() or table else []
     if path.exists():
         text = path.read_text(encoding="utf-8")
-    else:
-        table = _chapters_of_readme() if folder == "tutorials" else ""
-        text = f"# {section.title}\n\n{section.about}\n\n{table}"
-    hidden = [":hidden:"] if path.exists() or folder == "tutorials" else []
     listed = [f"/{page.rpartition('.')[0]}" for page in pages_of(folder, pages)]
     _write(path, "\n".join([text, "```{toctree}", ":maxdepth: 1", *hidden, "", *listed, "```", ""]))
 
@@ -147,7 +146,7 @@ def _chapters_of_readme() -> str:
     """README's table of chapters, for the site."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.search(r"(?:^\|.*\n){2}(?:^\|.*\]\(notebooks/.*\n)+", readme, re.MULTILINE)
-    return rows[0].replace("](notebooks/", "](/notebooks/") if rows else ""
+    return re.sub(r"\]\((?!/|\w+:)", "](/", rows[0]) if rows else ""
 
 
 def _write(path: Path, text: str) -> None:
