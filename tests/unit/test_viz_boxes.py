@@ -93,5 +93,5 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
         stored_boxes({"a": folder}, "layers.0.fc2.weight")
     with pytest.raises(ValueError, match=r"experts has shape \[2, 4, 6\]; a tensor of one or two dimensions"):
         stored_boxes({"a": folder}, "experts")
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         stored_boxes({"a": tmp_path / "gone"}, "w")
