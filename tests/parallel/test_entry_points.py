@@ -159,7 +159,7 @@ TWO = {"model": [Stage(0), Stage(1)], "data_iterator": [None, None]}
         (WITHOUT, {"param_sync_func": print}, ValueError, "only the interleaved schedule gathers"),
         (WITHOUT, {"pg_collection": object()}, ValueError, "labkit's name for it is groups"),
         (WITHOUT, {"adjust_tensor_shapes_fn": print}, ValueError, "give tensor_shape"),
-        (WITHOUT, {"first_val_step": True}, ValueError, "cast anew, which labkit does by itself after each update"),
+        (WITHOUT, {"first_val_step": True}, ValueError, "cast again, which labkit does after each update"),
         (WITHOUT, {"surprise": 1}, TypeError, "unexpected argument 'surprise'"),
         (WITHOUT, TWO, ValueError, "2 model chunks"),
         (WITHOUT, {"enable_autocast": True}, ValueError, r"enable_autocast=True needs .*: give dtype=torch.bfloat16"),

@@ -104,7 +104,7 @@ def test_without_variable_lengths_ranks_do_not_ask_each_other_and_other_shapes_s
         assert found == expected
         assert captures == [0] + [1] * 7 and sizes == [0] + [16] * 7
     said = [line for line in capfd.readouterr().err.splitlines() if "run eagerly" in line]
-    assert said and all("set schedule.variable_seq_lengths to have layers captured anew" in line for line in said)
+    assert said and all("set schedule.variable_seq_lengths to have layers captured again" in line for line in said)
 
 
 def test_iterations_of_replicas_start_over_for_other_shapes(on_ranks):
