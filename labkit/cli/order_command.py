@@ -1,13 +1,14 @@
 """`labkit order`: print a pipeline schedule, with the order of each rank, its bubble and memory. It needs no torch.
 
-The numbers come from the simulator with unit costs: F, I and W take 1, B takes 2, and messages take no time.
+The numbers come from the simulator. Unless --costs says otherwise, F, I and W take 1, B takes 2, and messages take no
+time.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +27,7 @@ from labkit.schedules.bubble import split_timeline
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.lowering import Transport
-from labkit.schedules.simulator import Timeline, simulate
+from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches
 from labkit.schedules.verifier import interleaving_rules, verify
 
@@ -51,7 +52,7 @@ def execute(arguments: Arguments) -> int:
         schedule = _read(arguments) if options["verify"] else _build(options)
         _check_rank(arguments, schedule)
         lines = _verdicts(schedule, options) if options["verify"] or options["transport"] else []
-        timeline = simulate(schedule)
+        timeline = simulate(schedule, Costs(**_costs(options)[0]))
     except ConfigError:
         raise  # it lists every problem
     except ScheduleError as error:
@@ -65,7 +66,7 @@ def execute(arguments: Arguments) -> int:
         show("\n".join([f"rank {options['rank']}, {_legend(schedule)}", *written]), stream=sys.stderr)
         show(_list(schedule.order(options["rank"])))
     else:
-        text = _screenful(_text(timeline, _warm_ups(options, schedule)))
+        text = _screenful(_text(timeline, _warm_ups(options, schedule), options["costs"]))
         show("\n".join([*lines, *text, *(["", *written] if written else [])]))
     return 0
 
@@ -73,7 +74,7 @@ def execute(arguments: Arguments) -> int:
 def _check(arguments: Arguments) -> None:
     """Reject options whose problems can be seen without a schedule."""
     options = arguments.options
-    problems = [*_missing_or_idle(arguments), *_words(options), *_files(options)]
+    problems = [*_missing_or_idle(arguments), *_words(options), *_costs(options)[1], *_files(options)]
     if not arguments.problems and options["verify"] is None:
         problems += _too_large(options)
     arguments.refuse(problems)
@@ -127,6 +128,24 @@ def _words(options: dict[str, Any]) -> list[str]:
             hint = nearest(transport, TRANSPORTS)
             problems.append(f"--transport {shown(transport)}: choose from {', '.join(TRANSPORTS)}, or all{hint}")
     return problems
+
+
+def _costs(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return --costs as arguments of `Costs`, and its problems; numbers between slashes are those of the stages."""
+    costs: dict[str, Any] = {}
+    problems = []
+    for item in options["costs"] or ():
+        name, _, value = item.partition("=")
+        try:
+            numbers = [float(number) for number in value.split("/")]
+        except ValueError:
+            numbers = []
+        known = name in _COSTS and not (name == "latency" and len(numbers) > 1)
+        if not known or name in costs or not all(0 <= number < np.inf for number in numbers or [-1]):
+            rule = f"write each of {', '.join(_COSTS)} at most once, with a number that is not negative"
+            problems.append(f"--costs {shown(item)}: {rule}, or with one for each stage: forward=1/1/1/1.5")
+        costs[name] = numbers[0] if len(numbers) == 1 else numbers
+    return costs, problems
 
 
 def _files(options: dict[str, Any]) -> list[str]:
@@ -232,7 +251,7 @@ def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
     return [warm_up for _, _, warm_up, _ in sizes]
 
 
-def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
+def _text(timeline: Timeline, warm_ups: list[int] | None, given: Sequence[str] | None) -> list[str]:
     schedule = timeline.schedule
     sizes = ((schedule.pp, "rank"), (schedule.num_stages, "stage"))
     sizes += ((schedule.num_microbatches, "microbatch"), (len(schedule), "action"))
@@ -240,6 +259,8 @@ def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
     kinds = [kind for number, kind in enumerate(KINDS) if (schedule.kinds == number).any()]
     legend = ", ".join(f"{kind} {_WORDS[kind]}" for kind in kinds)
     costs = "B takes 2, any other action 1" if "B" in kinds else "every action takes 1"
+    if given:
+        costs = f"{', '.join(given)}, and what is not given takes its default"
     lines = [
         f"{schedule.name}: {', '.join(counted(*size) for size in sizes)}",
         f"{bubble}; makespan {timeline.makespan:,g} where {costs} ({legend})",
@@ -365,6 +386,7 @@ _TRANSPORT_OF_A_RUN = (
 _MARKS = "[ ] marks where a rank waits; 2F1>3 is the output of 2F1, sent to stage 3; 3B1>2 is its gradient, sent back"
 _ELSEWHERE = "--rank R prints one rank's order, --csv FILE writes all rows"
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_COSTS = ("forward", "backward", "input_grad", "weight_grad", "latency")
 _EXAMPLES = {"pp": 4, "microbatches": 8}
 """Sizes that every schedule needs, with an example."""
 
@@ -419,6 +441,12 @@ COMMAND = Command(
             "int",
             "print only the order of this rank, as one list; its legend goes to stderr",
             unset="default: all ranks",
+        ),
+        Option(
+            "costs",
+            "tuple[str, ...]",
+            f"times in any unit, of each stage or of all: {', '.join(_COSTS)}, as in forward=1/1/1/1.5,latency=0.1",
+            unset="default: backward 2, latency 0, others 1",
         ),
         Option("plot", "str", "draw the timeline and the memory into this file (png, svg, pdf)", path="any"),
         Option("trace", "str", "write a trace for ui.perfetto.dev into this file (json)", path="any"),

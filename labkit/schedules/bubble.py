@@ -68,8 +68,10 @@ class BubbleSplit:
         return {part: float(getattr(self, part).sum()) for part in PARTS}
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{PARTS[part]} {time:,g}" for part, time in self.total.items())
-        return f"idle {float(self.idle.sum()):,g} over {counted(len(self.idle), 'rank')}: {parts}"
+        idle = float(self.idle.sum())
+        rounded = {part: 0.0 if time < 1e-9 * idle else time for part, time in self.total.items()}
+        parts = ", ".join(f"{PARTS[part]} {time:,g}" for part, time in rounded.items())
+        return f"idle {idle:,g} over {counted(len(self.idle), 'rank')}: {parts}"
 
 
 def split_timeline(timeline: Timeline) -> BubbleSplit:

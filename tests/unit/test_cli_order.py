@@ -177,6 +177,8 @@ def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str])
         ([], ["any other action 1 (F forward, B backward)", "idle 0 over 1 rank:"]),
         (["--name", "zero_bubble_h1"], ["every action takes 1 (F forward, I input gradient, W weight gradient)"]),
         (["--microbatches", "5000"], ["makespan 15,000 where", "10,000 actions"]),
+        (["--costs", "forward=3,latency=1"], ["makespan 40 where forward=3, latency=1, and what is not given"]),
+        (["--costs", "forward=3,backward=2.5"], ["makespan 44 where forward=3, backward=2.5, and"]),
     ],
 )
 def test_the_summary_defines_what_it_counts(
@@ -188,9 +190,20 @@ def test_the_summary_defines_what_it_counts(
     assert all(sentence in text for sentence in sentences)
 
 
+def test_costs_of_stages_and_links(capsys: pytest.CaptureFixture[str]) -> None:
+    """One microbatch through two stages: 1 + 3 forwards, 4 + 2 backwards, and two messages of a half."""
+    words = ("--pp", "2", "--microbatches", "1", "--costs", "forward=1/3,backward=2/4,latency=0.5")
+    assert "makespan 11 where forward=1/3, backward=2/4, latency=0.5, and" in told(capsys, *words)
+
+
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
+        ([*SIZES, "--costs", "forward=1/2"], ["forward has shape (2,): give one number, or one for each of the 8"]),
+        (
+            [*SIZES, "--costs", "fwd=1,latency=1/2,forward=x,backward=-1,backward=inf"],
+            ["5 problems", "--costs 'fwd=1': write each of forward", "--costs 'backward=inf'"],
+        ),
         ([], ["--pp: is missing", "--microbatches: is missing"]),
         (["--pp", "4", "--microbatch", "8"], ["--microbatch: unknown option; did you mean", "--microbatches"]),
         ([*SIZES, "--name", "interleave"], ["--name 'interleave': choose one of", "did you mean", "interleaved"]),
