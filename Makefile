@@ -58,12 +58,12 @@ clean:  ## remove build/ and caches; the environment stays (rm -r .venv to remov
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "labkit needs Python 3.11 to 3.14: make PYTHON=python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no environment was made; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing labkit and what it needs into $(VENV): once, a few minutes"
-	$(if $(TORCH_INDEX),$(PIP) install -q -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
 	$(PIP) install -q -c constraints.txt setuptools
+	$(if $(TORCH_INDEX),$(PIP) install -q -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
 	touch $@
 
