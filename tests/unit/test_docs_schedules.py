@@ -35,7 +35,7 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 
 
-NUMBERS = table("| `schedule.name` | stages a rank")
+NUMBERS = table("| `schedule.name` | stages per rank")
 PROGRAMS = table("| `schedule.name` | program of rank r")
 VERDICTS = table("| `schedule.name` | posted")
 
