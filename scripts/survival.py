@@ -35,45 +35,58 @@ RECORDS = "LABKIT_SURVIVAL_RECORDS"
 ROWS = {
     "F1": (
         "a rank is killed (kill -9) at 50 moments of a step",
-        "survivors end in 2 s; rank and signal named; no process, no port left",
+        "survivors end within 2 s; rank and signal named; no process or port left",
     ),
-    "F2": ("the same, and the run is started again, 100 times", "100 of 100 end with the bits of an undisturbed run"),
+    "F2": ("the same, and the run is started again, 100 times", "100 of 100 end bit-equal to an undisturbed run"),
     "F3": (
-        "a rank stands still: SIGSTOP, GIL held, loader asleep",
+        "a rank hangs: SIGSTOP, GIL held, data loader asleep",
         "reported within limit + 1 s: rank, last collective, stack",
     ),
     "F4": (
-        "kill -9 in a save, 200 times",
-        "200 of 200 leave a complete checkpoint; the restart ends with the same bits",
+        "kill -9 during a save, 200 times",
+        "200 of 200 leave a complete checkpoint; the restarted run ends bit-equal",
     ),
-    "F5": ("1,000 flips of one bit", "1,000 found, the tensor named, the checkpoint before used"),
-    "F6": ("files truncated, deleted, swapped, duplicated, forged", "all refused, the file named, nothing half-loaded"),
-    "F7": ("20 pairs of layouts: saved by A, by B, by A", "weights and moments equal to the bit"),
-    "F8": ("no room, no permission, no descriptor", "the checkpoint before intact, no remains, the error in 1 s"),
+    "F5": ("1,000 flips of one bit", "1,000 found, the tensor named, the previous checkpoint used"),
+    "F6": (
+        "files truncated, deleted, swapped, duplicated, forged",
+        "all rejected, the file named, nothing half-loaded",
+    ),
+    "F7": ("20 pairs of layouts: A saves, B loads and saves, A loads", "weights and moments bit-equal"),
+    "F8": (
+        "no space, no permission, no file descriptor",
+        "the previous checkpoint intact, no leftovers, the error within 1 s",
+    ),
     "F19": (
-        "20 steps against 10, a kill and 10, in every layout",
+        "20 steps, compared with 10 steps, a kill and 10 more, in every layout",
         "losses, weights, moments, random states: 0 ulp apart",
     ),
-    "F22": ("300 steps with a fault every 20 s", "the bits of an undisturbed run; memory and descriptors flat"),
-    "F24": ("a rank is 50% slower than the others", "named within 20 steps; nobody falsely in 1,000"),
+    "F22": (
+        "300 steps with a fault every 20 s",
+        "bit-equal to an undisturbed run; memory and file descriptors do not grow",
+    ),
+    "F24": ("a rank is 50% slower than the others", "named within 20 steps; no false report in 1,000"),
     "SIGTERM": (
         "a run is asked to stop",
-        "all ranks save after the same step, exit code 75, the bits of an undisturbed run",
+        "all ranks save after the same step, exit code 75, bit-equal to an undisturbed run",
     ),
-    "two runs": ("two runs on one folder of checkpoints", "one trains as if alone, the other is refused by name"),
+    "two runs": (
+        "two runs in one folder of checkpoints",
+        "one trains as if alone, the other stops with an error that names it",
+    ),
 }
-"""Row -> (fault, figure asked)."""
+"""Row -> (fault, requirement)."""
 
 HEAD = """# What a run survives
 
-Each line is a fault that tests inject into real processes. "Asked" is the figure that the project demands, "measured"
-is how many attempts gave that figure, with the largest values that were seen. `make faults` runs the tests and writes
-this page; `make test` runs a short form of each. The small model has 2 layers and dropout. It saves after every step
-and keeps one checkpoint, so that each save also removes the checkpoint before it.
+After this page you know which faults tests inject into real processes while they train, what labkit must do about each,
+and how often it did. The first table has a requirement for each fault. The second one says how many attempts met it,
+with the worst value seen. `make faults` runs the tests and writes this page; `make test` runs a short version of each.
+The model is small, with 2 layers and dropout. It saves after every step and keeps one checkpoint, so each save also
+removes the previous checkpoint.
 
-A kill leaves in place what the system has in memory. "Files torn" stands for a cut of power: each file that was not yet
-brought to the disk (fsync) loses its second half. Two checkpoints are equal to the bit where their files have equal
-bytes.
+A killed process loses nothing that it has already written, even if the data is still in the system's cache. A power
+failure would lose it, so some tests tear files: each file that was not yet flushed to the disk (fsync) loses its second
+half. Checkpoints count as bit-equal if their files have equal bytes. [Long runs](running.md) says how to use all this.
 
 """
 
@@ -168,7 +181,7 @@ def page(results: list[dict[str, Any]]) -> str:
     unmeasured = [row for row in ROWS if all(result["row"] != row for result in results)]
     machines = dict.fromkeys(provenance.machine_in_words(result["machine"]) for result in results)
     return (
-        f"{HEAD}## Asked\n\n| row | fault | asked |\n|---|---|---|\n{asked}\n"
+        f"{HEAD}## Required\n\n| row | fault | requirement |\n|---|---|---|\n{asked}\n"
         f"## Measured\n\n| row | case | measured | date | commit |\n|---|---|---|---|---|\n{lines}\n"
         + (f"Not measured yet: {', '.join(unmeasured)}.\n\n" if unmeasured else "")
         + "".join(f"Machine: {machine}.\n" for machine in machines)
