@@ -54,7 +54,7 @@ ROWS = {
     "F7": ("20 pairs of layouts: A saves, B loads and saves, A loads", "weights and moments bit-equal"),
     "F8": (
         "no space, no permission, no file descriptor",
-        "the previous checkpoint intact, no leftovers, the error within 1 s",
+        "the previous checkpoint intact, leftovers removed, the error within 1 s",
     ),
     "F19": (
         "20 steps, compared with 10 steps, a kill and 10 more, in every layout",
