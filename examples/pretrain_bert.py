@@ -1,10 +1,10 @@
-"""Pretrain a BERT by the four providers, as Megatron-LM's `pretrain_bert.py` does.
+"""Pretrain a BERT with the four providers, as Megatron-LM's `pretrain_bert.py` does.
 
     python examples/pretrain_bert.py --nproc 4 --tp 2 --pp 2 --steps 20
     python -m torch.distributed.run --nproc-per-node 4 examples/pretrain_bert.py --tp 2 --pp 2 --config mine.yaml
 
-The command line is that of `labkit train`, and so are the numbers: each provider does what `labkit train` does by
-itself. Change one, and keep the rest.
+The script takes the options of `labkit train` and computes the same numbers, because each provider does what
+`labkit train` does by default. Replace one provider and keep the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,12 +29,12 @@ def train_valid_test_datasets_provider(config: RunConfig) -> Any:
 def model_provider(
     config: RunConfig, groups: ParallelGroups, *, pre_process: bool, post_process: bool, chunk: ChunkSpec
 ) -> nn.Module:
-    """One stage of this rank: with `pre_process` the embedding, `chunk.layers`, with `post_process` norm and heads."""
+    """One stage of this rank: the embedding if `pre_process`, `chunk.layers`, and if `post_process` norm and heads."""
     return build_model_chunk(config, groups, pre_process=pre_process, post_process=post_process, chunk=chunk)
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    """One microbatch through this stage, and the function that makes a loss of the last stage's output."""
+    """Run one microbatch through this stage; return its output, and what computes a loss of the last stage's."""
     batch = next(data_iterator)
     output = model(
         batch["tokens_BS"],
@@ -52,7 +52,7 @@ def loss_func(
     loss_BS, order_B2 = output
     counted_BS, masked = (loss_BS * loss_mask_BS).masked_fill_(loss_mask_BS == 0, 0), loss_mask_BS.sum()
     loss, tokens = counted_BS.sum() / masked.clamp(min=1), masked.clamp(max=1)
-    parts = {"lm_loss": loss.detach(), "lm_loss_count": tokens}  # a microbatch may be without a masked word
+    parts = {"lm_loss": loss.detach(), "lm_loss_count": tokens}  # a microbatch may have no masked word
     if order_B2 is not None:  # model.bert_binary_head
         order = cross_entropy(order_B2.to(loss.dtype), is_random_B)
         loss, tokens, parts = loss + order, loss.new_ones(()), parts | {"sop_loss": order.detach()}

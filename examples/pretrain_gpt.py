@@ -1,10 +1,11 @@
-"""Pretrain a GPT by the four providers, as Megatron-LM's `pretrain_gpt.py` does.
+"""Pretrain a GPT with the four providers, as Megatron-LM's `pretrain_gpt.py` does.
 
     python examples/pretrain_gpt.py --nproc 4 --tp 2 --pp 2 --steps 20
     python -m torch.distributed.run --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --pp 2 --config mine.yaml
 
-The command line is that of `labkit train`, and so are the numbers: each provider does what `labkit train` does by
-itself. Change one, and keep the rest. `Options` adds a field of this script, here `--frozen-layers`.
+The script takes the options of `labkit train` and computes the same numbers, because each provider does what
+`labkit train` does by default. Replace one provider and keep the others. `Options` adds a field for
+this script, here `--frozen-layers`.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +24,9 @@ from labkit.parallel import ParallelGroups
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Fields of this script: options of its command line, and `config.extra` for the providers."""
+    """Fields of this script: options on its command line, and `config.extra` in the providers."""
 
-    frozen_layers: int = field(0, "The first so many layers keep their initial weights.", ge=0)
+    frozen_layers: int = field(0, "How many of the first layers keep their initial weights.", ge=0)
 
 
 def train_valid_test_datasets_provider(config: RunConfig) -> Any:
@@ -36,7 +37,7 @@ def train_valid_test_datasets_provider(config: RunConfig) -> Any:
 def model_provider(
     config: RunConfig, groups: ParallelGroups, *, pre_process: bool, post_process: bool, chunk: ChunkSpec
 ) -> nn.Module:
-    """One stage of this rank: with `pre_process` the embedding, `chunk.layers`, with `post_process` norm and loss."""
+    """One stage of this rank: the embedding if `pre_process`, `chunk.layers`, and if `post_process` norm and loss."""
     model = build_model_chunk(config, groups, pre_process=pre_process, post_process=post_process, chunk=chunk)
     for index in chunk.layers:
         model.layers[str(index)].requires_grad_(index >= config.extra.frozen_layers)
@@ -44,7 +45,7 @@ def model_provider(
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """One microbatch through this stage, and the function that makes a loss of the last stage's output."""
+    """Run one microbatch through this stage; return its output, and what computes a loss of the last stage's."""
     batch = next(data_iterator)
     loss_BS = model(batch["tokens_BS"], labels_BS=batch["labels_BS"])
     return loss_BS, partial(loss_func, batch["loss_mask_BS"])

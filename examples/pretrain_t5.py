@@ -1,10 +1,10 @@
-"""Pretrain a T5 by the four providers, as Megatron-LM's `pretrain_t5.py` does.
+"""Pretrain a T5 with the four providers, as Megatron-LM's `pretrain_t5.py` does.
 
     python examples/pretrain_t5.py --nproc 4 --tp 2 --pp 2 --split-rank 1 --steps 20
     python -m torch.distributed.run --nproc-per-node 4 examples/pretrain_t5.py --tp 2 --pp 2 --split-rank 1
 
-The command line is that of `labkit train`, and so are the numbers: each provider does what `labkit train` does by
-itself. Change one, and keep the rest.
+The script takes the options of `labkit train` and computes the same numbers, because each provider does what
+`labkit train` does by default. Replace one provider and keep the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def model_provider(
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    """One microbatch through this stage, and the function that makes a loss of the last stage's output."""
+    """Run one microbatch through this stage; return its output, and what computes a loss of the last stage's."""
     batch = next(data_iterator)
     output = model(batch["text_enc"], batch["text_dec"], enc_mask_BS=batch["enc_mask"], labels_BT=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
