@@ -273,14 +273,14 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     paths = [row["mutant"].split(": ")[0] for row in results]
     ran = ", ".join(f"`{package}`" for package in PACKAGES if any(f"/{package}/" in path for path in paths))
     text = f"""{HEAD}
-`scripts/mutations.py` changes the source by the operators of cosmic-ray: other comparisons, numbers, operators and
-exceptions, `not` before conditions, loops without a pass, decorators left out. It draws {SIZE} places by a fixed seed,
-from each module in proportion to its places. Left out are annotations, what `raise` says, strings, `TYPE_CHECKING` and
-decorators of classes. `make sweep PART=mutations` runs them all; below are {len(results)}, of
+`scripts/mutations.py` changes the source with the operators of cosmic-ray: it replaces comparisons, numbers, operators
+and exceptions, negates conditions, empties loops and removes decorators. It draws {SIZE} places with a fixed seed, from
+each module in proportion to its number of places. It leaves out annotations, error messages, strings, `TYPE_CHECKING`
+and decorators of classes. `make sweep PART=mutations` runs all mutants; below are the results of {len(results)}, in
 {ran}.
 
-{killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). {len(equal)} more change nothing that a user
-could see:
+{killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). Another {len(equal)} change nothing that a
+user could see:
 
 | mutant that changes nothing | reason |
 |---|---|

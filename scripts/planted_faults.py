@@ -1,7 +1,7 @@
 """Plant every fault of tests/faults.py, see what finds it, and write the table docs/faults.md.
 
 .venv/bin/python scripts/planted_faults.py               # twenty minutes on two cores
-.venv/bin/python scripts/planted_faults.py "ring" "norm" # only faults with such a word; the file is left alone
+.venv/bin/python scripts/planted_faults.py "ring" "norm" # only faults with such a word in their names; writes no file
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ MUTANTS = "\n## Mutants\n"
 
 INTRODUCTION = """# Planted faults
 
-Each row is one change of the source: a mistake that a person could have typed (tests/faults.py). For some faults the
-ranks of a layout train with the fault. The parity microscope compares them with one process and must name the tensor
-that the fault spoils first. For the other faults a test of the suite must fail on a copy of the tree with the fault.
-`scripts/planted_faults.py` writes this part of the page, and `scripts/mutations.py` the last one.
+Would the tests notice a mistake? Each row of this page is one change of the source, a mistake that a person could have
+typed (`tests/faults.py`), and says what must find it:
 
-The last column names the command whose tests find the fault. `make sweep` also plants every fault of this page again.
+- *Microscope*: ranks train with the fault under the given layout. The parity microscope compares them with one process,
+  and must name the first tensor that the fault spoils.
+- A test file: a test in it must fail on a copy of the source tree with the fault.
+
+The last column names the command that runs the tests. `make sweep` also plants every fault of this page again.
+`scripts/planted_faults.py` writes the tables, and `scripts/mutations.py` the [last part](#mutants). To plant a fault of
+your own, add it to `tests/*_faults.py`.
 
 """
 
 
 def how(fault: Fault) -> str:
-    """What is to find it, in one cell: the microscope under a layout, or the tests."""
+    """What must find it, in one cell: the microscope under a layout, or the tests."""
     if isinstance(fault.found_by, str):
         return f"`{fault.found_by}`"
     layout = ", ".join(f"{key.split('.')[-1]} {value}" for key, value in fault.found_by.layout.items())
@@ -63,7 +67,7 @@ def main(chosen: Sequence[str] = ()) -> int:
             print(f"{'found ' if found else 'MISSED'} {fault.name}: {what}", flush=True)
             results.append(found)
             rows += row(fault, found, what)
-        tables += f"\n## {title}\n\n| fault | in | to be found by | found | in |\n|---|---|---|---|---|\n{rows}"
+        tables += f"\n## {title}\n\n| fault | in | must be found by | found | command |\n|---|---|---|---|---|\n{rows}"
     if not results:
         sys.exit(f"no fault has a name with {' or '.join(map(repr, chosen))}")
     share = sum(results) / len(results)

@@ -12,7 +12,7 @@ LOSSES = "tests/parallel/test_checkpoint_losses.py"
 
 RESUMING = [
     Fault(
-        "skipped steps count as AdamW's updates after a resume",
+        "skipped steps count as AdamW updates after a resume",
         "Checkpoints._loaded",
         'training["step"] - training["skipped_steps"]',
         'training["step"]',
@@ -26,21 +26,21 @@ RESUMING = [
         SKIPPED,
     ),
     Fault(
-        "the loss scale starts anew",
+        "a resumed run resets the loss scale",
         "Checkpoints._loaded",
         'scaler.restore(training.get("loss_scaler", {}))',
         "pass",
         SKIPPED,
     ),
     Fault(
-        "moments are expected of a run that has skipped all its steps",
+        "moments are expected from a run that has skipped all its steps",
         "Checkpoints._mine",
         "progress.step > progress.skipped_steps",
         "progress.step > 0",
         SKIPPED,
     ),
     Fault(
-        "consumed samples are all steps times the batch of the last run",
+        "consumed samples are computed as all steps times the last run's batch size",
         "Progress.after",
         "self.consumed_samples + (step - self.step) * samples",
         "step * samples",
@@ -54,14 +54,14 @@ RESUMING = [
         f"{RESUME} -k asked_to_stop",
     ),
     Fault(
-        "samples begin anew",
+        "a resumed run starts again at the first sample",
         "batches:_microbatches",
         "consumed + own",
         "own",
         READ,
     ),
     Fault(
-        "validations go on where the last one ended",
+        "each validation continues where the previous one ended",
         "build_data_iterators",
         "partial(data_iterator, validation, config, groups)",
         "partial(iter, data_iterator(validation, config, groups))",
@@ -75,28 +75,28 @@ RESUMING = [
         STATES,
     ),
     Fault(
-        "more or fewer replicas count as the same layout",
+        "a different number of replicas counts as the same layout",
         "same_layout",
         "before is None or manifest.world_size != world_size",
         "before is None",
         STATES,
     ),
     Fault(
-        "as many ranks count as the same layout",
+        "an equal number of ranks counts as the same layout",
         "same_layout",
         "before.get(name) == value",
         "True",
         STATES,
     ),
     Fault(
-        "Python's random state starts anew",
+        "a resumed run resets Python's random state",
         "RankState.load_rng",
         "random.setstate((version, tuple(numbers), gauss))",
         "pass",
         f"{RESUME} -k cut_twice",
     ),
     Fault(
-        "an asynchronous save writes what the next step made",
+        "an asynchronous save writes the values of the next step",
         "Checkpoints.save",
         "self._staged(tensors) if asynchronous else {key: _on_host(values) for key, values in tensors.items()}",
         "{key: _on_host(values) for key, values in tensors.items()}",
@@ -117,7 +117,7 @@ RESUMING = [
         f"{LOSSES} -k gpt",
     ),
     Fault(
-        "the two moments change places in files",
+        "the two moments are swapped in files",
         "RankState.pieces",
         "self._optimizer.adamw.state[part.master][moment]",
         "self._optimizer.adamw.state[part.master][MOMENTS[1 - MOMENTS.index(moment)]]",

@@ -56,14 +56,14 @@ ROUTING = [
         tiny(SP, LAST_ROUTER),
     ),
     Fault(
-        "nobody adds up the router's gradients over tp",
+        "the router's gradients are not summed over tp",
         "TopKRouter.__init__",
         "sequence_parallel and groups.tp.size > 1",
         "False",
         tiny(SP, LAST_ROUTER),
     ),
     Fault(
-        "the bias of experts enters their weights",
+        "the expert bias enters the weights",
         "topk_routing",
         "combine_weights(logits_TE, map_TE, top_k, score_function=score_function, pre_softmax=pre_softmax)",
         "combine_weights(logits_TE if expert_bias is None else logits_TE + expert_bias, map_TE, top_k, "
@@ -71,7 +71,7 @@ ROUTING = [
         deepseek(EP, "loss of step 2", steps=2),
     ),
     Fault(
-        "biases of experts follow the load of one rank",
+        "expert biases follow the load of one rank",
         "finish_router_step",
         "all_reduce(torch.stack(loads), groups.tp_dp_cp)",
         "torch.stack(loads)",
@@ -95,7 +95,7 @@ ROUTING = [
 
 EXPERTS = [
     Fault(
-        "experts are drawn by their number on the rank",
+        "experts are initialised by their local index",
         "make_expert_parameter",
         'f"{name}.{expert}.{part}"',
         'f"{name}.{expert % local}.{part}"',
@@ -130,7 +130,7 @@ EXPERTS = [
         tiny(REPLICAS, LAST_EXPERTS),
     ),
     Fault(
-        "a collective that averages forgets how few hold an expert",
+        "an averaging collective ignores that few ranks hold an expert",
         "_averaging",
         "groups.edp.size / replicas if is_expert else 1.0",
         "1.0",
@@ -144,7 +144,7 @@ EXPERTS = [
         deepseek(SP, "layers.3.mlp.shared_experts.gate.weight gradient", shared_expert_gate=True),
     ),
     Fault(
-        "shared experts in stages leave their partial sums apart",
+        "overlapped shared experts don't sum their partial results",
         "SharedExpertMLP.post_forward_comm",
         "leave(stage.cached_stage, self.group)",
         "stage.cached_stage.chunk(self.group.size)[self.group.rank]",
@@ -154,7 +154,7 @@ EXPERTS = [
 
 DISPATCH = [
     Fault(
-        "results go back in the order in which rows came",
+        "results are returned in the order in which the rows arrived",
         "MoEAlltoAllTokenDispatcher.combine_preprocess",
         "sort_chunks_by_idxs(output_NH, by_expert, self.restore_output_by_local_experts)",
         "sort_chunks_by_idxs(output_NH, by_expert, self.sort_input_by_local_experts)",
@@ -169,28 +169,28 @@ DISPATCH = [
         tiny(ETP, "layers.0.mlp output"),
     ),
     Fault(
-        "the table of counts is read with ep and etp in the other order",
+        "the table of counts is read with ep and etp swapped",
         "MoEAlltoAllTokenDispatcher._by_axes",
         "table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1)",
         "table.view(self.etp.size, self.ep.size, self.num_experts)",
         "tests/parallel/test_moe_dispatchers.py -k computes_the_layer",
     ),
     Fault(
-        "results return by the splits with which rows left",
+        "results are returned with input and output splits swapped",
         "MoEAlltoAllTokenDispatcher.token_combine",
         "all_to_all_start(hidden, self.ep, splits.input_splits, splits.output_splits)",
         "all_to_all_start(hidden, self.ep, splits.output_splits, splits.input_splits)",
         "tests/parallel/test_moe_dispatchers.py -k computes_the_layer",
     ),
     Fault(
-        "gathered tokens are taken for the experts of the first rank",
+        "every rank selects gathered tokens for the experts of the first rank",
         "MoETokenDispatcher.__init__",
         "groups.ep.rank * self.num_local_experts",
         "0",
         tiny({**EP, "dispatcher": "allgather"}, "layers.0.mlp output"),
     ),
     Fault(
-        "a token's rows replace each other instead of being added",
+        "a token's rows overwrite each other instead of being added",
         "_sum_rows",
         "rows_NH.new_zeros(num_tokens, rows_NH.shape[1]).index_add_(0, index_N, rows_NH)",
         "rows_NH.new_zeros(num_tokens, rows_NH.shape[1]).index_copy_(0, index_N, rows_NH)",

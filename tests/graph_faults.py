@@ -24,7 +24,7 @@ GRAPHS: list[Fault] = [
         f"{IDS} -k tp2",
     ),
     Fault(
-        "graphs of other shapes are captured for the rank's old sequence length",
+        "graphs of new shapes are captured for the rank's old sequence length",
         "LayerGraphs._capture_if_due",
         "self.helper.recapture(seq_length=length, micro_batch_size=batch)",
         "self.helper.recapture(micro_batch_size=batch)",
@@ -59,14 +59,14 @@ GRAPHS: list[Fault] = [
         f"{TRAINING} -k dropout",
     ),
     Fault(
-        "a static input is given back one step before its backward",
+        "a static input is returned one step before its backward",
         "plan_buffers",
         "read_last[use.virtual_microbatch] - early_release",
         "read_last[use.virtual_microbatch] - early_release - 1",
         f"{TRAINING} -k those_without",
     ),
     Fault(
-        "outputs are given back before the backward is captured",
+        "outputs are returned before the backward is captured",
         "_Capture._forward",
         "captured.outputs = tuple(outputs)",
         "captured.outputs = outputs = tuple(make_weak_ref(outputs, self.backend))",
@@ -80,14 +80,14 @@ GRAPHS: list[Fault] = [
         f"{TRAINING} -k fp8",
     ),
     Fault(
-        "a capture leaves what it counted",
+        "a capture doesn't restore the counters",
         "counters_kept",
         "tensor.copy_(value)",
         "pass",
         f"{TRAINING} -k fp8",
     ),
     Fault(
-        "the first replay of an iteration draws what comes after the capture's numbers",
+        "the first replay of an iteration continues the capture's random numbers",
         "FullIterationGraph._capture",
         "states.restore(self._rng)",
         "",
@@ -108,7 +108,7 @@ GRAPHS: list[Fault] = [
         f"{RANKS} -k those_without",
     ),
     Fault(
-        "microbatches have each other's graphs",
+        "microbatches use each other's graphs",
         "CudaGraphHelper.create_cudagraphs",
         "sample_index(counts, self.num_microbatches, chunk, position, microbatch)",
         "sample_index(counts, self.num_microbatches, chunk, position, self.num_microbatches - 1 - microbatch)",
@@ -122,7 +122,7 @@ GRAPHS: list[Fault] = [
         f"{TRAINING} -k split",
     ),
     Fault(
-        "a plan takes the buffer that was given back last",
+        "a plan reuses the buffer that was returned last",
         "_first_in_first_out",
         "queue.popleft()",
         "queue.pop()",
@@ -150,7 +150,7 @@ GRAPHS: list[Fault] = [
         f"{POOL} -k small_pipeline",
     ),
     Fault(
-        "a frame counts as taken over what no graph had before",
+        "a block counts as reused although it only borders on an earlier one",
         "_on",
         "ranges[place][0] < life.end",
         "ranges[place][0] <= life.end",
@@ -164,14 +164,14 @@ GRAPHS: list[Fault] = [
         "tests/unit/test_graphs_local.py -k warm_up_runs",
     ),
     Fault(
-        "after a failed capture no other one sets the generators right",
+        "after a failed capture no later capture repairs the generators",
         "repair_process",
         "_capture_something(generators)",
         "",
         "tests/unit/test_graphs_failed_capture.py -k goes_on",
     ),
     Fault(
-        "what a failed capture claims of its pool is never given back",
+        "the pool memory of a failed capture is never returned",
         "_allocation_ended",
         "_spent.add(tuple(handle))\ntorch._C._cuda_releasePool(device, handle)",
         "_spent.add(tuple(handle))",

@@ -10,7 +10,7 @@ CP = {"cp": 2}
 
 TENSOR_PARALLEL = [
     Fault(
-        "chunks of the loss go by the real columns, which ranks have in different numbers",
+        "chunks of the loss are counted by real columns, of which ranks have different numbers",
         "_LinearCrossEntropy.backward",
         "exp_NV.shape[1]",
         "shard.columns",
@@ -73,14 +73,14 @@ TENSOR_PARALLEL = [
         Comparison(TP, "layers.0.mlp output", preset="llama_tiny"),
     ),
     Fault(
-        "the first id beyond the vocabulary is let through",
+        "the first id beyond the vocabulary is accepted",
         "check_token_ids",
         "highest >= vocab_size",
         "highest > vocab_size",
         "tests/parallel/test_vocab.py -k ids_out_of_range",
     ),
     Fault(
-        "a step does not ask the device for the bad ids that it noted",
+        "a step doesn't ask the device for the bad ids that it recorded",
         "_norm_and_finite",
         "[*optimizer.uncounted_pieces(), *losses, *ids.alarm()]",
         "[*optimizer.uncounted_pieces(), *losses]",
@@ -90,7 +90,7 @@ TENSOR_PARALLEL = [
 
 SEQUENCE_PARALLEL = [
     Fault(
-        "nobody adds up the gradients of norms over tp",
+        "the gradients of norms are not summed over tp",
         "_sum_sequence_parallel",
         "_parameters(chunks)",
         "()",
@@ -104,7 +104,7 @@ SEQUENCE_PARALLEL = [
         "tests/parallel/test_sequence_parallel.py -k hides_behind",
     ),
     Fault(
-        "every rank adds the vectors of the first positions",
+        "every rank adds the embeddings of the first positions",
         "PositionEmbedding.own_positions",
         "slice(self.sequence_part * each, (self.sequence_part + 1) * each)",
         "slice(0, each)",
@@ -118,7 +118,7 @@ SEQUENCE_PARALLEL = [
         Comparison(SP, "final_norm.bias gradient"),
     ),
     Fault(
-        "all ranks drop the same of their different positions",
+        "all ranks use the same dropout mask for different positions",
         "OwnDropout.forward",
         "with self.rng.fork('model-parallel-rng'):\n    return super().forward(input)",
         "if True:\n    return super().forward(input)",
@@ -128,28 +128,28 @@ SEQUENCE_PARALLEL = [
 
 CONTEXT_PARALLEL = [
     Fault(
-        "every rank takes the positions of the first",
+        "every rank embeds the positions of the first rank",
         "GPTModel._own_positions",
         "zigzag_positions(length * self.cp.size, self.cp.size, self.cp.rank, device=device)",
         "zigzag_positions(length * self.cp.size, self.cp.size, 0, device=device)",
         Comparison(CP, "embedding output"),
     ),
     Fault(
-        "every rank rotates by the positions of the first",
+        "every rank rotates by the positions of the first rank",
         "GPTModel._own_positions",
         "zigzag_positions(length * self.cp.size, self.cp.size, self.cp.rank, device=device)",
         "zigzag_positions(length * self.cp.size, self.cp.size, 0, device=device)",
         Comparison(CP, "layers.0.attention output", preset="llama_tiny"),
     ),
     Fault(
-        "the ranks cut the batch plainly, and attention takes it for zigzag",
+        "the batch is split into contiguous chunks, but attention assumes zigzag",
         "zigzag_split",
         'split_sequence(x, cp, rank, dim, "zigzag")',
         'split_sequence(x, cp, rank, dim, "contiguous")',
         Comparison(CP, "embedding output"),
     ),
     Fault(
-        "blocks are joined without rescaling what was summed before",
+        "blocks are combined without rescaling the earlier sum",
         "merge_",
         "out.mul_((lse - total).exp()[..., None])",
         "out",
@@ -163,35 +163,35 @@ CONTEXT_PARALLEL = [
         Comparison(CP, "layers.0.attention output"),
     ),
     Fault(
-        "keys go round the ring the other way than the plan says",
+        "keys go around the ring in the wrong direction",
         "_Ring.__init__",
         "(group.ranks[(group.rank + way) % group.size] for way in (1, -1))",
         "(group.ranks[(group.rank + way) % group.size] for way in (-1, 1))",
         Comparison({"cp": 4}, "layers.0.attention output"),
     ),
     Fault(
-        "gradients of keys stay where they were computed",
+        "gradients of keys stay on the rank that computed them",
         "_RingAttention.backward",
         "own += sums.held",
         "pass",
         Comparison(CP, "layers.3.attention.qkv.bias gradient"),
     ),
     Fault(
-        "gathered keys are taken in the order of ranks",
+        "gathered keys are read in the order of ranks",
         "_in_sequence",
         "join_sequence(gathered.chunk(group.size, dim=3), 3, layout)",
         "gathered",
         Comparison({**CP, "cp_comm_type": "all_gather"}, "layers.0.attention output"),
     ),
     Fault(
-        "the loss is not multiplied by cp, over which it will be averaged",
+        "the loss is not multiplied by cp, although it will be averaged over it",
         "MicrobatchLosses._mean",
         "loss_sum * self._cp.size",
         "loss_sum",
         Comparison(CP, "final_norm.bias gradient"),
     ),
     Fault(
-        "each rank of cp divides by the tokens that it counts itself",
+        "each rank of cp divides by its own token count",
         "MicrobatchLosses._mean",
         "all_reduce(tokens, self._cp, in_place=False)",
         "tokens * self._cp.size",
@@ -201,28 +201,28 @@ CONTEXT_PARALLEL = [
 
 RECOMPUTATION = [
     Fault(
-        "a layer draws other random numbers the second time",
+        "a layer draws different random numbers when it is recomputed",
         "_Again._same_numbers",
         "self.states.restore(self.rng)",
         "pass",
         "tests/unit/test_recompute.py -k without_recomputation",
     ),
     Fault(
-        "random states are left where the second forward ended",
+        "random states are not restored after the second forward",
         "_Again._same_numbers",
         "before.restore(self.rng)",
         "pass",
         "tests/unit/test_recompute.py",
     ),
     Fault(
-        "the output of a norm is made again and not dropped",
+        "the output of a norm is recomputed but never freed",
         "CheckpointWithoutOutput.discard_output_and_register_recompute",
         "self._output.untyped_storage().resize_(0)",
         "pass",
         "tests/unit/test_activation_bytes.py tests/unit/test_recompute.py",
     ),
     Fault(
-        "a group of recomputed layers loses its last one",
+        "a group of recomputed layers loses its last layer",
         "Recomputation._pieces",
         "min(i + self._count, layers)",
         "min(i + self._count, layers - 1)",

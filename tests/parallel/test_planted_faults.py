@@ -15,10 +15,10 @@ from planting import Comparison, Fault, find
 
 FAULTS = {fault.name: fault for fault in every_fault()}
 SUBSET = [
-    "nobody adds up the gradients of norms over tp",
+    "the gradients of norms are not summed over tp",
     "gradients of an expert are divided by its own replicas only",
     "the two copies of the word embedding keep their own gradients",
-    "every rank rotates by the positions of the first",
+    "every rank rotates by the positions of the first rank",
     "updated parameters are not gathered",
 ]
 HARMLESS = Fault(
@@ -53,7 +53,7 @@ def in_float32(fault: Fault, **changes: float) -> Fault:
     ("fault", "named"),
     [
         (HARMLESS, "rounding"),
-        (FAULTS["norms and biases decay"], "layers.0.attention.norm.weight parameter"),
+        (FAULTS["norms and biases get weight decay"], "layers.0.attention.norm.weight parameter"),
     ],
     ids=["harmless", "harmful"],
 )
