@@ -279,8 +279,8 @@ each module in proportion to its number of places. It leaves out annotations, er
 and decorators of classes. `make sweep PART=mutations` runs all mutants; below are the results of {len(results)}, in
 {ran}.
 
-{killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). Another {len(equal)} change nothing that a
-user could see:
+{killed} of {counted} mutants are killed ({killed / max(1, counted):.0%}). In another {len(equal)}, nothing
+changes that a user could see:
 
 | mutant that changes nothing | reason |
 |---|---|

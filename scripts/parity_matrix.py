@@ -1,4 +1,4 @@
-"""Hold every layout and every schedule of the matrix against one process and write the table docs/parity.md.
+"""Compare every layout and every schedule of the matrix with one process, and write docs/parity.md.
 
 .venv/bin/python scripts/parity_matrix.py                              # everything, an hour on two cores
 .venv/bin/python scripts/parity_matrix.py Recomputation "Gradient bu"  # these tables again, the others as they are
@@ -251,22 +251,29 @@ PRESETS = {"tiny": "GPT-2's blocks, tied embeddings", "llama_tiny": "Llama's blo
 
 INTRODUCTION = f"""# Parity of all layouts with one process
 
-Each row trains one model twice for several optimizer steps, on the same data and from the same seed. One training runs
-under a layout with one process per rank (gloo, CPU), the other runs in one process. A difference is
-‖a − b‖ / max(‖b‖, floor) on whole tensors, gathered over ranks. The row gives the largest difference over all tensors
-of the first and the last step. The floor is 1e-6 of the global norm for gradients and lr·√n for parameters. "First
-difference" names the first tensor, in the order of training, that differs by more than 1e-10 in float64 or 1e-5 in
-float32. Rounding alone can exceed that, at some seeds and in some tensors. Such a row says "rounding": one process that
-adds in other orders differs as far (`labkit/train/parity/rounding.py`).
+These tables show how far training under each layout differs from training in a single process. Each row trains the same
+model twice for several optimizer steps, on the same data and from the same seed: under a layout with one process per
+rank (gloo, CPU), and in one process. To compare a layout of your own, run [`labkit
+parity`](howto/compare_layouts.md).
 
-Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS} steps with 16 layers and {MICROBATCHES} microbatches, so
-pp4 vpp4 has 16 stages of one layer. The first table of schedules holds all schedules and runs {STEPS} steps. Parts of
-the sequence, recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS} steps with 4 layers and
-{DATA_BATCH} samples. Models with experts run {EXPERT_STEPS} steps with 4 layers and micro batches of 2 samples; all
-layers or every second layer have 8 or 16 experts. Their reference computes the experts one after the other and sends no
-token. In float32 the layouts replay the reference's choice of experts. A BERT runs {BERT_STEPS} steps with 4 layers.
-A T5 runs {T5_STEPS} steps with 2 layers in each half, a Mamba model {MAMBA_STEPS} steps with 4 layers.
-`scripts/parity_matrix.py` writes this page; `make sweep` asserts the same rows.
+A difference is ‖a − b‖ / max(‖b‖, floor) over whole tensors, gathered from the ranks. The floor is 1e-6 of the global
+norm for gradients and lr·√n for parameters. Each row gives the largest difference over all tensors of the first and the
+last step. *First difference* names the first tensor, in the order of training, that differs by more than 1e-10 in
+float64 or 1e-5 in float32. At some seeds rounding alone exceeds that in some tensors. Such a row says *rounding* if
+reordering the sums in a single process causes as large a difference (`labkit/train/parity/rounding.py`).
+
+- The first four tables, of layouts: {STEPS} steps with 4 layers and 4 samples.
+- Schedules, stages and transfers: {SCHEDULE_STEPS} steps ({STEPS} in the first table, which has every schedule) with
+  16 layers, so that pp4 vpp4 has 16 stages of one layer, and {MICROBATCHES} microbatches per replica.
+- Sequence and context parallelism, recomputation, gradient buckets and the distributed optimizer: {DATA_STEPS} steps
+  with 4 layers and {DATA_BATCH} samples.
+- Experts: {EXPERT_STEPS} steps with 4 layers, of which all or every second have 8 or 16 experts, and {EXPERT_BATCH}
+  samples, 2 per microbatch.
+- BERT: {BERT_STEPS} steps with 4 layers. T5: {T5_STEPS} steps with 2 layers in the encoder and 2 in the decoder.
+  Mamba: {MAMBA_STEPS} steps with 4 layers.
+
+In models with experts, the single process computes one expert after another and sends no tokens. In float32 the layouts
+replay its choice of experts. `scripts/parity_matrix.py` writes this page, and `make sweep` checks the same rows.
 """
 
 
@@ -342,9 +349,9 @@ EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "Experts, tiny_moe, float64": (sparse("tiny_moe"), EXPERT_LAYOUTS, "float64"),
     "Experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), EXPERT_LAYOUTS[1::4], "float64"),
     "Experts, mixtral_tiny, float32": (sparse("mixtral_tiny"), EXPERT_LAYOUTS[3::4], "float32"),
-    "Ways to experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), DISPATCH_LAYOUTS, "float64"),
-    "One sequence and all experts on the same ranks, float64": (sparse("tiny_moe"), SAME_RANKS_LAYOUTS, "float64"),
-    "One sequence and all experts on the same ranks, float32": (sparse("mixtral_tiny"), SAME_RANKS_LAYOUTS, "float32"),
+    "Dispatchers, deepseek_tiny, float64": (sparse("deepseek_tiny"), DISPATCH_LAYOUTS, "float64"),
+    "CP and EP on the same ranks, float64": (sparse("tiny_moe"), SAME_RANKS_LAYOUTS, "float64"),
+    "CP and EP on the same ranks, float32": (sparse("mixtral_tiny"), SAME_RANKS_LAYOUTS, "float32"),
 }
 """Mixtures of experts. All layouts of the first table together have every four values of `EXPERT_AXES`."""
 
@@ -355,8 +362,8 @@ def masked(placement: str) -> RunConfig:
 
 
 BERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
-    "BERT, norms before each half, float64": (masked("pre"), BERT_LAYOUTS, "float64"),
-    "BERT, norms behind each addition, float64": (masked("post"), BERT_LAYOUTS, "float64"),
+    "BERT, pre-norm, float64": (masked("pre"), BERT_LAYOUTS, "float64"),
+    "BERT, post-norm, float64": (masked("post"), BERT_LAYOUTS, "float64"),
 }
 """BERT in both layouts of figure 7 of arXiv 1909.08053."""
 

@@ -106,7 +106,7 @@ def test_the_page_counts_and_gives_reasons(scripts, monkeypatch):
     names = {"a: `x | y` -> `y | x`": False, "labkit/data/b.py: ": True, "c": False}
     page = mutations.page([{"mutant": name, "killed": killed} for name, killed in names.items()])
     assert "below are the results of 3, in\n`data`.\n" in page
-    assert "1 of 2 mutants are killed (50%). 1 more " in page
+    assert "1 of 2 mutants are killed (50%). In another 1, " in page
     assert "| a: `x \\| y` -> `y \\| x` | a union has no order |\n" in page and page.endswith("|---|\n| c |\n")
 
 
