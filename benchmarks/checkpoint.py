@@ -217,8 +217,8 @@ def main() -> None:
         title="Saving and loading a run's state on one rank",
         notes=[
             "Parameters and two moments in fp32, one thread. Peak memory is the growth of the process's own memory.",
-            "labkit's files carry a checksum for every tensor; checksums_ms is the time of these alone.",
-            "Both asynchronous rows include the copy of the state, and what is left of the save before.",
+            "labkit's files contain a checksum for every tensor; `checksums ms` is the time for these alone.",
+            "Both asynchronous rows include copying the state, and waiting for the rest of the previous save.",
         ],
         write=not options.dry,
     )

@@ -131,9 +131,9 @@ def main() -> None:
         rows,
         title="Data: sample index and tokenisation",
         notes=[
-            "Peak memory is the growth of a fresh process's own memory, the arrays that it returns included.",
-            "labkit reads JSON lines, starts its processes, and brings both files to the disk (fsync).",
-            "The library alone tokenises texts from memory, a thread for each process of labkit, and keeps nothing.",
+            "Peak memory is the growth of a fresh process's own memory, including the arrays that it returns.",
+            "labkit's time includes reading JSON lines, starting its processes, and writing both files (fsync).",
+            "The library alone tokenises texts in memory, with a thread per process of labkit, and stores nothing.",
         ],
         write=not options.dry,
     )

@@ -58,12 +58,12 @@ LATE, SILENT = "labkit, no overlap", "labkit, no communication"
 SLEEP = (0.004, 0.012)
 """Seconds of a sleeping layer's forward and backward."""
 NOTES = (
-    "8 layers, hidden 256, sequence 64, one sample a microbatch, vocabulary 1024, fp32; one GPT module, fused AdamW.",
+    "8 layers, hidden 256, sequence 64, one sample per microbatch, vocabulary 1024, fp32; the same GPT, fused AdamW.",
     "Aim: at most 1.03 of the best peer (`of best peer`), with less optimizer memory than torch DDP.",
-    "Ours in buckets of 0.8 million elements (3 MB, a layer); torch DDP with its defaults, gradients as bucket views.",
-    "Exposed: what communication adds to a step, over what it adds when sent after the backward; aim: at most 0.5.",
-    "Sleeping: 8 layers, 4 ms forward and 12 ms backward each; 27 MB of gradients are sent for real.",
-    "Saved activations: bytes over s b h, fp32, per layer and rank, beside `labkit/plan/activations.py`.",
+    "labkit's buckets have 0.8 million elements (3 MB, one layer); torch DDP has its defaults and bucket views.",
+    "Exposed share: time that overlapped communication adds, over what it adds after the backward; aim: at most 0.5.",
+    "Sleeping layers: 8 layers that sleep 4 ms forward and 12 ms backward each, but really send 27 MB of gradients.",
+    "Saved activations: bytes over s b h, fp32, per layer and rank, against `labkit/plan/activations.py`.",
 )
 Step = Callable[[], float]
 
@@ -389,7 +389,7 @@ def main() -> None:
         "data_parallel",
         comparisons,
         rows=rows,
-        title="Data parallelism over two ranks beside torch's (CPU, gloo, one thread a rank; C6, C8, C9)",
+        title="Data parallelism on two ranks, against torch (CPU, gloo, one thread per rank)",
         notes=NOTES,
         write=not options.dry,
     )

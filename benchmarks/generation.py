@@ -74,7 +74,7 @@ def main() -> None:
         "generation",
         [measure(batch, options.repetitions) for batch in (1, 8)],
         title="Greedy generation on one process",
-        notes=["8 layers of 512, 8,192 tokens, fp32, one thread; times are of prompt and new tokens together."],
+        notes=["8 layers of 512, 8,192 tokens, fp32, one thread; times cover prompt and new tokens together."],
         write=not options.dry,
     )
 

@@ -102,12 +102,12 @@ def main() -> None:
     report(
         "gpt_step",
         comparisons,
-        title="GPT training step against megatron-core 0.16.1 (CPU, gloo, one thread a rank)",
+        title="GPT training step against megatron-core 0.16.1 (CPU, gloo, one thread per rank)",
         notes=[
             "8 layers, hidden 256, 8 heads, sequence 128, vocabulary 1024, micro batch 2, 8 microbatches, fp32.",
-            "Theirs: model (local spec, fusions off), DistributedDataParallel, schedule, gradient finalisation.",
-            "Ours on both sides: gradient norm, clipping, fused AdamW, because megatron-core's need CUDA.",
-            "Three steps from the same weights agree in the loss to 1e-4 before anything is timed.",
+            "megatron-core runs its model (local spec, no fusions), DDP, schedule and finalisation of gradients.",
+            "Both sides use labkit's gradient norm, clipping and fused AdamW, because megatron-core's need CUDA.",
+            "Before anything is timed, the losses of three steps from the same weights must agree to 1e-4.",
         ],
         write=not options.dry,
     )

@@ -102,7 +102,7 @@ def main() -> None:
         "groups",
         [every, own, token],
         title="Rank groups",
-        notes=["Peers list the same groups, compared before timing; DeviceMesh is timed up to the making of groups."],
+        notes=["The peers list the same groups, which is checked first; DeviceMesh's time excludes creating them."],
         write=repetitions >= 15,
     )
 

@@ -136,8 +136,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of repeated launches")
     parser.add_argument("--runs", type=int, default=100)
     rows = measure(parser.parse_args().runs)
-    notes = ["Aim: at most 100 KiB a run, and nothing else new.", "Counts, not times: a busy machine does not matter."]
-    report("launch_memory", rows=rows, title="What launches leave in the kernel", notes=notes)
+    notes = ["Aim: at most 100 KiB per run, and nothing else new.", "Counts, not times, so a busy machine is fine."]
+    report("launch_memory", rows=rows, title="Kernel memory that launches leave behind", notes=notes)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ EXPERTS = {"8 experts": 8, "64 experts": 64}
 HIDDEN, WIDTH, ROWS = 256, 256, 2048
 """Of the experts alone."""
 NOTES = (
-    f"Layer: {TOKENS} tokens over all ranks, SwiGLU, fp32, one thread a rank; weights random, so the load is uneven.",
+    f"Layer: {TOKENS} tokens over all ranks, SwiGLU, fp32, one thread per rank; random weights, so the load is uneven.",
     "Aim of the layer: at most 0.9 of megatron-core's time, compiled or not.",
     f"Experts alone: {ROWS} rows, hidden {HIDDEN}, width {WIDTH}.",
     "Bytes: 1.00 is the exact minimum of row-by-row transfer; aim: at most 1% more for weights and counts.",
@@ -198,7 +198,7 @@ def main() -> None:
         for load in ("even", "skewed"):
             alone = lambda case=case, load=load: measure_experts(case, load, *given)  # noqa: E731
             comparisons.append(until_quiet(alone, attempts=options.attempts))
-    report("moe", comparisons, rows=rows, title="Mixture of experts (C10, G5)", notes=NOTES, write=not options.dry)
+    report("moe", comparisons, rows=rows, title="Mixture of experts", notes=NOTES, write=not options.dry)
 
 
 if __name__ == "__main__":

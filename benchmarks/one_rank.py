@@ -107,7 +107,7 @@ def main() -> None:
         title="One rank, forward and backward of a GPT (CPU, one thread)",
         notes=[
             "6 layers, hidden 256, 8 heads, sequence 256, batch 4, vocabulary 1024, fp32; no optimizer.",
-            "share_of_gemm_rate counts all attention scores, as the literature does; causal only those computed.",
+            "`share of gemm rate` counts all attention scores, as the literature does; `causal` only computed ones.",
         ],
         write=not options.dry,
     )

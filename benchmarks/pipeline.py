@@ -349,9 +349,9 @@ def _ratio(found: Comparison, ours: str, peer: str) -> float:
 
 
 def aim(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The note that holds the stored rows against what was wanted."""
+    """The note that compares the stored rows with the aim."""
     found = " and ".join(f"{row['best_over_best_peer']:.3f}" for row in rows if "best_over_best_peer" in row)
-    return f"Aim: the best of ours in at most 1.0 of the best peer's time; measured: {found or 'nothing to quote'}."
+    return f"Aim: labkit's best in at most 1.0 of the best peer's time; measured: {found or 'nothing to quote'}."
 
 
 def main() -> None:
@@ -372,13 +372,13 @@ def main() -> None:
     report(
         "pipeline",
         comparisons,
-        title="Pipeline schedules of one GPT on two ranks (CPU, gloo, one thread a rank)",
+        title="Pipeline schedules of one GPT on two ranks (CPU, gloo, one thread per rank)",
         notes=[
             "8 layers, hidden 256, 8 heads, sequence 128, vocabulary 1024, micro batch 2, fp32; no optimizer.",
-            "megatron-core 0.16.1 runs its own model; torch.distributed.pipelining runs our stages.",
-            "Losses of all microbatches agree to 1e-4 and gradient norms to 1e-4 relative before anything is timed.",
-            "Lower bound: microbatches x the slower rank's time for its half of one, alone, in turn with the best.",
-            "The best of either side (median of all in turn) ran once more, these two in turn: best_ms and the ratio.",
+            "megatron-core 0.16.1 runs its own model; torch.distributed.pipelining runs labkit's stages.",
+            "Before anything is timed, all losses must agree to 1e-4, and gradient norms to 1e-4 relative.",
+            "Lower bound: microbatches x the time that the slower rank alone takes for its half of one microbatch.",
+            "The best schedule of each side was measured once more, interleaved with the other: best_ms and the ratio.",
             aim([comparison.row() for comparison in comparisons]),
         ],
         write=not args.dry_run,

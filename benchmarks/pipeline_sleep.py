@@ -82,10 +82,10 @@ BUILDERS: dict[str, Callable[[int, int], Schedule]] = {
     "dualpipe_v": dualpipe_v,
 }
 BESIDE_TORCH = {"1F1B": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-TITLE = "Pipelines of sleeping stages (C5)"
+TITLE = "Pipelines of sleeping stages"
 NOTES = [
-    "F = I = W = 10 ms a rank, B = I + W; the two stages of interleaved, zbv and dualpipe_v take half each.",
-    "pass_ms: the mean pass of a loop by hand in a typical step, with autograd and the loss. The bounds are theirs:",
+    "F = I = W = 10 ms per rank, B = I + W; the two stages of interleaved, zbv and dualpipe_v take half each.",
+    "pass_ms: the mean action of a hand-written loop in a typical step, with autograd and the loss. The bounds use it:",
     "1F1B and interleaved m(F+B) + (p-1)(F+B)/v, zero_bubble_h1 (3m + p-1) F, V shapes (6m + p-1) F/2.",
     "Aims: never above torch; at most 5% over the bound at pp4, 9% at pp8; bubble within 0.03 of theory.",
 ]

@@ -65,7 +65,7 @@ def main() -> None:
     report(
         "reduce_scatter",
         comparisons,
-        title="Reduce-scatter of two ranks (C4)",
+        title="Reduce-scatter on two ranks",
         notes=["Aim: reduce-scatter at most 0.4 of gloo's time (2.5 times as fast)."],
         write=not args.dry_run,
     )

@@ -121,9 +121,9 @@ def measure(sizes: Sizes, repetitions: int) -> list[Comparison]:
 
 
 NOTES = (
-    "Torch: `_calculate_single_rank_operations` of its interleaved schedule for every rank; the same actions as ours.",
-    "The second row has no peer: torch neither proves that an order cannot deadlock nor predicts when actions run.",
-    "Aims of row C2: orders in 100 ms; verified and simulated in 4000 ms and 600 MiB, without compiled code.",
+    "torch: `_calculate_single_rank_operations` of its interleaved schedule for every rank; same actions.",
+    "The second row has no peer: torch can't prove that an order never deadlocks, or predict when actions run.",
+    "Aims: orders in 100 ms; verified and simulated in 4000 ms and 600 MiB, without compiled code.",
 )
 
 

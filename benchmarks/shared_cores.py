@@ -96,7 +96,7 @@ def main() -> None:
         "shared_cores",
         comparisons,
         title="Ranks that share cores: SCHED_BATCH and Linux's default (gloo)",
-        notes=["The load limit is the largest number of ranks and one, since they keep both cores busy by themselves."],
+        notes=["The load limit is the largest number of ranks plus one, since the ranks alone keep both cores busy."],
         write=not args.dry_run,
     )
 

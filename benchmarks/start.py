@@ -101,7 +101,7 @@ def import_time(repetitions: int) -> Comparison:
     )
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     comparison = interleave(
-        "a fresh interpreter that imports it and ends",
+        "a fresh interpreter that imports it and exits",
         {
             "import labkit": interpreter("import labkit"),
             "nothing": interpreter("pass"),
@@ -176,7 +176,7 @@ def main() -> None:
     ]
     notes = [
         "Aims: `import labkit` 50 ms at most, without torch; 16 warm ranks 1 s; two ranks to a first step 3 s.",
-        "Where programs start processes of their own the load limit is 4, since the starting itself is what is timed.",
+        "If programs start their own processes, the load limit is 4, since starting them is what is timed.",
     ]
     report("start", comparisons, title="Start-up", notes=notes)
 

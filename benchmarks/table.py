@@ -19,20 +19,23 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 
 HEAD = """# Benchmarks
 
-Written by `benchmarks/table.py` from `benchmarks/results/*.json`; `make bench` measures anew, `make gpu` on a GPU.
+These tables compare labkit with peers that compute the same thing. `make bench` repeats the measurements on a laptop,
+`make gpu` on a GPU; `benchmarks/table.py` writes this page from `benchmarks/results/*.json`.
 
-Each row stands beside its peer from the same run. The benchmark interleaves at least 15 repetitions of each. A time is
-the median. A ratio is the median of the ratios of neighbouring repetitions: at 0.80 labkit takes 0.80 of the peer's
-time. The table rejects a row whose median exceeds its minimum by more than 30%. The table also rejects a row if the
-load average, to one decimal, exceeded its limit. Below each table stand the largest load, its limit, the measured
-commit and the machine. Each file keeps the raw seconds of every repetition.
+- Each row measures labkit and its peers in the same run, with at least 15 interleaved repetitions of each.
+- A time is the median. A ratio is the median of the ratios of neighbouring repetitions: at 0.80, labkit takes 0.80 of
+  the peer's time.
+- A row is rejected if a median exceeds its minimum by more than 30%, or if the load average, to one decimal, exceeded
+  its limit.
+- Below each table you find the largest load, its limit, the measured commit and the machine. The files contain the raw
+  seconds of every repetition.
 """
 
 MISSING_GPU = """
 ## One GPU
 
 Never run on a GPU. `scripts/gpu_suite.sh` measures on one, and `python benchmarks/gpu.py --store build/gpu/rows.jsonl`
-writes what it measured here: [gpu.md](gpu.md).
+then adds the results to this page. [Fifteen minutes with a GPU](gpu.md) explains how.
 """
 
 

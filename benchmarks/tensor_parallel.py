@@ -178,8 +178,8 @@ def main() -> None:
     report(
         "tensor_parallel",
         comparisons,
-        title="Tensor parallel layers on two ranks (C3)",
-        notes=["Aims, times faster than DTensor: 1.8 at h64, 1.3 at h256, 1.05 at h768."],
+        title="Tensor parallel layers on two ranks",
+        notes=["Aims for the speed-up over DTensor: 1.8 at h64, 1.3 at h256, 1.05 at h768."],
         write=not args.dry_run,
     )
 
