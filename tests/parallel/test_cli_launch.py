@@ -138,7 +138,8 @@ def test_parity_keeps_its_verdict_when_its_reader_leaves() -> None:
     for fault, status in (("", "0"), (f"--warmup-steps 10 --drop {drop}", "1")):
         line = f"{words} {fault} | true; echo ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
-        assert (done.stdout, done.stderr) == (f"{status}\n", "")
+        assert done.stdout == f"{status}\n"
+        assert {line.split()[0] for line in done.stderr.splitlines()} <= {"comparing", "running", "step"}
 
 
 @pytest.mark.sweep
