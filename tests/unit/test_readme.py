@@ -45,6 +45,16 @@ def test_chapters_table_names_every_chapter():
     assert linked == {path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
 
 
+def test_the_same_citation_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text()
+    (entry,) = {
+        re.search(r"```bibtex\n(.*?)```", text, re.S)[1] for text in (README, (ROOT / "docs/index.md").read_text())
+    }
+    title, version = (re.search(rf'^{key}: "?([^"\n]+)', citation, re.M)[1] for key in ("title", "version"))
+    assert f"title = {{{title}}}" in entry and f"version = {{{version}}}" in entry
+    assert f'\nversion = "{version}"' in (ROOT / "pyproject.toml").read_text()
+
+
 def commands() -> list[str]:
     """Calls of labkit in README, and those of the pages that run nothing long."""
     asked = ("labkit groups ", "labkit order ", "labkit parity ", "labkit train ")
