@@ -25,9 +25,8 @@ help:  ## this list
 run: $(INSTALLED)  ## train a small GPT on 4 ranks, TP2 x PP2, against one process; report in build/
 	$(BIN)/labkit run 00 --out build --html
 
-# Jupyter starts for root only if told to; in a container there is often no other user.
 lab: $(INSTALLED)  ## open JupyterLab on the chapters
-	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(BIN)/labkit lab notebooks
 
 exercises: $(INSTALLED)  ## copies of the chapters to work in, without solutions and outputs: build/exercises, or TO=folder
 	$(BIN)/python scripts/make_exercises.py $(TO)

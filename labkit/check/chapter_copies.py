@@ -23,6 +23,11 @@ def chapters_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
 
 
+def linked_root(folder: Path, root: Path = CHAPTERS.parent) -> Path:
+    """Return the checkout that `folder` is in, so that links of its chapters to `docs` work; else `folder` itself."""
+    return root if (root / "docs").is_dir() and folder.is_relative_to(root) else folder
+
+
 def write_copies(folder: Path, source: Path = CHAPTERS, *, exercises: bool, overwrite: bool = False) -> str:
     """Copy the chapters of `source` into `folder`, and return a sentence that says what is there now.
 
@@ -44,13 +49,13 @@ def write_copies(folder: Path, source: Path = CHAPTERS, *, exercises: bool, over
 
 
 def _copy(notebook: NotebookNode, folder: Path, root: Path, exercises: bool) -> NotebookNode:
-    """Return the notebook for `folder`. Links out of the folder lead to the checkout at `root`; without one they become
-    text."""
+    """Return the notebook for `folder`. Links to pages in the checkout at `root` become text where it is not in it."""
     made = deepcopy(notebook)
     if exercises:
         made.cells = [cell for cell in made.cells if "solution" not in cell.metadata.get("tags", [])]
+    inside = linked_root(folder, root) == root
     up = Path(os.path.relpath(root, folder)).as_posix()
-    link = rf"[\1]({up}/\2)" if (root / "docs").is_dir() else r"\1 (\2 in labkit's repository)"
+    link = rf"[\1]({up}/\2)" if inside else r"\1 (\2 in labkit's repository)"
     for cell in made.cells:
         if cell.cell_type != "code":
             cell.source = _LINK_UP.sub(link, cell.source)

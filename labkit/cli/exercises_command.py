@@ -21,12 +21,15 @@ def execute(arguments: Arguments) -> int:
     return 0
 
 
-def folder_of(arguments: Arguments, usual: str) -> Path:
-    """Return the folder that the command line names, or `usual`. Raises ConfigError if copies cannot go there."""
+def folder_of(arguments: Arguments, usual: str, *, copies: bool = True) -> Path:
+    """Return the folder that the command line names, or `usual`. Raises ConfigError if chapters cannot be there.
+
+    copies: they must be copies, so the folder of the chapters themselves is wrong.
+    """
     folder = Path(*arguments.words[:1] or [usual]).resolve()
     problems = [f"{shown(word)}: one folder is enough; leave this out" for word in arguments.words[1:]]
     if folder == CHAPTERS:
-        problems.append(f"{folder}: has the chapters themselves; name another folder")
+        problems += [f"{folder}: has the chapters themselves; name another folder"] if copies else []
     elif not can_be_written(folder):
         rule = "is a file; name a folder" if folder.is_file() else "cannot be written; name another folder"
         problems.append(f"{folder}: {rule}")

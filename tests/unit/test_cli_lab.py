@@ -31,7 +31,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command line that would become JupyterLab, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     started: list[str] = []
-    monkeypatch.setattr(os, "execv", lambda _, words: started.extend(words))
+    monkeypatch.setattr(os, "execve", lambda _, words, environment: started.extend(words))
     return started
 
 
@@ -52,7 +52,8 @@ def test_lab_opens_copies_in_this_folder_and_a_second_call_keeps_the_work(lab, t
     main(["lab", "--browser", "false", "--port", "8899"])
     folder = tmp_path / "chapters"
     root = ["--allow-root"] if os.geteuid() == 0 else []
-    assert lab == [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", "--port=8899", "--no-browser", *root]
+    where = [f"--notebook-dir={folder}", "--LabApp.default_url=/lab/tree/00_tour.ipynb"]
+    assert lab == [sys.executable, "-m", "jupyterlab", *where, "--port=8899", "--no-browser", *root]
     copy = folder / "08_data_parallel.ipynb"
     assert (
         solutions(copy) == solutions(CHAPTERS / copy.name) != [] and outputs(copy) == outputs(CHAPTERS / copy.name) > 0
@@ -70,19 +71,29 @@ def test_exercises_have_no_solutions_and_no_outputs(lab, tmp_path) -> None:
     assert lab[3] == f"--notebook-dir={tmp_path / 'exercises'}"
 
 
-def test_links_out_of_the_folder_lead_to_the_checkout_or_become_text(tmp_path: Path) -> None:
+def test_links_to_the_docs_work_inside_the_checkout_and_are_text_elsewhere(tmp_path: Path) -> None:
     source = tmp_path / "installed" / "notebooks"
     source.mkdir(parents=True)
     text = nbformat.v4.new_markdown_cell("See [data](../docs/data.md) and [08](08_data_parallel.ipynb).")
     nbformat.write(nbformat.v4.new_notebook(cells=[text]), source / "20_small.ipynb")
 
-    def copied(name: str) -> str:
-        write_copies(tmp_path / name, source, exercises=False)
-        return nbformat.read(tmp_path / name / "20_small.ipynb", as_version=4).cells[0].source
+    def copied(folder: Path) -> str:
+        write_copies(folder, source, exercises=False, overwrite=True)
+        return nbformat.read(folder / "20_small.ipynb", as_version=4).cells[0].source
 
-    assert copied("a") == "See data (docs/data.md in labkit's repository) and [08](08_data_parallel.ipynb)."
-    (tmp_path / "installed" / "docs").mkdir()
-    assert copied("b").startswith("See [data](../installed/docs/data.md) and [08](08_")
+    inside, outside = source.parent / "build" / "exercises", tmp_path / "mine"
+    as_text = "See data (docs/data.md in labkit's repository) and [08](08_data_parallel.ipynb)."
+    assert copied(inside) == copied(outside) == as_text
+    (source.parent / "docs").mkdir()
+    assert copied(inside) == "See [data](../../docs/data.md) and [08](08_data_parallel.ipynb)."
+    assert copied(outside) == as_text
+
+
+def test_lab_serves_the_checkout_whose_docs_its_chapters_link_to(lab) -> None:
+    main(["lab", str(CHAPTERS)])
+    assert lab[3:5] == [f"--notebook-dir={ROOT}", "--LabApp.default_url=/lab/tree/notebooks/00_tour.ipynb"]
+    lab.clear()
+    assert main(["lab", str(CHAPTERS), "--exercises"]) == 2 and lab == []
 
 
 @pytest.mark.parametrize(
