@@ -99,13 +99,12 @@ def _hardware(values: Mapping[str, Any]) -> dict[str, str]:
     """Say which of the wanted GPUs this machine lacks, in the words of the launch that would reject them."""
     from labkit.launch.info import choose_backend, choose_device
 
-    name = "device"
     try:
         device = choose_device(values.get("device", "auto"), 0, 0)
-        name = "backend"
         choose_backend(values.get("backend", "auto"), device, values.get("world_size", 1))
-    except ValueError as problem:
-        return {name: str(problem)}
+    except ValueError as problem:  # `device = cuda: torch sees no GPU ...`
+        given, _, rule = str(problem).partition(": ")
+        return {given.partition(" = ")[0]: rule}
     return {}
 
 

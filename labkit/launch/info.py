@@ -156,7 +156,7 @@ def choose_device(device: str, rank: int, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise ValueError('device="cuda" was asked for, but torch sees no GPU: use device="cpu" or "auto"')
+        raise ValueError("device = cuda: torch sees no GPU; set it to cpu or auto")
     index = rank % count
     if index != local_rank % count:
         raise ValueError(
@@ -175,9 +175,10 @@ def choose_backend(backend: str, device: torch.device, local_world_size: int) ->
     if backend == "auto":
         return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and not own_gpu:
+        there = "they are on the CPU" if device.type == "cpu" else f"torch sees {torch.cuda.device_count()}"
         raise ValueError(
-            f'backend="nccl" needs a GPU for each of the {local_world_size} ranks on this machine, and torch sees '
-            f'{torch.cuda.device_count()}: use backend="gloo" (several ranks may share one GPU) or fewer ranks'
+            f"backend = nccl: needs a GPU for each of the {local_world_size} ranks on this machine, and {there}; set "
+            "it to gloo (several ranks may share one GPU), or start fewer ranks"
         )
     return backend
 

@@ -287,7 +287,7 @@ def _check(
     if device not in info.DEVICES:
         problems.append(f"device must be one of {', '.join(info.DEVICES)}, got {device!r}")
     if (backend, device) == ("nccl", "cpu"):
-        problems.append('backend="nccl" moves GPU tensors only and device="cpu" was asked for; use backend="gloo"')
+        problems.append("backend = nccl: it moves tensors of GPUs only, and device is cpu; set it to gloo")
     if timeout is not None and not (_is_number(timeout) and timeout > 0):
         problems.append(
             f"timeout must be a positive number of seconds, math.inf for no limit or None for the usual "

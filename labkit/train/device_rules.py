@@ -29,9 +29,13 @@ def no_such_device(config: RunConfig, world_size: int, device: str) -> str:
     if (device != "cuda" and backend != "nccl") or info.under_torchrun():
         return ""
     try:
-        info.choose_backend(backend, info.choose_device(device, 0, 0), world_size)
+        chosen = info.choose_device(device, 0, 0)
     except ValueError as error:
         return str(error)
+    try:
+        info.choose_backend(backend, chosen, world_size)
+    except ValueError as error:
+        return f"parallel.distributed_{error}"  # the error begins with `backend = nccl: `
     return ""
 
 

@@ -59,10 +59,16 @@ def _config(*words: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "--device", "cuda"], 'device="cuda" was asked for, but torch sees no GPU'),
-        (["parity", "--device", "gpu"], 'device="cuda" was asked for, but torch sees no GPU'),
-        (["train", "--nproc", "2", "--distributed-backend", "nccl"], "a GPU for each of the 2 ranks on this machine"),
-        (["parity", "--layouts", "tp=2", "--distributed-backend", "nccl"], "a GPU for each of the 2 ranks"),
+        (["train", "--device", "cuda"], "labkit train: --device cuda: torch sees no GPU; set it to cpu or auto"),
+        (["parity", "--device", "gpu"], "labkit parity: --device cuda: torch sees no GPU; set it to cpu or auto"),
+        (
+            ["train", "--nproc", "2", "--distributed-backend", "nccl"],
+            "--distributed-backend nccl: needs a GPU for each of the 2 ranks on",
+        ),
+        (
+            ["parity", "--layouts", "tp=2", "--parallel.distributed_backend", "nccl"],
+            "parallel.distributed_backend = nccl: needs a GPU for each of the 2 ranks",
+        ),
     ],
 )
 def test_a_gpu_that_is_not_there_is_missed_before_any_rank_starts(

@@ -12,7 +12,7 @@ import pytest
 
 from labkit.check.chapter_copies import CHAPTERS, chapters_in, write_copies
 from labkit.cli import main
-from labkit.cli.run_command import notebook_folder
+from labkit.cli.run_command import find_chapters, notebook_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +44,8 @@ def test_run_finds_chapters_beside_a_folder_that_has_none(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notebooks").mkdir()
     assert notebook_folder(None) == CHAPTERS
+    assert "'99': no such chapter; chapters in" in (said := find_chapters(["99"], CHAPTERS)[1][0])
+    assert all(path.stem in said for path in chapters_in(CHAPTERS))
     (tmp_path / "notebooks" / "30_mine.ipynb").write_text("{}")
     assert notebook_folder(None) == Path("notebooks") and notebook_folder("other") == Path("other")
 

@@ -36,7 +36,7 @@ def test_world_size(no_process, world_size):
     [
         ({"backend": "mpi"}, "backend must be one of auto, gloo, nccl, got 'mpi'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
-        ({"backend": "nccl", "device": "cpu"}, 'backend="nccl" moves GPU tensors only and device="cpu" was asked for'),
+        ({"backend": "nccl", "device": "cpu"}, "backend = nccl: it moves tensors of GPUs only, and device is cpu"),
         ({"timeout": 0}, "timeout must be a positive number of seconds, math.inf for no limit or None .*, got 0"),
         ({"timeout": float("nan")}, "timeout must be"),
         ({"timeout": True}, "timeout must be"),

@@ -318,7 +318,7 @@ def test_ranks_that_could_not_join_are_not_used_again():
     """nccl on a machine without a GPU for each rank: every rank says so, twice."""
     with Ranks(2, backend="nccl", timeout=10) as ranks:
         for _ in range(2):
-            with pytest.raises(RankError, match='backend="nccl" needs a GPU for each of the 2 ranks'):
+            with pytest.raises(RankError, match="backend = nccl: needs a GPU for each of the 2 ranks"):
                 ranks.run(wrong_backend)
 
 
