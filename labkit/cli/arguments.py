@@ -277,10 +277,8 @@ def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -
     options, problems = arguments.options, arguments.problems
     arguments.print_config = options.pop("print_config")
     path, preset = options["config"], options["preset"]
-    preset = command.preset if path is None and preset is None else preset
+    preset = options["preset"] = command.preset if path is None and preset is None else preset
     values: dict[str, Any] = {}
-    if path is None and preset is None:
-        problems.append("--config: nothing to run; give a file (--config f.yaml), a preset (--preset tiny) or both")
     try:
         arguments.config = presets.get(preset) if preset is not None else RunConfig()
     except ConfigError as error:
@@ -295,6 +293,11 @@ def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -
         for dotted, value in sets.items() if flags[name] else ():
             entries.append(Entry(f"--{name.replace('_', '-')}", dotted, value))
             arguments.typed[dotted] = f"{entries[-1].key}, so {dotted} ="
+    if path is None and preset is None and not entries:
+        problems.append(
+            "--config: nothing to run; give a preset (--preset tiny), a file (--config f.yaml) or fields of the "
+            "configuration (--num-layers 12)"
+        )
     newer, bad = fields.convert_entries(entries, text=True, specs=SPECS | extra_specs(command.extra_args_provider))
     problems += bad
     config = arguments.config.replaced(values | newer).with_extra(command.extra_args_provider)

@@ -131,6 +131,8 @@ def execute(arguments: Arguments, **providers: Any) -> int:
     arguments.refuse([*found, "" if own_data else data_problem(config)])
     trace = arguments.options["trace"]
     microbatches = config.num_microbatches(world_size)
+    if arguments.options["config"] is None and arguments.options["preset"] is None:
+        on_first_rank("neither a preset nor a file: other fields have labkit's defaults (--print-config shows them)")
     on_first_rank(
         f"{layout_words(config, world_size)}, {counted(config.train.steps, 'step')} of "
         f"{counted(config.train.global_batch_size, 'sample')}, {counted(microbatches, 'microbatch')} each"
@@ -412,7 +414,7 @@ COMMAND = Command(
     ),
     execute=execute,
     example="labkit train --preset tiny --nproc 4 --tp 2 --pp 2 --steps 50\n"
-    "labkit train --preset tiny --tensor-model-parallel-size 2 --num-layers 12\n"
+    "labkit train --tensor-model-parallel-size 2 --num-layers 12 --hidden-size 256\n"
     "labkit train --config f.yaml --lr 1e-4 --output-dir runs/a",
     configurable=True,
 )

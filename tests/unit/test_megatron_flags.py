@@ -14,7 +14,8 @@ import pytest
 from labkit.cli import main
 from labkit.cli.arguments import read
 from labkit.cli.train_command import COMMAND as TRAIN
-from labkit.config import presets
+from labkit.cli.train_command import Stopped
+from labkit.config import RunConfig, presets
 from labkit.config.fields import KNOWN_NAMES, resolve
 from labkit.config.megatron_flags import DIFFERENT, LACKING, SWITCHES, advice
 
@@ -176,3 +177,14 @@ def test_no_name_has_two_meanings() -> None:
     names = [name for names in LACKING.values() for name in names.split()]
     assert len(names) == len(set(names)) and not set(names) & {*SWITCHES, *DIFFERENT}
     assert [name for name in KNOWN_NAMES if advice(name) or name in DIFFERENT] == []
+
+
+def test_flags_without_a_preset_change_the_defaults_and_train_says_so(monkeypatch, capsys) -> None:
+    arguments = read(TRAIN, ["--tensor-model-parallel-size", "2", "--num-layers", "12", "--bf16"])
+    assert arguments.problems == []
+    assert arguments.config == RunConfig().override({"tp": 2, "layers": 12, "precision": "bf16"})
+    monkeypatch.setattr("labkit.cli.train_command.launch", lambda *_: [Stopped("stopped")])
+    said = "neither a preset nor a file: other fields have labkit's defaults (--print-config shows them)\n"
+    for words, first in ((["--num-layers", "1"], said), (["--preset", "tiny", "--num-layers", "1"], "")):
+        main(["train", *words])
+        assert capsys.readouterr().out.startswith(f"{first}1 rank: tp 1")
