@@ -1,0 +1,147 @@
+"""`labkit lab` as a newcomer meets it: started in an empty folder, its chapters run through JupyterLab's own menus."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from chromium import executable, why_not
+
+PATIENCE = 120.0
+"""Seconds for what takes a few on a machine that does nothing else."""
+WHOLE_CHAPTER = 600.0
+"""Seconds for all cells of a chapter, which start ranks."""
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.sweep,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "everything is there"),
+]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """The address that `labkit lab` prints in an empty folder, for a user without any settings of Jupyter."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
+    command = [sys.executable, "-m", "labkit", "lab", "--browser", "false", "--port", str(port)]
+    log = tmp_path / "lab.log"
+    with (
+        log.open("w") as said,
+        subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said, env={**os.environ, **own}) as server,
+    ):
+        try:
+            yield printed_address(log, server)
+        finally:
+            kernels = psutil.Process(server.pid).children(recursive=True)
+            server.terminate()
+            _, alive = psutil.wait_procs(kernels, timeout=PATIENCE)
+    assert alive == [], "kernels and ranks end with JupyterLab"
+
+
+def printed_address(log: Path, server: subprocess.Popen[Any]) -> str:
+    """Return the last address of JupyterLab's greeting, once it is there."""
+    end = time.monotonic() + PATIENCE
+    while not (found := re.findall(r"http://127\.0\.0\.1:\d+/lab\S+token=\S+", log.read_text())):
+        assert server.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.2)
+    return found[-1]
+
+
+@pytest.fixture
+def page(address: str) -> Iterator[Any]:
+    """A browser at this address."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.set_default_timeout(PATIENCE * 1e3)
+        page.goto(address)
+        yield page
+        browser.close()
+
+
+def test_a_newcomer_sees_the_tour_first_and_runs_two_chapters(page: Any, tmp_path: Path) -> None:
+    page.get_by_role("heading", name="00 Tour of the workbench").wait_for()
+    page.get_by_text(re.compile(r"\| Idle$")).wait_for()
+    page.screenshot(path=str(tmp_path / "first.png"))
+    assert page.get_by_text("Jupyter news").count() == 0 and page.locator(".jp-Dialog").count() == 0
+
+    assert_chapter_runs(page, tmp_path / "chapters" / "00_tour.ipynb")
+    page.screenshot(path=str(tmp_path / "tour.png"))
+
+    page.locator(".jp-DirListing-item", has_text="02_rank").dblclick()
+    page.get_by_role("heading", name=re.compile("^02 ")).wait_for()
+    page.get_by_text(re.compile(r"\| Idle$")).wait_for()
+    assert_chapter_runs(page, tmp_path / "chapters" / "02_rank_groups.ipynb")
+    scroll_up_to(page, ".jp-OutputArea .widget-text input")
+    page.screenshot(path=str(tmp_path / "widget.png"))
+
+
+def assert_chapter_runs(page: Any, chapter: Path) -> None:
+    """Clear the outputs of the open chapter and run all its cells by the menus; none may fail."""
+    stored = shows(chapter)
+    choose(page, "Edit", "Clear Outputs of All Cells")
+    choose(page, "Run", "Run All Cells")
+    end = time.monotonic() + WHOLE_CHAPTER
+    while None in (cells := saved(page, chapter)).values():
+        failed = [output for outputs in cells.values() for output in outputs or () if output.output_type == "error"]
+        assert not failed and time.monotonic() < end, failed
+        time.sleep(2)
+    assert shows(chapter) == stored
+
+
+def shows(chapter: Path) -> list[bool]:
+    """Return, for each code cell of a chapter's file, whether it has outputs."""
+    cells = nbformat.read(chapter, as_version=4).cells
+    return [bool(cell.outputs) for cell in cells if cell.cell_type == "code"]
+
+
+def saved(page: Any, chapter: Path) -> dict[str, list[Any] | None]:
+    """Save the open chapter, and return the outputs of its code cells; None for one that has not been run yet."""
+    page.keyboard.press("Control+s")
+    time.sleep(1)
+    try:
+        cells = nbformat.read(chapter, as_version=4).cells
+    except nbformat.reader.NotJSONError:  # it is being written at this moment
+        return {"": None}
+    return {
+        cell.id: cell.outputs if cell.execution_count else None
+        for cell in cells
+        if cell.cell_type == "code" and cell.source
+    }
+
+
+def choose(page: Any, menu: str, entry: str) -> None:
+    """Choose an entry of a menu of JupyterLab."""
+    page.get_by_role("menuitem", name=menu, exact=True).click()
+    page.get_by_role("menuitem", name=entry, exact=True).click()
+
+
+def scroll_up_to(page: Any, selector: str) -> None:
+    """Scroll the open chapter from its end until an output that fits the selector is on the screen."""
+    chapter = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+    found = chapter.locator(selector).first
+    chapter.locator(".jp-Cell.jp-mod-active").hover()
+    end = time.monotonic() + PATIENCE
+    while not found.is_visible():
+        assert time.monotonic() < end, f"no {selector} in this chapter"
+        page.mouse.wheel(0, -400)
+        time.sleep(0.3)
+    found.hover()  # which brings it onto the screen, and waits until it does not move
