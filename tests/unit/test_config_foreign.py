@@ -129,7 +129,7 @@ def test_a_megatron_script(converted: Any) -> None:
     assert (config.optim.beta2, config.optim.lr_schedule, m.activation) == (0.999, "linear", "gelu_tanh")
     assert "  layers: 96  # --num-layers\n" in text and "tp: 8  # --tensor-model-parallel-size" in text
     assert "--save: it is $1, which only its shell knows; set checkpoint.dir" in report
-    assert "--step-batch-size-schedule: the batch has one size" in report
+    assert "--step-batch-size-schedule: the global batch keeps its size" in report
     assert 'unknown to this converter:\n  --numlayers: did you mean "--num-layers"?' in report
     assert "nproc" not in report + text
     trains(config, **{"optim.initial_loss_scale": 65536.0})
@@ -164,6 +164,28 @@ def test_a_megatron_list_of_layers_with_experts(converted: Any) -> None:
     # without a word of the script: megatron/training/arguments.py and megatron-core's TransformerConfig
     assert (config.moe.dispatcher, config.moe.grouped_gemm, config.moe.router_dtype) == ("allgather", False, "model")
     assert config.optim.initial_loss_scale == 2.0**32
+
+
+@pytest.mark.parametrize(("line", "fields"), [
+    # int((4 * hidden_size * 2 / 3) / 64) * 64, and the default of --num-query-groups
+    ("--swiglu", {"activation": "swiglu", "model.ffn_hidden": 2048}),
+    ("--swiglu --ffn-hidden-size 96", {"activation": "swiglu", "model.ffn_hidden": 96}),
+    ("--group-query-attention", {"kv_heads": 1}),
+    ("--num-query-groups 4", {}),  # which Megatron-LM reads with --group-query-attention alone
+    ("--openai-gelu --use-flash-attn", {"activation": "gelu_tanh", "attention_backend": "flash"}),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", {"pp": 2, "vpp": 3}),
+    (
+        "--pipeline-model-parallel-size 2 --no-overlap-p2p-communication",
+        {"pp": 2, "overlap_p2p_comm": False, "batch_p2p_comm": True},
+    ),
+])  # fmt: skip
+def test_megatron_flags_mean_what_they_mean_on_the_command_line(
+    converted: Any, line: str, fields: dict[str, Any]
+) -> None:
+    model = "python pretrain_gpt.py --num-layers 12 --hidden-size 768 --num-attention-heads 12 --global-batch-size 16"
+    config, _, report = converted("a.sh", f"{model} {line}")
+    plain, _, shorter = converted("a.sh", model)
+    assert config == plain.override(fields) and report == shorter
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.cli.train_command import Stopped
 from labkit.config import RunConfig, presets
 from labkit.config.fields import KNOWN_NAMES, resolve
-from labkit.config.megatron_flags import DIFFERENT, LACKING, SWITCHES, advice
+from labkit.config.megatron_flags import DIFFERENT, LACKING, NEEDLESS, SWITCHES, advice
 
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
     ("--num-layers 12 --hidden-size 768 --num-attention-heads 12", {"layers": 12, "hidden": 768, "heads": 12}),
@@ -32,6 +32,8 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     ("--position-embedding-type learned_absolute", {"position": "learned"}),
     ("--use-rotary-position-embeddings", {"position": "rope"}),
     ("--disable-bias-linear", {"bias": False}),
+    ("--openai-gelu", {"activation": "gelu_tanh"}),
+    ("--use-flash-attn", {"attention_backend": "flash"}),
     ("--untie-embeddings-and-output-weights", {"untie_embeddings_and_output_weights": True}),
     ("--attention-dropout 0.1 --hidden-dropout 0.2", {"attention_dropout": 0.1, "hidden_dropout": 0.2}),
     ("--init-method-std 0.01", {"init_std": 0.01}),
@@ -117,7 +119,8 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("line", "fields"), MEANINGS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_flag_sets_what_it_means_in_megatron(line: str, fields: dict[str, Any]) -> None:
     """Starts from a configuration in which no flag of the line is in force, and nothing but these fields may change."""
-    off = {"grouped_gemm": False, "overlap_grad_reduce": False} | {"dispatcher": "allgather", "checkpoint.load": "none"}
+    off = {"grouped_gemm": False, "overlap_grad_reduce": False, "activation": "gelu"}
+    off |= {"dispatcher": "allgather", "checkpoint.load": "none"}
     start = presets.tiny().override({name: value for name, value in off.items() if name in fields})
     arguments = read(dataclasses.replace(TRAIN, preset="tiny"), line.split())
     assert arguments.problems == []
@@ -137,6 +140,7 @@ def test_every_switch_has_a_row() -> None:
         ("--num-layers-per-virtual-pipeline-stage 3", "3: times parallel.pp = 1 must divide model.layers = 8"),
         ("--num-layers-per-virtual-pipeline-stage 2 --vpp 2", "parallel.vpp: follows from a flag of Megatron-LM, too"),
         ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication, so schedule.batch_p2p_comm = True: has no"),
+        ("--num-layers-per-virtual-pipeline-stage 2 --pp 0", "--pp 0: must be at least 1"),
         ("--swiglu --hidden 16", "model.ffn_hidden = 0: must be at least 1"),
         ("--profile", "--profile: needs a value after it: none, pytorch, nsys"),
         (
@@ -174,7 +178,7 @@ def test_a_file_is_told_the_field_of_a_switch() -> None:
 
 
 def test_no_name_has_two_meanings() -> None:
-    names = [name for names in LACKING.values() for name in names.split()]
+    names = [name for names in (*LACKING.values(), *NEEDLESS.values()) for name in names.split()]
     assert len(names) == len(set(names)) and not set(names) & {*SWITCHES, *DIFFERENT}
     assert [name for name in KNOWN_NAMES if advice(name) or name in DIFFERENT] == []
 

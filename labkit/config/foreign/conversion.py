@@ -48,7 +48,8 @@ def rows(row: Row, names: str, form: str = "{}") -> dict[str, Row]:
 
 
 NOTHING, ALREADY = Note(NO_MEANING), Note(ALWAYS)
-Row = str | Note | Callable[["Conversion", str, Any], None]
+Reader = Callable[["Conversion", str, Any], None]
+Row = str | Note | Reader
 """Names of our fields with spaces between them, a note, or a function of the conversion, the key and its value."""
 
 
@@ -226,7 +227,7 @@ class Conversion:
         return "\n".join(lines)
 
 
-def pick(names: str, words: Mapping[Any, Any], *, others: bool = False) -> Row:
+def pick(names: str, words: Mapping[Any, Any], *, others: bool = False) -> Reader:
     """Return the row of a key whose values have other words here; any other value is rejected, or kept if `others`."""
 
     def row(found: Conversion, key: str, value: Any) -> None:

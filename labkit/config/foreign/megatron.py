@@ -1,7 +1,8 @@
 """Megatron-LM: flags of `pretrain_gpt.py` and its siblings in a shell script, a list, or a YAML file.
 
 Source: megatron/training/arguments.py and megatron/training/config of Megatron-LM. Most flags have a field of the same
-name here, or an alias (`labkit.config.fields`); the table below has the others.
+name here, or an alias (`labkit.config.fields`), or are in `labkit.config.megatron_flags`, which the command line reads,
+too. The table below has what only a converter can do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from labkit.config.foreign.conversion import (
     ALREADY,
     DIFFERS,
     LACKS,
+    NO_MEANING,
     NOTHING,
     YOURS,
     Conversion,
@@ -31,6 +33,8 @@ from labkit.config.foreign.conversion import (
     rows,
 )
 from labkit.config.foreign.shell_words import flags
+from labkit.config.megatron_flags import CHUNK, LACKING, NEEDLESS, SWITCHES, derived
+from labkit.config.run_config import RunConfig
 
 PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"} | dict.fromkeys(
     ("pretrain_mamba.py", "pretrain_hybrid.py"), "mamba"
@@ -54,6 +58,12 @@ _UNSAID_OF_EXPERTS = {
     "--moe-grouped-gemm": False,
     "--moe-router-dtype": "model",
 }
+_DERIVED = {
+    "model.ffn_hidden": "--swiglu",
+    "model.kv_heads": "--group-query-attention",
+    "parallel.vpp": "--num-layers-per-virtual-pipeline-stage",
+}
+"""Field that `derived` sets -> the flag that it follows from."""
 _UNSAID_OF_FP16 = {"--initial-loss-scale": 2.0**32}
 _UNSAID_OF_FP8 = {"--fp8-amax-history-len": 1, "--fp8-amax-compute-algo": "most_recent"}
 
@@ -75,8 +85,10 @@ def _flag(key: object) -> str:
 
 
 def _derive(found: Conversion) -> None:
-    """Read flags that say something together, and defaults that are not ours."""
+    """Read flags that say something together, defaults that are not ours, and all other flags."""
     given = found.keys
+    switches = {name: given.get(_flag(name)) for name in ("swiglu", "group_query_attention")}
+    chunk = found.number(_flag(CHUNK))
     unsaid = dict(_UNSAID) | (_UNSAID_OF_EXPERTS if "--num-experts" in given else {})
     unsaid |= _UNSAID_OF_FP16 if "--fp16" in given else {}
     unsaid |= _UNSAID_OF_FP8 if "--fp8-format" in given else {}
@@ -90,6 +102,12 @@ def _derive(found: Conversion) -> None:
         found.drop("--eval-", "--split keeps nothing for validation")
         del unsaid["--eval-iters"]
     found.assume(unsaid, "Megatron-LM")
+    found.read(TABLE)
+    switches[CHUNK] = chunk if "model.layers" in found.values else 0
+    more, problems = derived(switches, RunConfig().replaced(found.values))
+    found.problems += problems
+    for name, value in more.items():
+        found.set(name, value, _DERIVED[name])
 
 
 def _family(found: Conversion) -> None:
@@ -112,9 +130,8 @@ def _family(found: Conversion) -> None:
 
 def _model(found: Conversion) -> None:
     given = found.keys
-    groups, grouped = found.take("--num-query-groups"), found.take("--group-query-attention", False)
-    if grouped and groups is not None:
-        found.set("model.kv_heads", groups, "--num-query-groups")
+    if not given.get("--group-query-attention"):
+        found.take("--num-query-groups")  # Megatron-LM does not read it then
     hidden, heads = (found.number(flag, keep=True) for flag in ("--hidden-size", "--num-attention-heads"))
     if (width := found.number("--kv-channels")) and width * heads != hidden:
         found.note(LACKS, "--kv-channels", "a head is model.hidden / model.heads wide")
@@ -124,17 +141,10 @@ def _model(found: Conversion) -> None:
     if given.get("--transformer-impl") == "transformer_engine":
         for flag in filter(found.take, ("--attention-backend", "--use-flash-attn")):
             found.note(DIFFERS, flag, "Transformer Engine chooses its kernels itself")
-    biased = not found.take("--disable-bias-linear", False)
+    biased = not given.get("--disable-bias-linear")
     exact = found.take("--no-bias-gelu-fusion", False) or not biased  # the fused kernel approximates by tanh
-    if not biased:
-        found.set("model.bias", False, "--disable-bias-linear")
-    if found.take("--swiglu", False):
-        found.set("model.activation", "swiglu", "--swiglu")
-    elif exact:
+    if exact and not given.get("--swiglu"):
         found.set("model.activation", "gelu", "--no-bias-gelu-fusion" if biased else "--disable-bias-linear")
-    layers, pp = found.number("--num-layers", keep=True), found.number("--pipeline-model-parallel-size", 1, keep=True)
-    if (chunk := found.number("--num-layers-per-virtual-pipeline-stage")) and layers:
-        found.set("parallel.vpp", layers // max(1, pp * chunk), "--num-layers-per-virtual-pipeline-stage")
 
 
 def _steps(found: Conversion) -> None:
@@ -194,33 +204,35 @@ def _data(found: Conversion, key: str, value: Any) -> None:
         found.set("data.blend", words, key)
 
 
-def _fields() -> dict[str, Row]:
-    """Return the rows that follow from the names and aliases of our fields."""
+def _switch(sets: Mapping[str, str]) -> Row:
+    """Return the row of a flag without a value, which sets these fields."""
+
+    def row(found: Conversion, key: str, value: Any) -> None:
+        for name, word in sets.items():
+            pick(name, {True: word})(found, key, value)
+
+    return row
+
+
+def _known_to_the_command_line() -> dict[str, Row]:
+    """Return the rows that follow from our fields and from what the command line knows of Megatron-LM's flags."""
     own = {spec.name: dotted for dotted, spec in SPECS.items()}
-    rows: dict[str, Row] = {f"--{name.replace('_', '-')}": dotted for name, dotted in (own | ALIASES).items()}
-    return rows | {f"--{name.replace('_', '-')}": differs(why) for name, why in NOT_FIELDS.items()}
+    found: dict[str, Row] = {_flag(name): dotted for name, dotted in (own | ALIASES).items()}
+    found |= {_flag(name): differs(why) for name, why in NOT_FIELDS.items()}
+    found |= {_flag(name): _switch(sets) for name, sets in SWITCHES.items()}
+    for group, table in ((LACKS, LACKING), (NO_MEANING, NEEDLESS)):
+        found |= {_flag(name): Note(group, why) for why, names in table.items() for name in names.split()}
+    return found
 
 
-TABLE: dict[str, Row] = _fields() | {
+TABLE: dict[str, Row] = _known_to_the_command_line() | {
     "if and case": differs("conditions are not evaluated; the first branch of each was read"),
-    "--bf16": pick("optim.precision", {True: "bf16"}),
-    "--fp16": pick("optim.precision", {True: "fp16"}),
     "--attention-backend": pick(
         "model.attention_backend",
         {"auto": "fused", "fused": "cudnn", "flash": "flash", "unfused": "unfused", "local": "unfused"},
     ),
-    "--use-flash-attn": pick("model.attention_backend", {True: "flash"}),
-    "--use-rotary-position-embeddings": pick("model.position", {True: "rope"}),
-    "--openai-gelu": pick("model.activation", {True: "gelu_tanh"}),
     "--onnx-safe": pick("model.activation", {True: "gelu"}),
     "--hidden-dropout": "model.hidden_dropout model.embedding_dropout",
-    "--bert-no-binary-head": pick("model.bert_binary_head", {True: False}),
-    "--recompute-activations": pick("model.recompute_granularity", {True: "selective"}),
-    "--no-gradient-accumulation-fusion": pick("optim.gradient_accumulation_fusion", {True: False}),
-    "--no-check-for-nan-in-loss-and-grad": pick("optim.check_for_nan_in_grad", {True: False}),
-    "--use-tp-pp-dp-mapping": pick("parallel.order", {True: "tp-cp-ep-pp-dp"}),
-    "--enable-cuda-graph": pick("graph.cuda_graph_impl", {True: "local"}),
-    "--external-cuda-graph": pick("graph.cuda_graph_impl", {True: "transformer_engine"}),
     "--lr-decay-style": pick("optim.lr_schedule", {"WSD": "wsd"}, others=True),
     "--lr-wsd-decay-style": pick("optim.wsd_decay_style", {"minus_sqrt": "minus-sqrt"}, others=True),
     "--moe-layer-freq": _layer_freq,
@@ -230,68 +242,15 @@ TABLE: dict[str, Row] = _fields() | {
     "--vocab-file": "data.tokenizer",
     "--optimizer": lacks("labkit has AdamW", "adam"),
     "--rotary-percent": lacks("rotary embeddings turn the whole head", 1.0, 1),
-    "--apply-layernorm-1p": differs("a norm's weight is stored whole and not less 1, which is the same function"),
     "--tokenizer-type": Note(YOURS, "name a tokenizer file in data.tokenizer", ("NullTokenizer",)),
-    "--merge-file": differs("merges.txt is read from the folder of data.tokenizer"),
-    "--mock-data": differs("without data.path labkit reads its bundled text"),
-    "--spec": differs("a layer spec of your own is given to labkit.train.pretrain in Python"),
-    "--tp-comm-overlap": lacks("Transformer Engine's overlap of products and collectives"),
-    **rows(
-        lacks("the batch has one size from the first step on"), "rampup-batch-size step-batch-size-schedule", "--{}"
-    ),
-    **rows(
-        lacks("every layer computes plain attention"),
-        "qk-layernorm qk-l2-norm qk-clip window-size window-attn-skip-freq no-rope-freq softmax-type "
-        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
-        "attention-output-gate experimental-attention-variant linear-* rotary-interleaved "
-        "apply-query-key-layer-scaling add-qkv-bias",
-        "--{}",
-    ),
-    **rows(
-        lacks("rotary frequencies are not scaled"),
-        "use-rope-scaling rope-scaling-factor rotary-scaling-factor rotary-seq-len-interpolation-factor mscale "
-        "mscale-all-dim",
-        "--{}",
-    ),
-    **rows(
-        lacks(),
-        "squared-relu quick-geglu mtp-num-layers mtp-loss-scaling-factor decoupled-lr decoupled-min-lr "
-        "start-weight-decay end-weight-decay weight-decay-incr-style fp32-residual-connection "
-        "init-method-xavier-uniform embedding-init-method-std fp8-param-gather first-last-layers-bf16 use-torch-fsdp2 "
-        "use-megatron-fsdp data-parallel-sharding-strategy optimizer-cpu-offload cpu-offloading-num-layers "
-        "use-precision-aware-optimizer overlap-param-gather-with-optimizer-step train-data-path valid-data-path "
-        "test-data-path data-args-path per-split-data-args-path eod-mask-loss reset-position-ids reset-attention-mask "
-        "exit-interval exit-duration-in-mins finetune moe-use-upcycling deterministic-mode lr-warmup-init "
-        "use-pytorch-profiler data-parallel-random-init vocab-extra-ids padded-vocab-size save-retain-interval "
-        "pretrained-checkpoint moe-router-force-load-balancing hierarchical-context-parallel-sizes "
-        "delay-wgrad-compute overlap-moe-expert-parallel-comm defer-embedding-wgrad-compute",
-        "--{}",
-    ),
-    **rows(
-        ALREADY,
-        "use-mcore-models no-position-embedding exit-signal-handler accumulate-allreduce-grads-in-fp32 use-dist-ckpt "
-        "auto-detect-ckpt-format",
-        "--{}",
-    ),
+    **rows(ALREADY, "use-mcore-models no-position-embedding exit-signal-handler", "--{}"),
     **rows(
         NOTHING,
-        "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm "
-        "cross-entropy-loss-fusion cross-entropy-fusion-impl attention-softmax-in-fp32 moe-permute-fusion "
-        "moe-router-fusion moe-per-layer-logging manual-gc manual-gc-interval empty-unused-memory-level num-workers "
-        "no-mmap-bin-files no-create-attention-mask-in-dataloader dataloader-type ckpt-format dist-ckpt-format "
-        "dist-ckpt-strictness ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
-        "use-persistent-ckpt-worker use-checkpoint-args verify-integrity async-strategy DDP-impl max-tokens-to-oom "
-        "use-te dist-ckpt-optim-fully-reshardable no-load-optim no-load-rng no-save-optim no-ckpt-fully-parallel-save "
-        "timing-log-option tiktoken-pattern te-rng-tracker fp8-interval exit-signal trust-remote-code "
-        "no-overlap-p2p-communication no-async-tensor-model-parallel-allreduce high-priority-stream-groups "
-        "disable-gloo-process-groups non-persistent-save-interval use-checkpoint-opt-param-scheduler log-* "
-        "tensorboard-* wandb-* one-logger-* enable-one-logger no-one-logger rerun-* inprocess-* inference-* ft-* "
-        "straggler-* adlr-* flight-recorder-* pytorch-profiler-* nccl-*",
+        "DDP-impl use-te enable-one-logger log-* tensorboard-* rerun-* ft-* adlr-* nccl-*",
         "--{}",
     ),
-    **rows(lacks("reinforcement learning is another program"), "rl-* grpo-* langrl-* perform-rl-step", "--{}"),
 }
-"""Flag -> row."""
+"""Flag -> row. The last rows are flags of other versions than the command line knows."""
 
 
 def _is_megatron(contents: Any) -> bool:
