@@ -151,76 +151,106 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     Problems are only collected in `problems`, so that the command can add its own and reject all of them at once.
     Raises ConfigError for an option or word that cannot be a path.
     """
-    options = (*command.all_options, *(_MEGATRON_OPTIONS if command.configurable else ()))
-    by_name = {name: option for option in options for name in option.names}
-    values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in options}
-    own_specs = extra_specs(command.extra_args_provider)
-    if clash := [spec.name for spec in own_specs.values() if spec.name in by_name]:
-        raise ValueError(f"extra_args_provider: --{clash[0]} is an option of {command.called}; choose another name")
-    own_fields = {name: s for s in own_specs.values() for name in (s.name, s.dotted)}
-    arguments = Arguments(values, source=command.called)
-    problems, given, entries, rest = arguments.problems, Given(), list[Entry](), list(argv)
-    no_path = False
-    while rest:
-        token = rest.pop(0)
-        if not token.startswith("-") or token == "-":
-            try:
-                arguments.words.append(_WORD.convert(token) if command.paths else token)
-            except BadValueError as rule:
-                problems.append(f"{shown(token, 200)}: {rule}")
-                no_path = True
-            continue
-        token = "--parameter" if token == "-p" and "parameter" in by_name else token
-        written, equals, text = token.lstrip("-").partition("=")
-        option = by_name.get(written.replace("-", "_")) if token.startswith("--") else None
-        dotted, why = resolve(written) if command.configurable and option is None else (None, "")
-        spec = option or own_fields.get(written.replace("-", "_")) or SPECS.get(str(dotted))
-        if spec is None:
-            problems.append(f"{token.partition('=')[0]}: {_unknown(written.replace('-', '_'), command, why)}")
-            if not equals and rest and not rest[0].startswith("-"):
-                rest.pop(0)  # the value of the unknown option
-            continue
-        pairs = option is not None and option.pairs
-        if pairs and not equals and rest and "=" in rest[0] and not rest[0].startswith("--"):
-            equals, text = "=", rest.pop(0)
-        taken = [text] if equals else _take(rest, 1 + pairs, is_bool=spec.kind == "bool", words=command.words)
-        if not command.words and not equals:
-            spec, taken = _with_more(spec, taken, rest)
-        if pairs and equals:
-            taken = text.split("=", 1)
-        if len(taken) <= pairs:
-            needed = "a name and a value, as in -p steps 5 or -p 10:steps=5" if pairs else "a value after it"
-            needed += f": {', '.join(spec.choices)}" if spec.choices else ""
-            if pairs and not equals and rest and not rest[0].startswith("-"):
-                rest.pop(0)  # the name without a value, which is no chapter either
-            problems.append(f"--{written}: needs {needed}")
-        elif option is None:
-            entries.append(Entry(f"--{written}", spec.dotted, taken[0]))
-            if written != spec.dotted:
-                arguments.typed[spec.dotted] = f"--{written}"
-        elif pairs:
-            name, value = taken
-            values[option.key].append((name, value))
-            problems += given.add(f"-{option.name[0]} {name}", value, shown(value))
+    line = _Line(command, argv)
+    while line.rest:
+        word = line.rest.pop(0)
+        if word.startswith("-") and word != "-":
+            line.read_option(word)
         else:
-            words = f"--{written} {shown(taken[0])}"
-            arguments.typed |= dict.fromkeys(option.names, f"--{written}")
-            try:
-                value = values[option.key] = option.convert(taken[0], text=True)
-                problems += given.add(f"--{option.name}", value, words)
-                if rule := option.broken(value):
-                    problems.append(f"--{written} {shown(value, 200)}: {rule}")
-            except BadValueError as rule:
-                problems.append(f"{words}: {rule}")
-                no_path = no_path or bool(option.path)
-    if no_path:
+            line.read_word(word)
+    arguments = line.arguments
+    if line.no_path:
         arguments.refuse()  # at once, because the command would say that the path is missing
     if not command.words:
         rule = f"{command.called} takes only options, which begin with --"
-        problems += [f"{shown(word)}: {rule}" for word in arguments.words]
+        arguments.problems += [f"{shown(word)}: {rule}" for word in arguments.words]
     if command.configurable:
-        _read_config(arguments, entries, command)
+        _read_config(arguments, line.entries, command)
     return arguments
+
+
+class _Line:
+    """A command line: the words that are not read yet, and what the others gave."""
+
+    def __init__(self, command: Command, argv: Sequence[str]) -> None:
+        options = (*command.all_options, *(_MEGATRON_OPTIONS if command.configurable else ()))
+        self.command, self.rest = command, list(argv)
+        self.by_name = {name: option for option in options for name in option.names}
+        own_specs = extra_specs(command.extra_args_provider)
+        if clash := [spec.name for spec in own_specs.values() if spec.name in self.by_name]:
+            raise ValueError(f"extra_args_provider: --{clash[0]} is an option of {command.called}; choose another name")
+        self.own_fields = {name: spec for spec in own_specs.values() for name in (spec.name, spec.dotted)}
+        values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in options}
+        self.arguments = Arguments(values, source=command.called)
+        self.given, self.entries = Given(), list[Entry]()
+        self.no_path = False
+
+    def read_word(self, word: str) -> None:
+        """Read a positional argument."""
+        try:
+            self.arguments.words.append(_WORD.convert(word) if self.command.paths else word)
+        except BadValueError as rule:
+            self.arguments.problems.append(f"{shown(word, 200)}: {rule}")
+            self.no_path = True
+
+    def read_option(self, token: str) -> None:
+        """Read an option or a field of the configuration, with the words after it that belong to it."""
+        command, rest, problems = self.command, self.rest, self.arguments.problems
+        token = "--parameter" if token == "-p" and "parameter" in self.by_name else token
+        written, equals, text = token.lstrip("-").partition("=")
+        key = written.replace("-", "_")
+        option = self.by_name.get(key) if token.startswith("--") else None
+        dotted, why = resolve(written) if command.configurable and option is None else (None, "")
+        spec = option or self.own_fields.get(key) or SPECS.get(str(dotted))
+        if option is not None and option.pairs:
+            self._read_pair(option, written, text if equals else None)
+            return
+        if spec is None:
+            problems.append(f"{token.partition('=')[0]}: {_unknown(key, command, why)}")
+            if not equals and rest and not rest[0].startswith("-"):
+                rest.pop(0)  # the value of the unknown option
+            return
+        taken = [text] if equals else _take(rest, 1, is_bool=spec.kind == "bool", words=command.words)
+        if not command.words and not equals:
+            spec, taken = _with_more(spec, taken, rest)
+        if not taken:
+            listed = f": {', '.join(spec.choices)}" if spec.choices else ""
+            problems.append(f"--{written}: needs a value after it{listed}")
+        elif option is not None:
+            self._keep(option, written, taken[0])
+        else:
+            self.entries.append(Entry(f"--{written}", spec.dotted, taken[0]))
+            if written != spec.dotted:
+                self.arguments.typed[spec.dotted] = f"--{written}"
+
+    def _read_pair(self, option: Option, written: str, text: str | None) -> None:
+        """Read a name and a value: two words, or `text` or the next word as NAME=VALUE."""
+        rest, arguments = self.rest, self.arguments
+        if text is None and rest and "=" in rest[0] and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        pair = _take(rest, 2, is_bool=False, words="") if text is None else text.split("=", 1)
+        if len(pair) < 2:
+            if text is None and rest and not rest[0].startswith("-"):
+                rest.pop(0)  # the name without a value, which is no chapter either
+            needed = "a name and a value, as in -p steps 5 or -p 10:steps=5"
+            arguments.problems.append(f"--{written}: needs {needed}")
+            return
+        name, value = pair
+        arguments.options[option.key].append((name, value))
+        arguments.problems += self.given.add(f"-{option.name[0]} {name}", value, shown(value))
+
+    def _keep(self, option: Option, written: str, text: str) -> None:
+        """Give an option of the command its value."""
+        arguments, words = self.arguments, f"--{written} {shown(text)}"
+        arguments.typed |= dict.fromkeys(option.names, f"--{written}")
+        try:
+            value = arguments.options[option.key] = option.convert(text, text=True)
+            arguments.problems += self.given.add(f"--{option.name}", value, words)
+            if rule := option.broken(value):
+                arguments.problems.append(f"--{written} {shown(value, 200)}: {rule}")
+        except BadValueError as rule:
+            arguments.problems.append(f"{words}: {rule}")
+            self.no_path = self.no_path or bool(option.path)
 
 
 def _take(rest: list[str], count: int, *, is_bool: bool, words: str) -> list[str]:
