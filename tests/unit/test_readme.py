@@ -2,9 +2,11 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from labkit.cli import main
 from labkit.schedules import zero_bubble_h1
@@ -31,6 +33,14 @@ def test_the_first_screen_and_each_command_for_gpus_say_that_no_gpu_has_run_it()
     assert said in README[: README.index("## Start")].replace("Never", "never")
     page = (ROOT / "docs/howto/gpu_node_slurm.md").read_text()
     assert "ever run on a GPU" in page[: page.index("```")]
+
+
+def test_the_citation_has_the_version_and_a_date_only_if_it_is_released():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == project["version"]
+    (heading,) = re.findall(rf"^## {re.escape(project['version'])}.*$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert ("date-released" in citation) == ("unreleased" not in heading)
 
 
 @pytest.mark.parametrize("file", TEXTS)
