@@ -112,7 +112,7 @@ class FieldSpec:
         if self.path == "file" and not (os.path.isfile(value) or (self.ending and os.path.isfile(value + self.ending))):
             return no_file(value) + ("" if os.path.isdir(value) else "; give an existing file")
         if self.path == "folder" and os.path.lexists(value) and not os.path.isdir(value):
-            missing = "a symbolic link to nothing" if os.path.islink(value) and not os.path.exists(value) else "a file"
+            missing = "a dangling symbolic link" if os.path.islink(value) and not os.path.exists(value) else "a file"
             return f"is {missing}; name a folder"
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}{nearest(value, self.choices)}"

@@ -36,8 +36,8 @@ ALIASES: dict[str, str] = {alias: dotted for dotted, spec in SPECS.items() for a
 
 NOT_FIELDS: dict[str, str] = {
     "world_size": "the world size is that of the launch (--nproc, --world-size or torchrun), not a field",
-    "data_parallel_size": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
-    "dp": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
+    "data_parallel_size": "data parallelism takes the remaining ranks: dp = world size / (tp cp pp)",
+    "dp": "data parallelism takes the remaining ranks: dp = world size / (tp cp pp)",
     **megatron_flags.DIFFERENT,
 }
 """Names that a user might take for fields -> why they are none."""

@@ -79,7 +79,7 @@ def _parts_there(found: Findings) -> None:
         rule = f"{with_experts[0]} is a part of layers with experts, but moe.num_experts = 0"
         _refuse(found, f"{rule}; set the number of experts, or name attn and mlp")
     elif "mlp" in scope and moe.num_experts and 0 not in moe.layer_freq:
-        rule = "mlp is that of a dense layer, and moe.layer_freq has none"
+        rule = "mlp is the MLP of a dense layer, and moe.layer_freq has no dense layer"
         _refuse(found, f"{rule}; name moe_router and moe_preprocess")
 
 
@@ -104,7 +104,7 @@ def _experts(found: Findings) -> None:
         advice = "set moe.capacity_factor and moe.pad_to_capacity, or capture attn, moe_router and moe_preprocess"
         _refuse(found, f"{rule}; {advice}")
     elif "moe_preprocess" in scope and moe.dispatcher != "allgather" and moe.capacity_factor is not None and not padded:
-        rule = "moe_preprocess would count on the host what moe.capacity_factor leaves of the rows"
+        rule = "moe_preprocess would count on the host how many rows moe.capacity_factor keeps"
         _refuse(found, f"{rule}; set moe.pad_to_capacity, or leave moe_preprocess out")
     elif (whole or "moe_router" in scope) and moe.load_balancing == "sinkhorn":
         rule = "moe.load_balancing = sinkhorn checks on the host whether its factors have converged"
@@ -127,7 +127,7 @@ def _split_backwards(found: Findings) -> None:
         found.add("graph.cuda_graph_impl", f"{rule} together; {advice}, or set this to local")
     elif scope and not needed <= scope:
         rule = f"schedule.name = {s.name} splits backwards, and a part of these layers stays eager"
-        why = "its weight gradients would read outputs of graphs that others have overwritten by then"
+        why = "by then other replays have overwritten the graph outputs that its weight gradients read"
         _refuse(found, f"{rule}: {why}; capture whole layers (no module named), or {advice}")
 
 
@@ -153,7 +153,7 @@ def _recompute(found: Findings) -> None:
             _draws(found, "moe is", ["moe.input_jitter"])
         name = "model.num_microbatches_with_partial_activation_checkpoints"
         if "full_iteration" not in scope and found.changed(name):
-            rule = f"{captured[0]} is recomputed inside graphs of layers, for all microbatches alike, but {name} ="
+            rule = f"{captured[0]} is recomputed inside graphs of layers, in every microbatch, but {name} ="
             advice = "leave that out, or capture other parts"
             _refuse(found, f"{rule} {found.values[name]} keeps some whole; {advice}")
 
@@ -163,14 +163,14 @@ def _draws(found: Findings, subject: str, names: list[str], advice: str = "") ->
     if drawing := [name for name in names if found.value(name)]:
         numbers = " and ".join(f"{name} = {found.values[name]:g}" for name in drawing)
         rule = f"{subject} recomputed in a graph and would draw random numbers ({numbers})"
-        _refuse(found, f"{rule}: a graph cannot draw the same again; set them to 0, or recompute less{advice}")
+        _refuse(found, f"{rule}: a graph cannot draw the same numbers again; set them to 0, or recompute less{advice}")
 
 
 def _constant_loss_scale(found: Findings) -> None:
     """Reject a loss scale that changes, because a number that Python keeps has its value of the capture in a graph."""
     o = found.config.optim
     if "full_iteration" in _scope(found) and o.precision == "fp16" and o.loss_scale is None:
-        rule = "full_iteration multiplies the loss inside the graph, by the loss scale at capture, and fp16's adapts"
+        rule = "the graph of full_iteration keeps the loss scale of its capture, but fp16's adaptive scale changes"
         _refuse(found, f"{rule}; set optim.loss_scale to a constant, or optim.precision to bf16")
 
 

@@ -14,7 +14,7 @@ NOT_WITH_MAMBA = (
     ("model.transformer_impl=transformer_engine", "Mamba models run local layers; set it to local"),
     ("graph.cuda_graph_impl=transformer_engine", "Transformer Engine captures no Mamba layers; set it to local"),
     ("parallel.split_rank", "a Mamba model has no encoder to split off; leave it out"),
-    ("model.recompute_granularity=selective", "its parts are those of transformer layers; set it to full or none"),
+    ("model.recompute_granularity=selective", "it recomputes parts of transformer layers;  set it to full or none"),
 )
 """A field's values that a Mamba model does not take, and the reason."""
 # fmt: on
@@ -79,11 +79,13 @@ def _pattern(found: Findings) -> None:
     rule = "must be a list of 1 (a layer with experts) and 0 (a dense one)"
     if len(pattern) == 1 and pattern[0] > 1:
         as_list = ",".join("1" + "0" * (min(pattern[0], 8) - 1)) + (",.." if pattern[0] > 8 else "")
-        found.add(name, f"{rule}; one layer with experts in {pattern[0]}, as Megatron's integer has it, is {as_list}")
+        found.add(
+            name, f"{rule}; Megatron's integer {pattern[0]}, one layer with experts in {pattern[0]}, is {as_list}"
+        )
     elif not pattern or set(pattern) - {0, 1}:
         found.add(name, f"{rule}, as in 1,0")
     elif layers % len(pattern):
-        rule = f"has {len(pattern)} entries, and as it is repeated that must divide model.layers = {layers}"
+        rule = f"has {len(pattern)} entries, but it is repeated, so their number must divide model.layers = {layers}"
         found.add(name, f"{rule}; give {divisors(layers)} entries")
     elif 1 not in pattern:
         found.add(name, "makes every layer dense; give at least one 1, or set moe.num_experts = 0")
@@ -123,7 +125,7 @@ def _recompute(found: Findings) -> None:
     """Reject parts of a layer with experts that cannot be recomputed."""
     modules, moe = _recomputed(found), found.config.moe
     if "shared_experts" in modules and moe.shared_expert_ffn_hidden is None:
-        rule = "names shared_experts, and there are none"
+        rule = "names shared_experts, but the model has none"
         found.add(MODULES, f"{rule}; set moe.shared_expert_ffn_hidden, or leave it out")
     elif "moe" in modules and "shared_experts" in modules:
         found.add(MODULES, "moe contains shared_experts; name one of them")
@@ -131,7 +133,7 @@ def _recompute(found: Findings) -> None:
         rule = "shared_experts cannot be recomputed while they are spread over the steps of the dispatch"
         found.add(MODULES, f"{rule}; set moe.shared_expert_overlap to false, or leave it out")
     elif "mlp" in modules and 0 not in moe.layer_freq:
-        found.add(MODULES, "mlp is that of a dense layer, and moe.layer_freq has none; name moe instead")
+        found.add(MODULES, "mlp is the MLP of a dense layer, and moe.layer_freq has no dense layer; name moe instead")
 
 
 def mamba_rules(found: Findings) -> None:

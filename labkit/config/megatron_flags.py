@@ -70,14 +70,14 @@ DIFFERENT: dict[str, str] = {
 """Flag -> what to write in labkit, which says the same thing in another way."""
 
 LACKING: dict[str, str] = {
-    "labkit has multi-head and grouped-query attention alone": "add_qkv_bias attention_output_gate "
+    "labkit has only multi-head and grouped-query attention": "add_qkv_bias attention_output_gate "
     "apply_query_key_layer_scaling qk_clip qk_clip_alpha qk_clip_threshold qk_l2_norm qk_layernorm softmax_type "
     "apply_wd_to_qk_layernorm window_size window_attn_skip_freq experimental_attention_variant dsa_* flash_decode "
     "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
     "linear_value_head_dim multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
     "v_head_dim cache_mla_latents mla_down_proj_fusion no_dsa_indexer_* disable_dsa_indexer_* use_kitchen_attention "
     "kitchen_attention_backend",
-    "rotary positions turn whole heads, and their frequencies are not scaled": "rotary_percent rotary_interleaved "
+    "rotary positions rotate whole heads, and their frequencies are not scaled": "rotary_percent rotary_interleaved "
     "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor rope_type rotary_scaling_factor mscale "
     "mscale_all_dim mrope_section no_rope_freq yarn_* no_yarn_*",
     "model.activation lists the activations that labkit has": "squared_relu quick_geglu glu_linear_offset "
@@ -97,7 +97,7 @@ LACKING: dict[str, str] = {
     "override_opt_param_scheduler",
     "the global batch keeps its size for the whole run": "rampup_batch_size decrease_batch_size_if_needed "
     "phase_transition_iterations step_batch_size_schedule",
-    "labkit reads data.path or data.blend, and data.split cuts it": "train_data_path valid_data_path test_data_path "
+    "labkit reads data.path or data.blend, and data.split divides it": "train_data_path valid_data_path test_data_path "
     "data_args_path per_split_data_args_path per_dataset_sequences_path mid_level_dataset_surplus reset_position_ids "
     "reset_attention_mask eod_mask_loss multiple_validation_sets full_validation mask_prob short_seq_prob "
     "sample_rate allow_ambiguous_pad_tokens fim_* start_eval_at_iter eval_global_batch_size eval_micro_batch_size "

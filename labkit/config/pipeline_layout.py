@@ -64,7 +64,7 @@ def _written_out(text: str, start: int, end: int) -> str:
         star = _TIMES.match(text, position, end)
         times = int(star[1]) if star else 1
         if times == 0:
-            raise LayoutError(f"nothing is left of what is repeated 0 times at position {position}; leave it out")
+            raise LayoutError(f"what is repeated 0 times at position {position} has no effect; leave it out")
         if len(found) + len(unit) * times > MOST_SIGNS:
             raise LayoutError(f"is longer than {MOST_SIGNS:,} signs at position {position}; no pipeline is that long")
         position = star.end() if star else position

@@ -90,7 +90,7 @@ def _equal_shares(found: Findings, chunks: int) -> None:
 def _overlap(found: Findings) -> None:
     """Reject overlapped transfers for all but the interleaved schedule, which alone has this option."""
     if found.config.schedule.overlap_p2p_comm and not _interleaves(found):
-        rule = "only the interleaved schedule takes it; set parallel.vpp above 1, or this to false"
+        rule = "only the interleaved schedule has it; set parallel.vpp above 1, or this to false"
         found.add("schedule.overlap_p2p_comm", f"{rule} (batch_p2p_comm = null overlaps in every schedule)")
 
 
@@ -103,10 +103,10 @@ def _microbatches(found: Findings) -> None:
         if rule := group_size_rule(s.microbatch_group_size or p.pp, p.pp, there):
             found.add("schedule.microbatch_group_size", f"{rule} (None means pp = {p.pp})")
         if s.all_warmup and there != p.pp:
-            rule = f"needs as many microbatches per step as parallel.pp = {p.pp}, and there are {there}"
+            rule = f"needs as many microbatches per step as parallel.pp = {p.pp}, but a step has {there}"
             found.add("schedule.all_warmup", f"{rule}; leave it out, or change train.global_batch_size")
     elif s.path is None and there < (least := named_schedule(s.name, p.vpp).least_microbatches) * p.pp:
-        rule = f"needs at least {least} x pp = {least * p.pp} microbatches per step, and there are {there}"
+        rule = f"needs at least {least} x pp = {least * p.pp} microbatches per step, but a step has {there}"
         found.add("schedule.name", f"{rule}; raise train.global_batch_size, or choose another")
 
 

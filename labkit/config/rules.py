@@ -80,7 +80,7 @@ EXCLUSIONS = (
     ("parallel.split_rank", "model.model_type=encoder_or_decoder",
      "only a T5 has an encoder to split off; leave it out"),
     ("model.model_type=encoder_or_decoder", "model.family=t5", "a T5 is an encoder and a decoder; leave it out"),
-    ("model.position=none", "model.family=gpt|bert|t5", "attention alone sees no order of tokens; choose learned"),
+    ("model.position=none", "model.family=gpt|bert|t5", "attention alone has no order of tokens; choose learned"),
     ("model.activation=swiglu", "model.family=bert", "BERT's masked-LM head has no gate; choose gelu or gelu_tanh"),
     ("model.activation=relu|geglu", "model.family=gpt|bert|mamba", "only a T5 has it; choose gelu, gelu_tanh, swiglu"),
     ("model.position=relative", "model.family=gpt|bert|mamba", "only a T5 has it; choose learned, or none for a Mamba"),
@@ -88,7 +88,7 @@ EXCLUSIONS = (
     ("model.kv_heads", "model.family=t5", "a T5 has as many key/value heads as query heads; leave it out"),
     ("model.transformer_impl=transformer_engine", "model.family=bert|t5", "BERT and T5 run local layers; set it so"),
     ("optim.fp8=e4m3|hybrid", "model.family=t5", "a T5 computes in optim.precision alone; set it to none"),
-    ("parallel.cp", "model.family=bert|t5", "rings of keys carry no padding mask, which BERT and T5 need; set it to 1"),
+    ("parallel.cp", "model.family=bert|t5", "ring attention has no padding mask, which BERT and T5 need; set it to 1"),
     ("parallel.vpp", "model.model_type=encoder_and_decoder parallel.split_rank=null",
      "an encoder-decoder is not interleaved; set it to 1"),
     ("moe.num_experts", "model.family=bert|t5", "the layers of BERT and T5 are dense; set it to 0"),
@@ -146,7 +146,7 @@ def _heads(found: Findings) -> None:
     m, tp = found.config.model, found.config.parallel.tp
     found.divisor("model.kv_heads", m.heads, "model.heads")
     if m.position == "rope" and (width := m.hidden // m.heads) % 2:
-        rule = f"rotary position encoding turns pairs, so hidden / heads = {width} must be even"
+        rule = f"rotary position encoding rotates pairs of features, so hidden / heads = {width} must be even"
         found.add("model.position", f"{rule}; change model.heads or model.hidden")
     if m.kv_heads is not None and m.kv_heads % tp and tp % m.kv_heads:
         rule = f"must be a multiple or a divisor of parallel.tp = {tp}: each rank has whole key/value heads, its own or"

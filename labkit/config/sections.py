@@ -62,7 +62,7 @@ class ModelConfig:
         "What a model of your own is (Megatron's ModelType): `encoder_or_decoder`, or `encoder_and_decoder`, whose "
         "halves parallel.split_rank puts on different ranks. None follows `family`: a T5 is an encoder_and_decoder.",
         choices="encoder_or_decoder encoder_and_decoder")
-    layers: int = field(4, "Transformer layers of the whole model, over all stages; of a T5 its encoder's.", ge=1,
+    layers: int = field(4, "Transformer layers of the whole model, over all stages; for a T5, its encoder's.", ge=1,
         aliases="num_layers encoder_num_layers", of_model=True)
     decoder_layers: int | None = field(None, "Decoder layers of a T5; None means `layers`.", ge=1,
         aliases="decoder_num_layers", needs=_HALVES, of_model=True)
@@ -79,7 +79,7 @@ class ModelConfig:
         of_model=True)
     make_vocab_size_divisible_by: int = field(128,
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
-    seq_length: int = field(64, "Tokens of one sample; of a T5 those that its encoder reads.", ge=1,
+    seq_length: int = field(64, "Tokens of one sample; for a T5, those that its encoder reads.", ge=1,
         aliases="encoder_seq_length")
     decoder_seq_length: int | None = field(None, "Tokens that a T5's decoder reads; None means seq_length.", ge=1,
         needs=_HALVES)
@@ -90,7 +90,7 @@ class ModelConfig:
         synonyms={"learned_absolute": "learned"}, of_model=True)
     relative_buckets: int = field(32, "Distances that `relative` tells apart; near ones have a bucket each.", ge=4,
         aliases="relative_attention_num_buckets", needs="model.position=relative", of_model=True)
-    relative_max_distance: int = field(128, "`relative` puts all distances from this on into one bucket.", ge=4,
+    relative_max_distance: int = field(128, "All distances from this one on share a bucket of `relative`.", ge=4,
         aliases="relative_attention_max_distance", needs="model.position=relative", of_model=True)
     rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base",
         needs="model.position=rope", of_model=True)
@@ -248,9 +248,9 @@ class ScheduleConfig(_HasPaths):
         "opposite order; null posts receives early and overlaps sends with the computation.",
         needs="parallel.pp schedule.variable_seq_lengths=false")
     variable_seq_lengths: bool = field(False,
-        "Exchange shapes before each tensor between stages, whose receive is then not posted early. With CUDA graphs "
-        "of layers on several ranks, capture them again where microbatches stay in another shape (one rank alone "
-        "always does). Nothing else reads it.")
+        "Exchange shapes before each tensor between stages, so receives are not posted early. On several ranks, also "
+        "capture CUDA graphs of layers again when microbatches keep a new shape (a single rank always does). Nothing "
+        "else reads it.")
     use_ring_exchange_p2p: bool = field(False, "Megatron's custom ring exchange; torch has none, so True is an error.")
     deallocate_pipeline_outputs: bool = field(True, "Free a sent activation, keeping only its autograd graph.",
         needs="parallel.pp")
@@ -277,7 +277,7 @@ class MoEConfig:
         aliases="moe_router_pre_softmax", needs=f"{_ROUTED} moe.score_function=softmax", of_model=True)
     num_groups: int | None = field(None, "Group-limited routing: groups of experts; a token uses group_topk of them.",
         ge=1, aliases="moe_router_num_groups", needs=_ROUTED, of_model=True)
-    group_topk: int | None = field(None, "Groups of a token; given with num_groups.", ge=1,
+    group_topk: int | None = field(None, "Groups that a token may use; given together with num_groups.", ge=1,
         aliases="moe_router_group_topk", needs=_ROUTED, of_model=True)
     topk_scaling_factor: float | None = field(None,
         "Multiplies the weights of the chosen experts; DeepSeek-V3 has 2.5 (arXiv 2412.19437). None is 1.", gt=0,
@@ -317,7 +317,7 @@ class MoEConfig:
     grouped_gemm: bool = field(True, "One grouped GEMM for all experts of a rank; False: one expert after the other.",
         aliases="moe_grouped_gemm")
     shared_expert_ffn_hidden: int | None = field(None,
-        "Width of the experts that every token passes through, all together (arXiv 2401.06066); None: there is none.",
+        "Width of the experts that every token passes through, all together (arXiv 2401.06066); None: no such experts.",
         ge=1, aliases="moe_shared_expert_intermediate_size", of_model=True)
     shared_expert_gate: bool = field(False, "Weight the shared experts' output by the sigmoid of a gate of its own.",
         aliases="moe_use_shared_expert_gate moe_shared_expert_gate", needs="moe.shared_expert_ffn_hidden",
@@ -339,8 +339,9 @@ class GraphConfig:
         "on the host `emulated`, with the same rules. `full_iteration`: one graph of all microbatches of a step, on a "
         "GPU torch's and on the host emulated.", choices="none local transformer_engine full_iteration emulated")
     cuda_graph_modules: tuple[str, ...] = field((),
-        f"Parts of a layer to capture: {in_words(CAPTURED_PARTS, 'and')}; empty is the whole layer. Alone, "
-        "`full_iteration` is Megatron's older way to say what cuda_graph_impl says today.", aliases="cuda_graph_scope")
+        f"Parts of a layer to capture: {in_words(CAPTURED_PARTS, 'and')}; empty is the whole layer. "
+        "`full_iteration` alone is Megatron's older form of cuda_graph_impl = full_iteration.",
+        aliases="cuda_graph_scope")
     cuda_graph_warmup_steps: int = field(3, "Eager steps before capture.", ge=0,
         needs="graph.cuda_graph_impl=local|transformer_engine|full_iteration|emulated")
 
@@ -368,8 +369,8 @@ class DataConfig(_HasPaths):
         "third share is 0, no test runs.")
     num_samples: int | None = field(None,
         "Samples that are shuffled for training (of an indexed dataset, or for BERT and T5); None: train.steps x "
-        "global_batch_size. If a run reads its documents more than once and gets more steps later, its order stays "
-        "the same only with the same number.", ge=1)
+        "global_batch_size. A run that reads its documents more than once and is given more steps later keeps its "
+        "order only if this number stays the same.", ge=1)
     cache: str | None = field(None,
         "Folder for the index arrays of indexed datasets; None: PREFIX.cache, if that can be written.",
         aliases="data_cache_path", path="folder")
@@ -433,7 +434,7 @@ class OptimConfig:
     min_loss_scale: float = field(1.0, "Smallest adaptive loss scale.", gt=0, needs=_ADAPTIVE)
     loss_scale_window: int = field(1000,
         "Steps in a row without overflow after which the scale doubles.", ge=1, needs=_ADAPTIVE)
-    hysteresis: int = field(2, "Overflows before the scale is halved; only a doubling restores them.", ge=1,
+    hysteresis: int = field(2, "Overflows before the scale is halved; counted anew once the scale doubles.", ge=1,
         needs=_ADAPTIVE)
     fp8: str = field("none",
         "Formats of the linear layers' GEMMs (arXiv 2209.05433); `hybrid`: e4m3 forward, e5m2 for gradients.",
@@ -443,11 +444,11 @@ class OptimConfig:
         "(of each block of 128 x 128 or 1 x 128 values; labkit's own layers simulate it by fp32 products).",
         choices="delayed current blockwise",
         synonyms={"tensorwise": "current"}, needs="optim.fp8=e4m3|hybrid")
-    fp8_amax_history_len: int = field(16, "Steps of the history of `delayed`.", ge=1,
+    fp8_amax_history_len: int = field(16, "Steps in the amax history of `delayed`.", ge=1,
         needs=f"{_DELAYED} optim.fp8_amax_compute_algo=max")
     fp8_amax_compute_algo: str = field("max", "The entry of the history that `delayed` takes.",
         choices="max most_recent", needs=_DELAYED)
-    fp8_margin: int = field(0, "Powers of two by which `delayed` lowers its scales.", ge=0, le=64, needs=_DELAYED)
+    fp8_margin: int = field(0, "`delayed` divides its scales by 2 to this power.", ge=0, le=64, needs=_DELAYED)
     gradient_accumulation_fusion: bool = field(True, "Linear layers' backward adds weight gradients into main_grad.")
     data_parallel: str = field("bucketed",
         "`bucketed` (gradient buffers cut into buckets that are reduced during the backward) or `naive` (one buffer, "
@@ -490,10 +491,11 @@ class TrainConfig(_HasPaths):
     on_not_finite: str = field("stop",
         "A loss or gradient that is not finite ends the run (`stop`), or all ranks skip the step (`skip`) and ten such "
         "steps in a row end the run. Adaptive loss scales always skip a gradient's overflow.", choices="stop skip")
-    label_smoothing: float = field(0.0, "In training, share of the target given to all tokens but padding.", ge=0, lt=1)
+    label_smoothing: float = field(0.0,
+        "Share of the target that training spreads over all tokens except padding.", ge=0, lt=1)
     eval_interval: int = field(0, "Steps between validations; 0 validates only at the end.", ge=0,
         needs="train.eval_steps")
-    eval_steps: int = field(0, "Global batches of one validation; 0 does none.", ge=0, aliases="eval_iters")
+    eval_steps: int = field(0, "Global batches of one validation; 0 turns validation off.", ge=0, aliases="eval_iters")
     log_interval: int = field(1, "Steps between lines of metrics.jsonl.", ge=1)
     timing_log_level: int = field(0, "Detail of the named timers.", ge=0, le=2)
     record_events: bool = field(True,
@@ -521,7 +523,7 @@ class TrainConfig(_HasPaths):
         "train.output_dir.", path="folder")
     overwrite: bool = field(False, "Replace the files of an earlier run in output_dir; other files there stay.",
         needs="train.output_dir")
-    allow_oversubscription: bool = field(False, "Start a run that is predicted to need more memory than there is.")
+    allow_oversubscription: bool = field(False, "Start a run that is predicted to need more memory than is available.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ def optimizer_rules(found: Findings) -> None:
         length = max(1, end // 10) if o.wsd_decay_steps is None else o.wsd_decay_steps
         if length > left:
             usual = f" (None means a tenth of the decay, {length} steps)" if o.wsd_decay_steps is None else ""
-            rule = f"must be at most {left}: {words} = {end} less {o.warmup_steps} steps of warm-up{usual}"
+            rule = f"must be at most {left}: {words} = {end} minus {o.warmup_steps} steps of warm-up{usual}"
             found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
 
 

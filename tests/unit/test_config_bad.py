@@ -175,7 +175,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"schedule.path": "/nowhere/s.csv"}, None, "schedule.path", "no such file"),
     ({"all_warmup": True, "pp": 2}, None, "schedule.all_warmup", "= 1, and only the interleaved schedule reads"),
     ({"all_warmup": True, "pp": 2, "schedule.name": "zbv"}, None, "schedule.all_warmup", "set that above 1, or"),
-    ({"all_warmup": True, "pp": 2, "vpp": 2}, 2, "schedule.all_warmup", "parallel.pp = 2, and there are 16; leave it"),
+    ({"all_warmup": True, "pp": 2, "vpp": 2}, 2, "schedule.all_warmup", "parallel.pp = 2, but a step has 16; leave it"),
     ({"pp": 4, "vpp": 2, "microbatch_group_size": 2}, 4, "schedule.microbatch_group_size", "at least pp = 4"),
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 17}, 2, "schedule.microbatch_group_size", "16 microbatches"),
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 5}, 2, "schedule.microbatch_group_size", "a last group of 1 of 16"),
@@ -206,7 +206,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**MOE, "moe.ffn_hidden": 30, "etp": 4}, None, "moe.ffn_hidden", "multiple of parallel.etp = 4, which cuts"),
     ({**MOE, "model.ffn_hidden": 30, "etp": 4}, None, "model.ffn_hidden", "multiple of parallel.etp = 4, which cuts"),
     ({**MOE, "etp": 3}, None, "parallel.etp", "4 x model.hidden = 256; set another, or moe.ffn_hidden = 258"),
-    ({**MOE, "layer_freq": [2]}, None, "moe.layer_freq", "one layer with experts in 2, as Megatron's integer has it"),
+    ({**MOE, "layer_freq": [2]}, None, "moe.layer_freq", "Megatron's integer 2, one layer with experts in 2, is 1,0"),
     ({**MOE, "layer_freq": []}, None, "moe.layer_freq", "must be a list of 1 (a layer with experts) and 0 (a dense"),
     ({**MOE, "layer_freq": [1, 3]}, None, "moe.layer_freq", "as in 1,0"),
     ({**MOE, "layer_freq": [1, 0, 0]}, None, "moe.layer_freq", "model.layers = 8; give 1, 2, 4 or 8 entries"),
@@ -245,7 +245,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**SHARED, **SP, "shared_expert_ffn_hidden": 33}, None, "moe.shared_expert_ffn_hidden", "parallel.tp = 2, which"),
     ({**SHARED, "shared_expert_overlap": True, "dispatcher": "allgather"}, None, "moe.shared_expert_overlap",
      "with moe.dispatcher = allgather, which has no all-to-all to hide; set that to alltoall, or leave this out"),
-    ({**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"]}, None, "model.recompute_modules", "there are none"),
+    ({**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"]}, None, "model.recompute_modules", "model has none"),
     ({**SHARED, **SELECTIVE, "recompute_modules": ["moe", "shared_experts"]}, None, "model.recompute_modules",
      "moe contains shared_experts; name one of them"),
     ({**SHARED, **SELECTIVE, "shared_expert_overlap": True, "recompute_modules": ["shared_experts"]}, None,
@@ -385,7 +385,7 @@ TEXTS: list[tuple[str, str]] = [
     ("tensor_model_paralel_size: 2", 'did you mean "tensor_model_parallel_size"?'),
     ("path: a.txt", "several sections have this field; write one of schedule.path, data.path"),
     ("world_size: 8", "the world size is that of the launch"),
-    ("parallel: {dp: 2}", "data parallelism is what is left of the world"),
+    ("parallel: {dp: 2}", "data parallelism takes the remaining ranks"),
     ("parallel: 2", ": a section holds fields, as in `parallel: {field: value}`"),
     ("parallel: [tp, 2]", ": a section holds fields, as in `parallel: {field: value}`"),
     ("- parallel", "a configuration is a mapping"),
@@ -503,9 +503,12 @@ COMMANDS: list[tuple[list[str], str]] = [
         ["train", "--preset", "tiny", "--num-experts", "8", "--moe-layer-freq", "[1]*8"],
         "must be a list of integers, as",
     ),
-    (["train", "--preset", "tiny", "--num-experts", "8", "--moe-layer-freq", "2"], "Megatron's integer has it, is 1,0"),
+    (
+        ["train", "--preset", "tiny", "--num-experts", "8", "--moe-layer-freq", "2"],
+        "integer 2, one layer with",
+    ),
     (["train", "--preset", "tiny", "--path", "x"], "several sections have this field"),
-    (["train", "--preset", "tiny", "--dp", "2"], "data parallelism is what is left"),
+    (["train", "--preset", "tiny", "--dp", "2"], "data parallelism takes the remaining ranks"),
     (["parity", "--preset", "tiny", "--layouts", "tp=3"], "layout tp=3: model.heads = 8"),
     (["parity", "--preset", "tiny", "--layouts", "tp:2"], "write axis=size"),
     (["parity", "--preset", "tiny", "--layouts", "dp=0"], "must be an integer of at least 1"),
@@ -673,7 +676,7 @@ def test_a_path_that_no_file_can_have_is_refused_by_its_field(field: str, path: 
 @pytest.mark.parametrize("field", [name for name in PATHS if SPECS[name].path == "folder"])
 def test_a_folder_is_no_file_and_no_link_to_nothing(tmp_path: Path, field: str) -> None:
     (tmp_path / "link").symlink_to("nowhere")
-    for path, rule in ((SHORT_TEXT, "is a file"), (str(tmp_path / "link"), "is a symbolic link to nothing")):
+    for path, rule in ((SHORT_TEXT, "is a file"), (str(tmp_path / "link"), "is a dangling symbolic link")):
         [problem] = presets.tiny().override({field: path}).problems()
         assert problem.startswith(f"{field} = ") and problem.endswith(f": {rule}; name a folder")
 

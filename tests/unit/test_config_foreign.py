@@ -391,7 +391,7 @@ def test_a_job_of_torchtitan(converted: Any) -> None:
     assert model_parameters(config.model) == 8_030_261_248  # of meta-llama/Meta-Llama-3-8B
     o = config.optim
     assert (o.lr_schedule, o.warmup_steps, o.weight_decay, o.precision) == ("linear", 200, 0.1, "bf16")
-    assert "FSDP shards parameters and gradients, too" in report and "checkpoint.*: switched off" in report
+    assert "FSDP also shards parameters and gradients" in report and "checkpoint.*: switched off" in report
     assert "multiply train.global_batch_size" in report and "unknown" not in report
     trains(config, **{"model.ffn_hidden": 48, "model.kv_heads": 2, "optim.distributed_optimizer": False})
     flat = TORCHTITAN.replace("warmup_steps = 200", "warmup_steps = 0\ndecay_ratio = 0.0")
@@ -441,7 +441,7 @@ def test_an_engine_of_deepspeed_and_a_model_of_hugging_face(converted: Any, tmp_
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"torch_dtype": "float16"}))
     config, text, report = converted("ds_config.json", json.dumps(DEEPSPEED))
     o = config.optim
-    assert config.data_parallel_size(4) == 4 and "Launch 4 data-parallel ranks" in text
+    assert config.data_parallel_size(4) == 4 and "Launch 4 replicas, each of" in text
     assert (config.train.global_batch_size, config.train.micro_batch_size, config.num_microbatches(4)) == (32, 4, 2)
     assert (o.precision, o.distributed_optimizer, o.bucket_size, o.beta2) == ("bf16", True, 50_000_000, 0.999)
     # deepspeed/runtime/lr_schedules.py: cos_min_ratio = 0.0001; ops/adam/fused_adam.py: weight_decay = 0
@@ -463,8 +463,8 @@ def test_optimizers_and_batches_of_deepspeed(converted: Any) -> None:
     lamb = {"type": "Lamb", "params": {"lr": 11e-3, "max_coeff": 0.3}}
     config, _, report = converted("a.json", json.dumps({**given, "optimizer": lamb, "sparse_attention": {"block": 16}}))
     assert (config.optim.lr, config.optim.lr_schedule, config.optim.loss_scale) == (1e-3, "constant", 128.0)
-    assert "labkit has AdamW, for which the numbers of Lamb would be wrong" in report and "sparse_attention.*" in report
-    assert config.train.micro_batch_size == 64 and "lower train.micro_batch_size" in report
+    assert "labkit has only AdamW, which Lamb's settings do not fit" in report and "sparse_attention.*" in report
+    assert config.train.micro_batch_size == 64 and "divide train.micro_batch_size by dp" in report
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,11 @@ def test_optimizers_and_batches_of_deepspeed(converted: Any) -> None:
     [
         ("a.sh", "python pretrain_gpt.py --num-layers 0", "--num-layers (here model.layers) = 0: must be at least 1"),
         ("a.sh", "python pretrain_gpt.py --num-layers x", "--num-layers = 'x': must be an integer (model.layers here)"),
-        ("a.sh", "python pretrain_gpt.py --moe-layer-freq [2.5]", "--moe-layer-freq = [2.5]: is no number and no list"),
+        (
+            "a.sh",
+            "python pretrain_gpt.py --moe-layer-freq [2.5]",
+            "--moe-layer-freq = [2.5]: is neither a number nor a list",
+        ),
         ("a.sh", "a.py --b '", "cannot be read: No closing quotation"),
         ("a.txt", "hello", f"no configuration of {', '.join(STACKS)} was recognised"),
         ("a.json", '{"model_type": "qwen3"}', "describes no model that labkit has: model_type is 'qwen3'"),

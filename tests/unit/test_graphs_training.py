@@ -169,7 +169,7 @@ def test_graphs_of_a_gpu_are_refused_on_the_host_before_the_first_step(scope):
 
 
 PRECISION = {
-    "loss inside the graph": {**FULL, "optim.precision": "fp16"},
+    "keeps the loss scale of its capture": {**FULL, "optim.precision": "fp16"},
     "the first step has no history": {"optim.fp8": "e4m3", "graph.cuda_graph_warmup_steps": 0},
 }
 

@@ -228,7 +228,7 @@ def test_it_learns(form: dict[str, Any]) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"cp": 2}, "parallel.cp = 2: rings of keys carry no padding mask"),
+    ({"cp": 2}, "parallel.cp = 2: ring attention has no padding mask"),
     ({"pp": 2, "vpp": 2}, "parallel.vpp = 2: an encoder-decoder is not interleaved"),
     ({"pp": 2}, "parallel.split_rank = None: with parallel.pp = 2 a T5 needs it"),
     ({"pp": 4, "split_rank": 3}, "model.layers = 2: must be a multiple of the encoder's ranks = 3"),

@@ -135,7 +135,7 @@ class Conversion:
         for name in names.split():
             spec = SPECS[name]
             if isinstance(value, str) and "$" in value:
-                self.note(YOURS, origin, f"it is {shown(value, 200)[1:-1]}, which only its shell knows; set {name}")
+                self.note(YOURS, origin, f"it is {shown(value, 200)[1:-1]}, which only the shell knows; set {name}")
                 continue
             words = value.split() if isinstance(value, str) and spec.kind.startswith("tuple") else []
             try:
@@ -238,7 +238,7 @@ def pick(names: str, words: Mapping[Any, Any], *, others: bool = False) -> Reade
             found.set(names, words[theirs] if theirs is not None else value, key)
         else:
             known = ", ".join(map(str, words))
-            found.problems.append(f"{key} = {shown(value)}: has no counterpart here; convertible are {known}")
+            found.problems.append(f"{key} = {shown(value)}: has no counterpart here; values that have one: {known}")
 
     return row
 

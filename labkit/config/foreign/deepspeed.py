@@ -53,12 +53,12 @@ def _batch(found: Conversion) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, accumulation = (found.number(name, None) for name in names)
     if whole and micro and accumulation:
-        found.head.append(f"Launch {whole // (micro * accumulation)} data-parallel ranks, times those of a model.")
+        found.head.append(f"Launch {whole // (micro * accumulation)} replicas, each of tp x cp x pp ranks.")
     elif not whole and micro:
-        why = "times data parallelism is the batch, and here that is 1; multiply train.global_batch_size"
+        why = "the batch is this times dp; dp is taken as 1 here, so multiply train.global_batch_size by it"
         found.note(YOURS, names[1], why)
     elif whole and not micro:
-        found.note(YOURS, names[0], "is cut over data-parallel ranks; lower train.micro_batch_size to one rank's part")
+        found.note(YOURS, names[0], "is shared by data-parallel ranks; divide train.micro_batch_size by dp")
     if whole or micro:
         found.set("train.global_batch_size", whole or micro * (accumulation or 1), names[0] if whole else names[1])
         found.set("train.micro_batch_size", micro or whole // (accumulation or 1), names[1] if micro else names[0])
@@ -72,14 +72,14 @@ def _optimizer(found: Conversion) -> None:
     keys = [key for key in found.keys if key.startswith("optimizer.params.")]
     for key in keys:
         found.take(key)
-    found.note(LACKS, "optimizer.*", f"labkit has AdamW, for which the numbers of {kind} would be wrong")
+    found.note(LACKS, "optimizer.*", f"labkit has only AdamW, which {kind}'s settings do not fit")
 
 
 def _schedule(found: Conversion) -> None:
     """Read the warm-up and the decay; only a decay says how many steps there are."""
     kind = found.word("scheduler.type")
     if kind not in ("", *SCHEDULERS):
-        found.note(LACKS, "scheduler.type", f"{kind} has no counterpart; the learning rate stays the same")
+        found.note(LACKS, "scheduler.type", f"{kind} has no counterpart; the learning rate stays constant")
     if found.keys.get(f"{RATE}.warmup_max_lr") is not None:
         found.take("optimizer.params.lr")
     found.set("optim.lr_schedule", SCHEDULERS.get(kind, "constant"), "scheduler.type")
@@ -109,7 +109,7 @@ def _betas(found: Conversion, key: str, value: Any) -> None:
 def _stage(found: Conversion, key: str, value: Any) -> None:
     if value in (2, 3):
         what = "gradients" if value == 2 else "gradients and parameters"
-        found.note(LACKS, f"{key} {value}", f"labkit shards the optimizer's state (ZeRO-1), and keeps whole {what}")
+        found.note(LACKS, f"{key} {value}", f"labkit shards the optimizer's state (ZeRO-1), and replicates {what}")
     if value not in (0, 1, 2, 3):
         found.problems.append(f"{key} = {shown(value)}: must be 0, 1, 2 or 3")
     else:
@@ -153,7 +153,7 @@ TABLE: dict[str, Row] = {
     "optimizer.params.eps": "optim.eps",
     "optimizer.params.weight_decay": "optim.weight_decay",
     "optimizer.params.adam_w_mode": lacks("weight decay is decoupled, as in AdamW", True),
-    "optimizer.params.bias_correction": lacks("Adam's moments are corrected", True),
+    "optimizer.params.bias_correction": lacks("Adam's moments are bias-corrected", True),
     "optimizer.params.torch_adam": NOTHING,
     f"{RATE}.warmup_type": lacks("the warm-up is linear", "linear"),
     f"{RATE}.warmup_max_lr": "optim.lr",
@@ -190,7 +190,7 @@ TABLE: dict[str, Row] = {
     "gradient_predivide_factor": lacks("gradients are scaled once, before their sum", 1, 1.0),
     "tensor_parallel.autotp_size": "parallel.tp",
     "tensor_parallel.*": NOTHING,
-    "sequence_parallel_size": lacks("attention by all-to-all; parallel.cp cuts a sequence in another way", 1),
+    "sequence_parallel_size": lacks("attention by all-to-all; parallel.cp splits a sequence differently", 1),
     "pipeline.*": lacks("DeepSpeed's pipeline is written in Python; set parallel.pp"),
     "activation_checkpointing.*": differs("set model.recompute_granularity"),
     "steps_per_print": "train.log_interval",

@@ -125,7 +125,7 @@ def _family(found: Conversion) -> None:
     if "--vocab-size" not in found.keys and tokenizer == "GPT2BPETokenizer":
         found.set("model.vocab_size", GPT2_VOCABULARY, tokenizer)
     elif "--vocab-size" not in found.keys:
-        found.note(YOURS, "model.vocab_size", f"Megatron-LM asks {tokenizer} for it; set it to the tokens it knows")
+        found.note(YOURS, "model.vocab_size", f"Megatron-LM asks {tokenizer} for it; set it to its token count")
 
 
 def _model(found: Conversion) -> None:
@@ -175,7 +175,7 @@ def _layer_freq(found: Conversion, key: str, value: Any) -> None:
     try:
         found.set("moe.layer_freq", _list_of(ast.parse(text, mode="eval").body), key)
     except (SyntaxError, ValueError):
-        found.problems.append(f"{key} = {text}: is no number and no list of 0 and 1, such as ([0]*1+[1]*3)*2")
+        found.problems.append(f"{key} = {text}: is neither a number nor a list of 0 and 1 such as ([0]*1+[1]*3)*2")
 
 
 def _list_of(node: ast.expr) -> Any:
@@ -240,8 +240,8 @@ TABLE: dict[str, Row] = _known_to_the_command_line() | {
     "--most-recent-k": above_zero("checkpoint.keep"),
     "--data-path": _data,
     "--vocab-file": "data.tokenizer",
-    "--optimizer": lacks("labkit has AdamW", "adam"),
-    "--rotary-percent": lacks("rotary embeddings turn the whole head", 1.0, 1),
+    "--optimizer": lacks("labkit has only AdamW", "adam"),
+    "--rotary-percent": lacks("rotary embeddings rotate the whole head", 1.0, 1),
     "--tokenizer-type": Note(YOURS, "name a tokenizer file in data.tokenizer", ("NullTokenizer",)),
     **rows(ALREADY, "use-mcore-models no-position-embedding exit-signal-handler", "--{}"),
     **rows(

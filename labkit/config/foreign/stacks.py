@@ -105,4 +105,4 @@ def _recognised(contents: Any, path: str) -> Stack:
     for stack in map(_stack, STACKS):
         if stack.recognises(contents):
             return stack
-    raise ConfigError([f"no configuration of {', '.join(STACKS)} was recognised in it"], source=path)
+    raise ConfigError([f"no configuration of {', '.join(STACKS)} was recognised in this file"], source=path)

@@ -108,7 +108,7 @@ def _layout(found: Conversion) -> None:
     if shard != 1:
         origin = "parallelism.data_parallel_shard_degree"
         found.set("optim.distributed_optimizer", True, origin)
-        found.note(DIFFERS, origin, "FSDP shards parameters and gradients, too; labkit the optimizer's state (ZeRO-1)")
+        found.note(DIFFERS, origin, "FSDP also shards parameters and gradients; labkit shards optimizer state (ZeRO-1)")
         found.set("optim.num_distributed_optimizer_instances", copies, "parallelism.data_parallel_replicate_degree")
     tp, pp, cp = (
         found.number(f"parallelism.{axis}_parallel_degree", 1, keep=True) for axis in ("tensor", "pipeline", "context")
@@ -121,7 +121,7 @@ def _layout(found: Conversion) -> None:
     local, size = found.number("training.local_batch_size", 8), found.number("training.global_batch_size", -1)
     found.set("train.global_batch_size", size if size > 0 else local * dp, "training.local_batch_size x dp")
     if size <= 0 and shard <= 0:
-        why = f"it is {local} for each data-parallel rank, and here that of {dp}; multiply train.global_batch_size"
+        why = f"it is {local} per data-parallel rank, and dp is taken as {dp}; multiply train.global_batch_size"
         found.note(YOURS, "training.local_batch_size", why)
     micro = found.number("parallelism.pipeline_parallel_microbatch_size", 1)
     found.set("train.micro_batch_size", micro if pp > 1 else local, "training.local_batch_size")
@@ -148,7 +148,7 @@ def _pipeline(found: Conversion) -> None:
     found.set("schedule.name", schedule, key)
     found.set("parallel.vpp", vpp, key)
     if first or last:
-        why = "labkit gives every stage as many layers; name those of each in parallel.pipeline_layout"
+        why = "labkit gives every stage the same number; other numbers go into parallel.pipeline_layout"
         found.note(DIFFERS, "parallelism.pipeline_parallel_*_stage_less_layers", why)
 
 
@@ -195,7 +195,7 @@ def _fp8(found: Conversion) -> None:
         found.set("optim.fp8", "hybrid", "model.converters")  # torchao: e4m3, and e5m2 for gradients
         found.set("optim.fp8_recipe", "current", "quantize.linear.float8.recipe_name")
     elif converters:
-        found.note(LACKS, "model.converters", f"of {', '.join(converters)} labkit has float8 with tensorwise scales")
+        found.note(LACKS, "model.converters", f"{', '.join(converters)}: labkit has only float8 with tensorwise scales")
     else:
         found.drop("quantize.", "no converter is named")
 
@@ -237,7 +237,7 @@ TABLE: dict[str, Row] = {
     "model.hf_assets_path": Note(YOURS, "name a tokenizer file in data.tokenizer"),
     "model.tokenizer_path": Note(YOURS, "name a tokenizer file in data.tokenizer"),
     "model.print_after_conversion": NOTHING,
-    "optimizer.name": lacks("labkit has AdamW", "AdamW"),
+    "optimizer.name": lacks("labkit has only AdamW", "AdamW"),
     "optimizer.lr": "optim.lr",
     "optimizer.beta1": "optim.beta1",
     "optimizer.beta2": "optim.beta2",
@@ -260,12 +260,12 @@ TABLE: dict[str, Row] = {
     "parallelism.pipeline_parallel_degree": "parallel.pp",
     "parallelism.context_parallel_degree": "parallel.cp",
     "parallelism.context_parallel_rotate_method": pick("parallel.cp_comm_type", {"allgather": "all_gather"}),
-    "parallelism.context_parallel_load_balancer": lacks("a rank has a head and a tail of the sequence", "headtail"),
+    "parallelism.context_parallel_load_balancer": lacks("a rank has a chunk from both ends of a sequence", "headtail"),
     "parallelism.expert_parallel_degree": "parallel.ep",
     "parallelism.expert_tensor_parallel_degree": "parallel.etp",
     "parallelism.expert_parallel_comm_backend": lacks("", "standard"),
-    "parallelism.disable_loss_parallel": lacks("the logits stay cut over tp ranks", False),
-    "parallelism.enable_async_tensor_parallel": lacks("products that begin before their input has arrived", False),
+    "parallelism.disable_loss_parallel": lacks("the logits stay sharded over tp ranks", False),
+    "parallelism.enable_async_tensor_parallel": lacks("products that start before all input has arrived", False),
     "parallelism.fsdp_reshard_after_forward": NOTHING,
     "parallelism.pipeline_parallel_schedule_csv": differs("write the schedule as labkit's, and set schedule.path", ""),
     "parallelism.module_fqns_per_model_part": differs("name the layers of each stage in parallel.pipeline_layout"),
@@ -283,7 +283,7 @@ TABLE: dict[str, Row] = {
     "validation.steps": "train.eval_steps",
     "validation.*": Note(YOURS, "data.split takes a share of the text for validation"),
     "compile.*": lacks("layers run without torch.compile; section graph has CUDA graphs"),
-    "quantize.*": lacks("all linear layers of a layer compute in fp8, or none", "", [], False),
+    "quantize.*": lacks("either all linear layers of a layer compute in fp8, or none", "", [], False),
     "profiling.*": differs("set train.profile and train.output_dir"),
     "comm.train_timeout_seconds": _timeout,
     "debug.seed": "train.seed",
