@@ -333,5 +333,5 @@ def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -
     config = arguments.config.replaced(values | newer).with_extra(command.extra_args_provider)
     more, bad = megatron_flags.derived(flags, config)
     problems += bad
-    problems += [f"{name}: follows from a flag of Megatron-LM, too; give one of them" for name in more if name in newer]
+    problems += [f"{name}: a flag of Megatron-LM sets it as well; give one of them" for name in more if name in newer]
     arguments.config = config.replaced(more)

@@ -31,7 +31,7 @@ def _convert(arguments: Arguments, words: Sequence[str]) -> int:
         with appearing(out) as draft:
             Path(draft).write_text(converted.text, encoding="utf-8")
         show(
-            f"{out}: train on it by labkit train --config {quote(out)}; add --print-config to see every field explained"
+            f"{out}: train with it: labkit train --config {quote(out)}; add --print-config to see every field explained"
         )
     if converted.report:
         show(f"\nnot in the configuration\n{converted.report}", stream=sys.stderr)
@@ -42,11 +42,11 @@ COMMAND = Command(
     name="config",
     summary="Configurations of other stacks: `convert FILE...` turns Megatron-LM's flags (a script, a list or YAML), a "
     "torchtitan TOML, a nanotron YAML, a DeepSpeed JSON or a Hugging Face config.json into YAML for `labkit train "
-    "--config`. A comment beside each field names the key that it comes from. Keys that could not be carried over are "
+    "--config`. A comment next to each field names the key that it comes from. Keys that could not be carried over are "
     "listed on standard error, with the reason. Several files, such as a config.json and a DeepSpeed JSON, become one.",
     options=(
-        Option("from", "str", "the stack; recognised by its keys where not given", choices=tuple(STACKS)),
-        Option("out", "str", "file for the YAML; where not given, it is printed", path="any"),
+        Option("from", "str", "the stack", choices=tuple(STACKS), unset="default: recognised by its keys"),
+        Option("out", "str", "file for the YAML", path="any", unset="default: standard output"),
     ),
     execute=execute,
     example="labkit config convert pretrain_gpt.sh --out run.yaml",

@@ -45,7 +45,7 @@ def _prepare(arguments: Arguments, words: Sequence[str]) -> int:
         done = prepare(inputs, prefix, recipe, workers=workers, overwrite=options["overwrite"], progress=advance)
     empty = f", {done.empty} without a token left out" if done.empty else ""
     show(f"{prefix}: {counted(done.documents, 'document')}, {counted(done.tokens, 'token')}{empty}")
-    show(f"train on it by --data.path {quote(prefix)}")
+    show(f"to train on it: --data.path {quote(prefix)}")
     return 0
 
 

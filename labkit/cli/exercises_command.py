@@ -11,7 +11,7 @@ from labkit.cli.output import show
 from labkit.config.errors import shown
 
 OF_EXERCISES = "exercises"
-OVERWRITE = Option("overwrite", "bool", "replace files that are there already, with the work in them", False)
+OVERWRITE = Option("overwrite", "bool", "replace existing files, including your work in them", False)
 
 
 def execute(arguments: Arguments) -> int:
@@ -29,7 +29,7 @@ def folder_of(arguments: Arguments, usual: str, *, copies: bool = True) -> Path:
     folder = Path(*arguments.words[:1] or [usual]).resolve()
     problems = [f"{shown(word)}: one folder is enough; leave this out" for word in arguments.words[1:]]
     if folder == CHAPTERS:
-        problems += [f"{folder}: has the chapters themselves; name another folder"] if copies else []
+        problems += [f"{folder}: holds the original chapters; name another folder"] if copies else []
     elif not can_be_written(folder):
         rule = "is a file; name a folder" if folder.is_file() else "cannot be written; name another folder"
         problems.append(f"{folder}: {rule}")

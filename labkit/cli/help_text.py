@@ -151,7 +151,7 @@ def _full_row(spec: FieldSpec, width: int) -> list[str]:
 
 def _common_fields(command: Command, width: int) -> list[str]:
     """Return the fields that are changed most, those of a script, and where the others are."""
-    lines = ["the fields that are changed most, with Megatron-LM's names"]
+    lines = ["the fields that are set most often, with Megatron-LM's names"]
     taken = {f"--{option.name}" for option in command.options}
     for line in COMMON.splitlines():
         listed, _, text = line.strip().partition(": ")

@@ -204,7 +204,7 @@ def _read(arguments: Arguments) -> Schedule:
         raise ValueError(f"{path}: {pairs:,} pairs of a rank and a stage: more than labkit's limit of {MOST_BUILT:,}")
     sizes = (("pp", schedule.pp, "rank"), ("microbatches", schedule.num_microbatches, "microbatch"))
     arguments.refuse([
-        f"--{name} {options[name]}: {path} is a schedule of {counted(found, what)}"
+        f"--{name} {options[name]}: {path} is a schedule of {counted(found, what)}; leave it out"
         for name, found, what in sizes
         if options[name] not in (None, found)
     ])  # fmt: skip
@@ -380,8 +380,8 @@ _FILES: dict[str, Callable[[Timeline, Path], None] | None] = {
 }
 """Option that names a file -> function that writes it; None for --verify, which is read."""
 _TRANSPORT_OF_A_RUN = (
-    "training uses posted transfers, over which it runs; schedule.batch_p2p_comm = true makes them batched, false "
-    "even_odd"
+    "training uses posted transfers, and this schedule runs over them; schedule.batch_p2p_comm = true makes them "
+    "batched, false even_odd"
 )
 _MARKS = "[ ] marks where a rank waits; 2F1>3 is the output of 2F1, sent to stage 3; 3B1>2 is its gradient, sent back"
 _ELSEWHERE = "--rank R prints one rank's order, --csv FILE writes all rows"

@@ -278,7 +278,7 @@ COMMAND = Command(
             "str",
             "set a parameter of every chapter named; 10:NAME=VALUE is for chapter 10 alone; may be repeated",
             pairs=True,
-            unset="default: as the chapter has it",
+            unset="default: the chapter's value",
         ),
         Option("html", "bool", "also write each notebook as HTML", False),
         Option(

@@ -326,7 +326,7 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
     if skipped and (count := skipped[-1][0]):
         because = [reason for _, reason in skipped if reason][-1]
-        lines.append(f"{count} of them were skipped and changed no weight, the last because {because}")
+        lines.append(f"skipped {counted(count, 'step')} without changing a weight, the last because {because}")
     for name in ("validation", "test"):
         last = next((line for line in reversed(result.metrics) if f"{name}_loss" in line), {})
         fields = [field for field in (f"{name}_loss", f"{name}_perplexity") if field in last]
@@ -354,13 +354,13 @@ def write_trace_of(results: Sequence[Trained], path: Path) -> None:
 
 
 def graph_words(held: Mapping[str, tuple[int, int]]) -> str:
-    """Return `CUDA graphs of each rank: 4 to 8; static inputs 16,384 to 32,768 bytes; pool at its peak 65,536 bytes`.
+    """Return `CUDA graphs per rank: 4 to 8; static inputs 16,384 to 32,768 bytes; pool peak 65,536 bytes`.
 
     A single number means that it is the same on all ranks."""
     shown = {name: f"{least:,}" if least == most else f"{least:,} to {most:,}" for name, (least, most) in held.items()}
     return (
-        f"CUDA graphs of each rank: {shown['graphs']}; static inputs {shown['static_input_bytes']} bytes; pool at its "
-        f"peak {shown['pool_peak_bytes']} bytes"
+        f"CUDA graphs per rank: {shown['graphs']}; static inputs {shown['static_input_bytes']} bytes; pool peak "
+        f"{shown['pool_peak_bytes']} bytes"
     )
 
 

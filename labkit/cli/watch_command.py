@@ -102,7 +102,7 @@ def frame(runs: Sequence[RunRecords], width: int | None = None, height: int | No
         longest = min(max(map(len, names)), 100 if width is None else width // 4)
         lines = [_line(run, name, longest, width) for run, name in zip(runs, names, strict=True)]
     if height is not None and len(lines) > height:
-        more = f"{counted(len(lines) - height + 1, 'more line')}; a higher terminal shows them"
+        more = f"{counted(len(lines) - height + 1, 'more line')}; a taller terminal shows them"
         return [*lines[: height - 1], more[:width]]
     room = None if height is None else height - len(lines)
     wide = shutil.get_terminal_size((100, 24)).columns if width is None else width
@@ -237,10 +237,11 @@ def _can_write(text: str) -> bool:
 COMMAND = Command(
     name="watch",
     summary="Show live or finished runs from the files in their folders: state, last step, a plot of the loss. On a "
-    "terminal this is drawn anew until the runs are over; Ctrl-C ends it. Pass a parent folder to see every run in it.",
+    "terminal the picture is updated until the runs have ended; Ctrl-C stops it. Pass a parent folder to see every run "
+    "in it.",
     options=(
-        Option("interval", "float", "seconds from one picture to the next", 2.0, ge=0.1, le=3600),
-        Option("once", "bool", "show the runs once and end, as in a file or pipe", False),
+        Option("interval", "float", "seconds between two pictures", 2.0, ge=0.1, le=3600),
+        Option("once", "bool", "show the runs once and exit, as when writing to a file or pipe", False),
     ),
     execute=execute,
     example="labkit watch runs/first runs/second",

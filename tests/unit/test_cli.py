@@ -286,7 +286,7 @@ def test_parity_refuses_an_empty_layout(capsys: pytest.CaptureFixture[str], text
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("groups --world-size 8 --dp 4", "--dp: data parallelism is what is left of the world: dp = world size / (tp"),
+        ("groups --world-size 8 --dp 4", "--dp: data parallelism takes the remaining ranks: dp = world size / (tp"),
         ("run 10 --microbatches 16", "--microbatches: unknown option; a chapter's parameter is set by -p microbatches"),
         ("run 10 --htm", '--htm: unknown option; did you mean "--html"?'),
     ],

@@ -102,7 +102,7 @@ def test_lab_serves_the_checkout_whose_docs_its_chapters_link_to(lab) -> None:
     ("words", "said"),
     [
         (["lab", "file"], "file: is a file; name a folder"),
-        (["exercises", str(CHAPTERS)], "has the chapters themselves; name another folder"),
+        (["exercises", str(CHAPTERS)], "holds the original chapters; name another folder"),
         (["exercises", "a", "b"], "'b': one folder is enough; leave this out"),
         (["lab", "--port", "0"], "--port 0: must be at least 1"),
         (["completion"], "give one of bash, zsh, fish, as in labkit completion bash"),

@@ -119,7 +119,7 @@ def test_a_schedule_as_text_is_verified_too(capsys: pytest.CaptureFixture[str], 
     for words, verdicts in (((), ["posted"]), (("--transport", "batched"), ["batched"])):
         lines = told(capsys, "--verify", str(file), *words).splitlines()
         assert lines[: len(verdicts)] == [f"{transport}: yes, it runs" for transport in verdicts]
-        assert lines[len(verdicts)].startswith("training uses posted transfers, over which it runs; ")
+        assert lines[len(verdicts)].startswith("training uses posted transfers, and this schedule runs over them; ")
         assert lines[len(verdicts) + 1 :][:2] == ["", f"{file}: 2 ranks, 2 stages, 3 microbatches, 12 actions"]
 
 
@@ -144,7 +144,7 @@ def test_one_transport_may_refuse_what_others_run(capsys: pytest.CaptureFixture[
     assert code == 1
     verdicts = "posted: yes, it runs\nbatched: yes, it runs\neven_odd: yes, it runs\nblocking: no, "
     assert message.startswith(f"labkit order: {verdicts}{file} stops over blocking transfers")
-    assert message.splitlines()[4].startswith("training uses posted transfers, over which it runs")
+    assert message.splitlines()[4].startswith("training uses posted transfers, and this schedule runs over them")
     assert message.splitlines()[-1].startswith("[ ] marks where a rank waits; 2F1>3 is the output of 2F1")
 
 

@@ -128,7 +128,7 @@ def test_a_megatron_script(converted: Any) -> None:
     assert (m.hidden_dropout, m.embedding_dropout, m.attention_dropout) == (0.1, 0.1, 0.1)
     assert (config.optim.beta2, config.optim.lr_schedule, m.activation) == (0.999, "linear", "gelu_tanh")
     assert "  layers: 96  # --num-layers\n" in text and "tp: 8  # --tensor-model-parallel-size" in text
-    assert "--save: it is $1, which only its shell knows; set checkpoint.dir" in report
+    assert "--save: it is $1, which only the shell knows; set checkpoint.dir" in report
     assert "--step-batch-size-schedule: the global batch keeps its size" in report
     assert 'unknown to this converter:\n  --numlayers: did you mean "--num-layers"?' in report
     assert "nproc" not in report + text

@@ -195,7 +195,7 @@ def test_bad_files_are_named_and_leave_nothing_behind(name, workers, tmp_path):
 
 def test_columns_of_parquet_are_named(tmp_path):
     parquet.write_table(pyarrow.table({"body": ["a", None], "n": [1, 2]}), tmp_path / "a.parquet")
-    with pytest.raises(DocumentError, match=r"has no column 'text', it has 'body', 'n'; name the right one by --key"):
+    with pytest.raises(DocumentError, match=r"has no column 'text', it has 'body', 'n'; name the right one with --key"):
         list(pieces_of(tmp_path / "a.parquet", "text"))
     with pytest.raises(DocumentError, match="row 2 has a NoneType under 'body', not text"):
         list(pieces_of(tmp_path / "a.parquet", "body"))
@@ -216,7 +216,7 @@ def test_the_command_prepares_shows_and_merges(tmp_path, capsys):
     assert main(["data", "prepare", str(source), prefix, "--workers", "1"]) == 0
     tokens = IndexedDataset(prefix).num_tokens
     assert capsys.readouterr().out == (
-        f"{prefix}: 30 documents, {tokens:,} tokens\ntrain on it by --data.path {prefix}\n"
+        f"{prefix}: 30 documents, {tokens:,} tokens\nto train on it: --data.path {prefix}\n"
     )
     assert main(["data", "merge", prefix, prefix, str(tmp_path / "b")]) == 0
     longest = IndexedDataset(prefix).sequence_lengths.max()

@@ -37,7 +37,7 @@ def test_the_command_line_says_what_they_hold():
     lines = [{"step": 3, "graphs": held}, {"step": 3, "loss": 1.0}]
     said = final_lines(Trained([1.0], lines), presets.tiny())
     assert said[1:] == [
-        "CUDA graphs of each rank: 4 to 8; static inputs 16,384 bytes; pool at its peak 65,536 bytes",
+        "CUDA graphs per rank: 4 to 8; static inputs 16,384 bytes; pool peak 65,536 bytes",
     ]
 
 

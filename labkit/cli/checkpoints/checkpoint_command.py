@@ -93,7 +93,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
         loading(path)
         reader = Reader(path)
         if problems := reader.problems():
-            raise CheckpointError(f"{'; '.join(problems[:3])}; --step exports another checkpoint")
+            raise CheckpointError(f"{'; '.join(problems[:3])}; choose another checkpoint with --step")
         export = Export(reader, PRECISIONS.get(options["dtype"]))
         written = export_weights(export, target) if as_file else export_folder(export, out, WEIGHTS)
     except (CheckpointError, OSError) as error:
@@ -140,7 +140,7 @@ def _import(arguments: Arguments, folder: Path, source: Path) -> int:
     size = size_words(sum(file.size for file in manifest.files.values()))
     tensors = counted(len(manifest.tensors), "tensor")
     start = [
-        f"{tensors}, {size}. Save this as f.yaml; a run of this model then starts from them by",
+        f"{tensors}, {size}. Save this as f.yaml, then start a run from these weights with",
         f"  labkit train --config f.yaml --checkpoint.load {quote(str(folder))}",
     ]
     pickled = sorted(source.glob("pytorch_model*.bin"))
@@ -171,7 +171,7 @@ COMMAND = Command(
     name="checkpoint",
     summary="Checkpoints of a run: `list DIR` shows them, `verify DIR` reads every byte, `export DIR OUT` writes the "
     "weights in Hugging Face's names (OUT.safetensors, or a folder with config.json), and `import DIR SOURCE` makes a "
-    "checkpoint of a model's folder or safetensors file. DIR is the folder of a run, or of its checkpoints; verify "
+    "checkpoint from a model's folder or safetensors file. DIR is the folder of a run, or of its checkpoints; verify "
     "and export also take one step.",
     options=(
         Option("step", "int", "export the checkpoint of this step", ge=0, unset="default: the latest"),

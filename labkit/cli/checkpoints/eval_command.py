@@ -127,7 +127,7 @@ COMMAND = Command(
             "add rows to this file of JSON lines; an interrupted evaluation continues, a finished one is not repeated",
             path="any",
         ),
-        Option("micro-batch-size", "int", "windows or passages of one forward pass", 4, ge=1),
+        Option("micro-batch-size", "int", "windows or passages per forward pass", 4, ge=1),
         Option(
             "stride", "int", "wikitext: tokens by which the window moves", ge=1, unset="default: 32, as in the paper"
         ),
