@@ -14,7 +14,7 @@ NOT_WITH_MAMBA = (
     ("model.transformer_impl=transformer_engine", "Mamba models run local layers; set it to local"),
     ("graph.cuda_graph_impl=transformer_engine", "Transformer Engine captures no Mamba layers; set it to local"),
     ("parallel.split_rank", "a Mamba model has no encoder to split off; leave it out"),
-    ("model.recompute_granularity=selective", "it recomputes parts of transformer layers;  set it to full or none"),
+    ("model.recompute_granularity=selective", "it recomputes parts of transformer layers; set it to full or none"),
 )
 """A field's values that a Mamba model does not take, and the reason."""
 # fmt: on

@@ -57,7 +57,7 @@ def _derive(found: Conversion) -> None:
         found.problems.append(f"there is no key {error}; fetch the model's config.json again")
         return
     except (ValueError, TypeError, ArithmeticError) as error:
-        found.problems.append(f"describes no model that labkit has: {error}")
+        found.problems.append(f"describes a model that labkit does not have: {error}")
         return
     for section, config, default in (("model", model, ModelConfig()), ("moe", moe, MoEConfig())):
         for name, value in vars(config).items():

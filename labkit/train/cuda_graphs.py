@@ -162,12 +162,12 @@ class LayerGraphs:
             if self.helper.sizes_of(shapes) is None:
                 after = "layers cannot be captured for it"
             elif self._captures_anew:
-                settled = "a whole step is" if self._patience == 1 else f"{self._patience} whole steps in a row are"
-                after = f"once {settled} of it, layers are captured again"
+                settled = "a whole step" if self._patience == 1 else f"{self._patience} whole steps in a row"
+                after = f"after {settled} of that shape, layers are captured again"
             else:
-                after = "set schedule.variable_seq_lengths to have layers captured again when it stays"
+                after = "set schedule.variable_seq_lengths to have layers captured again for a lasting shape"
             given, held = (_words(x) for x in (shapes, self.helper.layers[0].cuda_graph_shapes))
-            said = f"CUDA graphs: microbatches of {given} run eagerly, because the graphs are of {held}; {after}"
+            said = f"CUDA graphs: microbatches of shape {given} run eagerly, because the graphs have {held}; {after}"
             print(said, file=sys.stderr, flush=True)
 
 

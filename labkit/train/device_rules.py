@@ -61,7 +61,7 @@ def attention_problem(config: RunConfig, device: str) -> str:
     elif kind == "cuda" and backend == "flash" and model.family in ("bert", "t5"):
         found = "a GPU's flash kernel takes no padding mask, which BERT and T5 need"
     elif kind == "cuda" and backend == "flash" and config.optim.precision in ("fp32", "fp64"):
-        found = f"a GPU's flash kernel takes bf16 and fp16, and optim.precision is {config.optim.precision}"
+        found = f"a GPU's flash kernel takes bf16 and fp16, but optim.precision is {config.optim.precision}"
     return f"model.attention_backend = {backend}: {found}; set it to fused, and torch chooses a kernel" if found else ""
 
 
@@ -69,7 +69,7 @@ def profile_problem(config: RunConfig, device: str) -> str:
     """Return why the run cannot be profiled on `device`, or an empty string."""
     if config.train.profile != "nsys" or info.device_kind(device) == "cuda":
         return ""
-    return "train.profile = nsys: it marks work on a GPU, and this run is on the CPU; set it to pytorch"
+    return "train.profile = nsys: it marks work on a GPU, but this run is on the CPU; set it to pytorch"
 
 
 def graph_problem(config: RunConfig, device: str) -> str:
@@ -81,5 +81,5 @@ def graph_problem(config: RunConfig, device: str) -> str:
     missing = why_no_transformer_engine() if impl == "transformer_engine" and kind == "cuda" else None
     if kind != needed:
         fitting = "local" if kind == "cuda" else "emulated"
-        missing = f"it captures on {needed}, and this run is on {kind}; set it to {fitting} or none"
+        missing = f"it captures on {needed}, but this run is on {kind}; set it to {fitting} or none"
     return f"graph.cuda_graph_impl = {impl}: {missing}" if missing is not None else ""

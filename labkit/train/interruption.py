@@ -129,7 +129,7 @@ def passing_on(patience: float = PATIENCE) -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise KeyboardInterrupt(
                 f"the ranks were killed {now - asked_at:.0f} s after SIGTERM, before the end of their step; the last "
-                "checkpoint, if there is one, is older"
+                "checkpoint, if any, is older"
             )
 
     with _handling(ask, command=True):

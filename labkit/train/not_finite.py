@@ -36,7 +36,7 @@ from labkit.train.pipeline import Pipeline
 
 KINDS = ("parameter", "loss", "gradient")
 """Kinds of findings, causes first: a bad parameter makes a bad loss, and a bad loss makes bad gradients."""
-_ADVICE_TO_SKIP = ". train.on_not_finite = skip leaves such steps out"
+_ADVICE_TO_SKIP = ". train.on_not_finite = skip skips such steps"
 NAMED = 3
 """Most names in a sentence; the others are counted."""
 

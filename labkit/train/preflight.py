@@ -65,11 +65,11 @@ def problems(
 def model_problems(config: RunConfig, own_model: bool) -> list[str]:
     """Return what labkit's own model cannot be, and fields of a script in a run that no script reads."""
     unread = () if config.extra_specs else vars(config.extra).items()
-    rule = "no field of labkit; run the script that declares it (extra_args_provider), or leave it out"
+    rule = "not a field of labkit; run the script that declares it (extra_args_provider), or leave it out"
     found = [f"extra.{name} = {shown(value)}: {rule}" for name, value in unread]
     model = config.model
     if model.has_two_halves and model.family != "t5" and not own_model:
-        rule = f"model.family = {model.family} is none; give a model_provider of your own, or leave it out"
+        rule = f"model.family = {model.family} has no decoder after an encoder; give a model_provider, or leave it out"
         found.append(f"model.model_type = {shown(model.model_type)}: {rule}")
     return found
 

@@ -187,7 +187,7 @@ def pretrain(
     FloatingPointError for a number that is not finite, by `train.on_not_finite`, and RunInterrupted after SIGTERM.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
-        raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
+        raise ValueError("process_non_loss_data and process_non_loss_data_func are one argument; give only one")
     config = declared(config, model_provider, model_type, extra_args_provider)
     run = initialize(config, schedule=schedule, own_model=model_provider is not None)
     with run.groups, listening():
@@ -293,7 +293,7 @@ def build_optimizer(
     """
     groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
     if not groups and (layout is None or layout.pp.size == 1 or named_parameters(chunks)):
-        raise ValueError("the optimizer got no parameter: no parameter of this rank's model chunks needs a gradient")
+        raise ValueError("the optimizer has no parameters: no parameter of this rank's model chunks needs a gradient")
     if not optim.distributed_optimizer:
         return Optimizer(groups, optim, layout=layout)
     return DistributedOptimizer(groups, chunks, layout or single_process_groups(), optim)

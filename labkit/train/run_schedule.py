@@ -38,7 +38,7 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
             f"makes {microbatches} on each data-parallel rank; set it to {fitting}"
         )
     if schedule.forward_only:
-        raise ValueError(f"{schedule.name} has no backward, so there would be nothing to learn from")
+        raise ValueError(f"{schedule.name} has no backward, so the model would not learn")
     held = {len(schedule.stages_of(rank)) for rank in range(schedule.pp)}
     if 0 in held:
         raise ValueError(f"{schedule.name} leaves a pipeline rank without a stage; give every rank at least one")
@@ -50,7 +50,7 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
         )
     if config.model.transformer_impl == "transformer_engine" and (schedule.kinds == KINDS.index("W")).any():
         raise ValueError(
-            f"{schedule.name} puts weight gradients into actions of their own, and Transformer Engine's layers compute "
+            f"{schedule.name} puts weight gradients into actions of their own, but Transformer Engine's layers compute "
             "them with the input gradients; choose another schedule, or set model.transformer_impl to local"
         )
     if config.graph.cuda_graph_impl != "none" and captures_layers(config.graph):

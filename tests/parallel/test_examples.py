@@ -158,7 +158,7 @@ def test_an_option_of_a_script_trains_is_written_and_survives_a_resume(tmp_path:
     assert done.returncode == 0 and "extra.frozen_layers 5 -> 6" in done.stderr + done.stdout
     command = [sys.executable, "-m", "labkit.cli", "train", "--config", str(tmp_path / "out" / "config.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "extra.frozen_layers = 6: no field of labkit" in done.stderr
+    assert done.returncode == 2 and "extra.frozen_layers = 6: not a field of labkit" in done.stderr
 
 
 def test_the_help_of_a_script_has_its_fields_and_a_file_may_set_them(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_communication_that_a_graph_leaves_out_is_found():
 
 
 REFUSED = {
-    "one step": ({}, {"steps": 1}, "the first step runs eagerly"),
+    "one step": ({}, {"steps": 1}, "the first step, which runs eagerly"),
     "router": (
         {"moe.num_experts": 4, "graph.cuda_graph_modules": ("moe_router",)},
         {"dtype": "float32"},

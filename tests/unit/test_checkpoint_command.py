@@ -67,7 +67,7 @@ def test_list_follows_latest_and_sees_files_that_are_missing_or_cut(
     assert main(["checkpoint", "list", str(run)]) == 0
     _, second, third, fourth, fifth = capsys.readouterr().out.splitlines()
     assert second.endswith("complete, latest")
-    assert "damaged: " in third and "its manifest is that of step 2" in third
+    assert "damaged: " in third and "its manifest is from step 2" in third
     assert re.search(r"damaged: rank_00000\.safetensors has 4 bytes where \d+,\d+ were written$", fourth)
     assert re.match("step_00000005 +damaged: ", fifth) and "has no manifest.json" in fifth
 
@@ -291,14 +291,14 @@ def test_a_count_whose_double_is_no_int64_is_refused(run: Path) -> None:
 BEGINS: list[tuple[str | None, str | None, list[str] | str]] = [
     (None, None, []),
     (None, "none", []),
-    (None, "latest", "checkpoint.load = 'latest': the run has no folder of checkpoints; name one that holds some"),
+    (None, "latest", "checkpoint.load = 'latest': the run has no folder of checkpoints; set checkpoint.dir to a"),
     (None, "RUN", ["step_00000004", "step_00000002"]),
     (None, "RUN/step_00000002", ["step_00000002"]),
     (None, "EMPTY", "EMPTY' holds no checkpoint; name the folder of a run, one with"),
     ("EMPTY", None, []),
     ("EMPTY", "none", []),
     ("EMPTY", "EMPTY", []),
-    ("EMPTY", "latest", "EMPTY holds no checkpoint; name one that holds some"),
+    ("EMPTY", "latest", "EMPTY holds no checkpoint; set checkpoint.dir to a"),
     ("EMPTY", "RUN/step_00000002", ["step_00000002"]),
     ("RUN", None, ["step_00000004", "step_00000002"]),
     ("RUN", "none", "the checkpoints of another, step_00000004 the latest; name another folder, or remove"),
@@ -368,7 +368,7 @@ def test_an_export_of_a_damaged_checkpoint_is_refused_and_another_step_exported(
     flip_a_bit_of(NAME, run / "step_00000004")
     assert main(["checkpoint", "export", str(run), str(tmp_path / "hf")]) == 1
     err = capsys.readouterr().err
-    assert f"step_00000004/rank_00000.safetensors: {NAME} at [0, 0]" in err and "--step exports another" in err
+    assert f"step_00000004/rank_00000.safetensors: {NAME} at [0, 0]" in err and "checkpoint with --step" in err
     assert not (tmp_path / "hf").exists()
     assert main(["checkpoint", "export", str(run), str(tmp_path / "hf"), "--step", "2"]) == 0
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]

@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no hidden_size": (edit(hidden_size=None), "has no field 'hidden_size'"),
     "text for a number": (edit(num_hidden_layers="3"), "num_hidden_layers = '3' must be an integer"),
     "no number": (edit(rms_norm_eps=math.nan), "rms_norm_eps = nan must be a finite number"),
-    "no heads": (edit(num_attention_heads=0), "config.json describes no model that labkit"),
+    "no heads": (edit(num_attention_heads=0), "config.json describes a model that labkit"),
     "scaled rotary": (
         edit(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         "rope_type = 'llama3' has no counterpart",
@@ -577,7 +577,11 @@ def test_a_manifest_that_describes_no_model_is_refused(
     write_manifest(tmp_path / "ours" / "step_00000000", stored)
     assert main(["checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 1
     err = capsys.readouterr().err
-    assert "the manifest of step 0 describes no model of this labkit (" in err and words in err and err.count("\n") == 1
+    assert (
+        "the manifest of step 0 describes a model that this labkit does not have (" in err
+        and words in err
+        and err.count("\n") == 1
+    )
     assert not (tmp_path / "back").exists()
 
 

@@ -574,11 +574,11 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "--preset", "tiny", "--output-dir", f"{SHORT_TEXT}/run"], "cannot be written (Not a directory); name a"),
     (
         ["train", "--preset", "tiny", "--device", "cpu", "--cuda-graph-impl", "local"],
-        "--cuda-graph-impl local: it captures on cuda, and this run is on cpu; set it to emulated or none",
+        "--cuda-graph-impl local: it captures on cuda, but this run is on cpu; set it to emulated or none",
     ),
     (
         ["parity", "--preset", "tiny", "--layouts", "tp=2", "--device", "cpu", "--cuda-graph-impl", "local"],
-        "--cuda-graph-impl local: it captures on cuda, and this run is on cpu; set it to emulated or none",
+        "--cuda-graph-impl local: it captures on cuda, but this run is on cpu; set it to emulated or none",
     ),
     (["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--layers", "3200"], "32 ranks need"),
     (

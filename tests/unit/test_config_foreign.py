@@ -479,7 +479,7 @@ def test_optimizers_and_batches_of_deepspeed(converted: Any) -> None:
         ),
         ("a.sh", "a.py --b '", "cannot be read: No closing quotation"),
         ("a.txt", "hello", f"no configuration of {', '.join(STACKS)} was recognised"),
-        ("a.json", '{"model_type": "qwen3"}', "describes no model that labkit has: model_type is 'qwen3'"),
+        ("a.json", '{"model_type": "qwen3"}', "describes a model that labkit does not have: model_type is 'qwen3'"),
         ("a.yaml", "parallelism: {dp: two}\ntokens: {}\nmodel: {}", "only models with is_llama_config"),
         ("a.yaml", NANOTRON.replace("dp: 4", "dp: two"), "parallelism.dp = 'two': must be a number"),
         ("a.yaml", NANOTRON.replace("size: 3,", "size: x,"), "tokens.micro_batch_size = 'x': must be an integer"),

@@ -117,9 +117,9 @@ def test_a_run_says_once_for_each_shape_that_it_runs_eagerly(capsys):
     losses_of(Training(small(**PATIENT)))
     said = capsys.readouterr().err.splitlines()
     assert [line.split(" run eagerly")[0] for line in said] == [
-        f"CUDA graphs: microbatches of [{length}, 1, 32]" for length in (8, 12, 16)
+        f"CUDA graphs: microbatches of shape [{length}, 1, 32]" for length in (8, 12, 16)
     ]
-    assert "the graphs are of [16, 1, 32]; once 2 whole steps in a row are of it, layers are captured again" in said[0]
+    assert "have [16, 1, 32]; after 2 whole steps in a row of that shape, layers are captured again" in said[0]
 
 
 def test_shapes_that_layers_cannot_be_captured_for_stay_eager(capsys):

@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_captured_are_refused():
 
 @pytest.mark.parametrize("scope", [(), ("full_iteration",)])
 def test_graphs_of_a_gpu_are_refused_on_the_host_before_the_first_step(scope):
-    with pytest.raises(ValueError, match="cuda_graph_impl = local: it captures on cuda, and this run is on cpu"):
+    with pytest.raises(ValueError, match="cuda_graph_impl = local: it captures on cuda, but this run is on cpu"):
         Training(small(**{"graph.cuda_graph_impl": "local", "graph.cuda_graph_modules": scope}))
 
 

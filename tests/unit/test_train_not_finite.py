@@ -100,5 +100,5 @@ def test_the_command_line_counts_skipped_steps():
         {"step": 2, "validation_loss": 4.0},
     ]
     said = final_lines(Trained([5.0, 4.5], lines), presets.tiny())
-    assert said[1] == "1 of them were skipped and changed no weight, the last because the gradient of a is not finite"
+    assert said[1] == "skipped 1 step without changing a weight, the last because the gradient of a is not finite"
     assert len(final_lines(Trained([5.0], [lines[1] | {"skipped_steps": 0}]), presets.tiny())) == 1

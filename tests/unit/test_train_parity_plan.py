@@ -187,13 +187,13 @@ DROPS = {**EXPERTS, "capacity_factor": 1.0}
     ("changes", "layout", "message"),
     [
         ({**EXPERTS, "input_jitter": 0.1}, {}, "moe.input_jitter is 0.1; each rank draws its own factors"),
-        (DROPS, {"cp": 2}, "capacity_factor = 1.0: goes by the tokens that one rank holds, 1/2 of a micro batch here"),
+        (DROPS, {"cp": 2}, "capacity_factor = 1.0: depends on the tokens that one rank holds, 1/2 of a micro"),
         (DROPS, {"tp": 2, "sequence_parallel": True, "cp": 2}, "1/4 of a micro batch here and 1/1 in the reference"),
-        ({**EXPERTS, "load_balancing": "sinkhorn"}, {"cp": 2}, "load_balancing = 'sinkhorn': goes by the tokens"),
+        ({**EXPERTS, "load_balancing": "sinkhorn"}, {"cp": 2}, "load_balancing = 'sinkhorn': depends on the tokens"),
         (
             {**EXPERTS, "load_balancing": "global_aux_loss", "aux_loss_coeff": 0.01},
             {"world_size": 2},
-            "'global_aux_loss': goes by the micro batches seen so far, 2 at once here and 1 in the ref",
+            "'global_aux_loss': depends on the micro batches seen so far, 2 at once here and 1 in the ref",
         ),
     ],
 )

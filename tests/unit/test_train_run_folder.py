@@ -88,7 +88,7 @@ def test_a_folder_of_checkpoints_is_locked_by_whatever_field_it_is_named(
     for folder in (tmp_path / "both", tmp_path / "run" / CHECKPOINTS):
         busy = f"checkpoint.dir = {str(folder)!r}: process {os.getpid()} on "
         assert problem(tmp_path / "other", **{"checkpoint.dir": str(folder)}).startswith(busy)
-        with pytest.raises(ConfigError, match="is writing there"):
+        with pytest.raises(ConfigError, match="is writing into this folder"):
             claimed(tmp_path / "other", **{"checkpoint.dir": str(folder)})
     both.finish()
     inside.finish()
@@ -102,7 +102,7 @@ def test_the_lock_of_an_earlier_version_is_seen(tmp_path: Path, monkeypatch: pyt
     assert "did not finish" in problem(tmp_path) and is_locked(tmp_path) is False
     with (tmp_path / STATE).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "process 7 on node-1 is writing there" in problem(tmp_path, overwrite=True)
+        assert "process 7 on node-1 is writing into this folder" in problem(tmp_path, overwrite=True)
         assert is_locked(tmp_path) is True
 
 
@@ -124,7 +124,7 @@ def test_two_runs_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "metrics.jsonl").write_text("of the first")
     for overwrite in (False, True):
         assert f"process {os.getpid()} on " in problem(tmp_path, overwrite=overwrite)
-        with pytest.raises(ConfigError, match="is writing there; name another folder"):
+        with pytest.raises(ConfigError, match="is writing into this folder; name another"):
             claimed(tmp_path, overwrite=overwrite)
     assert (tmp_path / "metrics.jsonl").read_text() == "of the first"
     first.finish()

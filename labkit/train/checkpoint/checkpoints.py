@@ -131,7 +131,7 @@ class Checkpoints:
                 damaged += found
                 continue
             if damaged:
-                self._say(f"not used, because damaged: {'; '.join(damaged)}")
+                self._say(f"damaged, so not used: {'; '.join(damaged)}")
             return self._loaded(reader, scaler)
         raise CheckpointError("no checkpoint can be used: " + "; ".join(damaged))
 

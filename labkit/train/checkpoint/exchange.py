@@ -72,7 +72,7 @@ class Export:
         try:
             self.family = family_of(self.model, self.moe)
         except ValueError as error:
-            raise CheckpointError(f"{reader.folder} has no form in Hugging Face's names: {error}") from None
+            raise CheckpointError(f"{reader.folder} cannot be written in Hugging Face's names: {error}") from None
         stored = {name: t for name, t in reader.manifest.tensors.items() if not name.startswith(STATE)}
         _check_shapes({name: t.shape for name, t in stored.items()}, self.model, self.moe, str(reader.folder))
         likes = {name: torch.empty(t.shape, dtype=_dtype_of(t, dtype), device="meta") for name, t in stored.items()}
@@ -102,7 +102,7 @@ def model_of(manifest: Manifest) -> tuple[ModelConfig, MoEConfig]:
         config = RunConfig().override({name: manifest.config[name] for name in ("model", "moe")})
     except (KeyError, ConfigError) as error:
         raise CheckpointError(
-            f"the manifest of step {manifest.step} describes no model of this labkit ({error})"
+            f"the manifest of step {manifest.step} describes a model that this labkit does not have ({error})"
         ) from None
     return config.model, config.moe
 
@@ -127,10 +127,10 @@ def _check_shapes(found: Mapping[str, tuple[int, ...]], model: ModelConfig, moe:
     wanted = full_shapes(model, moe)
     for name, shape in wanted.items():
         if name not in found:
-            raise CheckpointError(f"{source} has no tensor {name}, which the model of its configuration has")
+            raise CheckpointError(f"{source} has no tensor {name}, which its configuration requires")
         if tuple(found[name]) != shape:
             raise CheckpointError(
-                f"{source}: {name} has shape {list(found[name])}, and the model of its configuration has {list(shape)}"
+                f"{source}: {name} has shape {list(found[name])}, but its configuration requires {list(shape)}"
             )
     if other := [name for name in found if name not in wanted]:
         raise CheckpointError(f"{source}: {other[0]} is not a tensor of the model that its configuration describes")
@@ -204,9 +204,9 @@ def _described(path: Path) -> tuple[ModelConfig, MoEConfig]:
     except KeyError as error:
         raise CheckpointError(f"{path} has no field {error}; fetch the model again") from None
     except ConfigError as error:
-        raise CheckpointError(f"{path} describes no model that labkit can train: {error.problems[0]}") from None
+        raise CheckpointError(f"{path} describes a model that labkit cannot train: {error.problems[0]}") from None
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise CheckpointError(f"{path} describes no model that labkit has: {error}") from None
+        raise CheckpointError(f"{path} describes a model that labkit does not have: {error}") from None
     return config.model, config.moe
 
 

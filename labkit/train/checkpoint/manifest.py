@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror or error}") from None
     head = _HEAD.match(data)
     if head is None or checksum(data[head.end() :]) != head[1].decode():
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: its checksum does not fit; use another checkpoint")
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its checksum does not match; use another checkpoint")
     try:
         content = json.loads(data)
         if content["format"] > FORMAT:
@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         manifest = _parsed(content)
         if (named := STEP_NAME.fullmatch(folder.name)) and int(named[1]) != manifest.step:
-            raise CheckpointError(f"{folder}: its manifest is that of step {manifest.step}; use another checkpoint")
+            raise CheckpointError(f"{folder}: its manifest is from step {manifest.step}; use another checkpoint")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -196,7 +196,7 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
     training, config = content["training"], content["config"]
     done, skipped = _count(training["step"]), _count(training["skipped_steps"])
     if done != content["step"] or skipped > done:
-        raise ValueError("the state of the loop is of another step, or incomplete")
+        raise ValueError("the state of the loop is from another step, or incomplete")
     if not all(type(value) in (int, float) and isfinite(value) for value in training.get("loss_scaler", {}).values()):
         raise ValueError("the state of the loss scale is not made of numbers")
     _count(training["consumed_samples"])

@@ -71,7 +71,7 @@ def to_try(config: RunConfig) -> list[Path]:
         )
     if load == "latest" and not own:
         found = "the run has no folder of checkpoints" if folder is None else f"{folder} holds no checkpoint"
-        rule = "name one that holds some in checkpoint.dir, or leave checkpoint.load out to start anew"
+        rule = "set checkpoint.dir to a folder with checkpoints, or leave checkpoint.load out to start anew"
         raise CheckpointError(f"checkpoint.load = 'latest': {found}; {rule}")
     if load in (None, "none", "latest"):
         return own

@@ -121,8 +121,8 @@ def _depends_on_placement(config: RunConfig, world_size: int, held_against: Plac
         return ""
     if here.parts != held_against.parts:
         why = (
-            f"goes by the tokens that one rank holds, 1/{here.parts} of a micro batch here and 1/{held_against.parts} "
-            "in the reference; leave it out, or compare layouts of equal tp x cp"
+            f"depends on the tokens that one rank holds, 1/{here.parts} of a micro batch here and "
+            f"1/{held_against.parts} in the reference; leave it out, or compare layouts of equal tp x cp"
         )
         if moe.capacity_factor is not None:
             return f"moe.capacity_factor = {moe.capacity_factor}: {why}"
@@ -130,8 +130,8 @@ def _depends_on_placement(config: RunConfig, world_size: int, held_against: Plac
             return f"moe.load_balancing = 'sinkhorn': {why}"
     if moe.load_balancing == "global_aux_loss" and here.replicas != held_against.replicas:
         return (
-            f"moe.load_balancing = 'global_aux_loss': goes by the micro batches seen so far, {here.replicas} at once "
-            f"here and {held_against.replicas} in the reference; choose aux_loss, or layouts of equal dp"
+            f"moe.load_balancing = 'global_aux_loss': depends on the micro batches seen so far, {here.replicas} at "
+            f"once here and {held_against.replicas} in the reference; choose aux_loss, or layouts of equal dp"
         )
     return ""
 
@@ -203,8 +203,8 @@ def _graphs(config: RunConfig, dtype: str) -> str:
         return ""
     if config.train.steps < 2:
         return (
-            f"graph.cuda_graph_impl = {graph.cuda_graph_impl!r}: the first step runs eagerly, where the outputs of "
-            "blocks are looked at, and a graph takes part from the second on; compare at least 2 steps"
+            f"graph.cuda_graph_impl = {graph.cuda_graph_impl!r}: block outputs are compared in the first step, which "
+            "runs eagerly, and graphs run from the second step on; compare at least 2 steps"
         )
     holds_router = not captures_layers(graph) or layer_scope(graph, has_experts=True).router
     if dtype == "float32" and config.moe.num_experts and holds_router:
@@ -214,7 +214,7 @@ def _graphs(config: RunConfig, dtype: str) -> str:
         return (
             f"{named}: in float32 layouts replay the choice of experts of "
             "one process, and a graph that holds the router would repeat the choice of its capture at every "
-            "replay; compare in float64, or capture attn alone"
+            "replay; compare in float64, or capture only attn"
         )
     return ""
 

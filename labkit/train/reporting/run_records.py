@@ -228,7 +228,7 @@ def runs_in(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
         elif inside := sorted(child for child in folder.iterdir() if _is_run(child)):
             found += inside
         elif (folder / STATE).exists():
-            problems.append(f"{folder}: its run ended before the first line of {METRICS}; nothing is left to show")
+            problems.append(f"{folder}: its run ended before the first line of {METRICS}; there is nothing to show")
         else:
             problems.append(
                 f"{folder}: holds no {METRICS}, nor does a folder in it; give the train.output_dir of a run"

@@ -75,7 +75,7 @@ def _lock(file: IO[str], kind: int) -> None:
     try:
         while not _try_lock(file, kind):
             if time.monotonic() >= deadline:
-                rule = "is writing there; name another folder, or wait until that run has ended"
+                rule = "is writing into this folder; name another, or wait until that run has ended"
                 raise FolderError(f"{_owner(file)} {rule}")
             time.sleep(0.02)
     except OSError as error:

@@ -18,7 +18,7 @@ from labkit.train import pretrain
 from labkit.train.run_folder.lock import PATIENCE
 
 MANY = 60
-BUSY = "is writing there; name another folder"
+BUSY = "is writing into this folder; name another"
 
 
 def held(config, go: Path):
