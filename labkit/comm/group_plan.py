@@ -75,7 +75,7 @@ def embedding_columns(
     word, position = [first, last], [first]
     if split_rank is not None:
         if not 1 <= as_size("split_rank", split_rank, least=0) < pp:
-            allowed = f"it must be one of 1 to {pp - 1}" if pp > 1 else "a split needs pp of at least 2"
+            allowed = f"it must be one of 1 to {pp - 1}" if pp > 1 else "a split needs pp >= 2"
             raise ValueError(f"split_rank (the decoder's first stage) is {split_rank} and pp is {pp}; {allowed}")
         word, position = [first, split_rank, last], [first, split_rank]
     return sorted(set(word)), sorted(set(position))

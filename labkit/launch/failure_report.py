@@ -21,13 +21,13 @@ _ADDRESS = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 
 _STOPPED = ("T", "t")
 _ADVICE = (
-    "timeout= is the longest that a rank may wait for others, here {:g} s; a rank that computes has no limit. Where "
-    "such a wait is meant, allow more: timeout={:g} (`labkit train --timeout`), or timeout=math.inf for no limit."
+    "timeout= is the longest that a rank may wait for others, here {:g} s; a rank that computes has no limit. If "
+    "so long a wait is intended, allow more: timeout={:g} (`labkit train --timeout`), or timeout=math.inf for no limit."
 )
 _GAVE_UP = re.compile(r"(RuntimeError|Dist\w*Error): .*time(d )?out", re.IGNORECASE | re.DOTALL)
 _NO_FILE_LEFT = re.compile("gloo.*Too many open files", re.DOTALL)
 _TORCH_LIMIT = (
-    "torch gave up by the limit of the collective's own group: distributed_timeout_minutes= of run() and Ranks(), "
+    "torch stopped at the limit of the collective's own group: distributed_timeout_minutes= of run() and Ranks(), "
     "parallel.distributed_timeout_minutes (`labkit train --timeout`) for the groups of a configuration."
 )
 _MISMATCH = re.compile(
