@@ -71,7 +71,7 @@ class Piece:
         if not isinstance(found, dict) or not isinstance(found.get(key), str):
             keys = ", ".join(map(repr, found)) if isinstance(found, dict) else f"a {type(found).__name__}"
             rule = f"line {line} has no text under {key!r}, it has {keys or 'no key'}"
-            raise DocumentError(f"{self.path}: {rule}; name the right one by --key")
+            raise DocumentError(f"{self.path}: {rule}; name the right one with --key")
         try:
             return whole_characters(found[key])
         except ValueError as error:
@@ -124,7 +124,7 @@ def _rows(path: Path, key: str) -> Iterator[Piece]:
         file = parquet.ParquetFile(path)
         if key not in file.schema_arrow.names:
             columns = ", ".join(map(repr, file.schema_arrow.names))
-            raise DocumentError(f"{path}: has no column {key!r}, it has {columns}; name the right one by --key")
+            raise DocumentError(f"{path}: has no column {key!r}, it has {columns}; name the right one with --key")
         share = path.stat().st_size / max(1, file.metadata.num_rows)
         for batch in file.iter_batches(batch_size=512, columns=[key]):
             texts = batch.column(0).to_pylist()

@@ -132,7 +132,7 @@ class IndexedDataset(Sequence[np.ndarray]):
         """Type of the ids."""
         wanted = _HEADER.size + 12 * count + 8 * document_count
         if size == wanted + count and count:
-            rule = f"holds a mode for each of {count:,} sequences, as multimodal datasets do; labkit reads text alone"
+            rule = f"holds a mode for each of {count:,} sequences, as multimodal datasets do; labkit reads only text"
             raise ValueError(f"{self.idx_path}: {rule}")
         if size != wanted:
             claim = f"{counted(count, 'sequence')} and {document_count:,} document indices take {wanted:,} bytes"
@@ -245,7 +245,7 @@ class IndexedDatasetBuilder:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
             known = ", ".join(np.dtype(name).name for name in DTYPES.values())
-            raise ValueError(f"an indexed dataset holds no {np.dtype(dtype).name}; choose one of {known}")
+            raise ValueError(f"an indexed dataset cannot hold {np.dtype(dtype).name}; choose one of {known}")
         self.idx_path, self.bin_path = (output_file(path, overwrite=overwrite) for path in file_names(prefix))
         ending = f".{os.getpid()}-{secrets.token_hex(4)}.partial"
         self._partial_idx, self._partial_bin = Path(f"{self.idx_path}{ending}"), Path(f"{self.bin_path}{ending}")

@@ -48,7 +48,7 @@ def generate(
     """
     if (family := model.config.model.family) != "gpt":
         raise ValueError(
-            f"labkit generates by a cache of keys and values, as model.family = gpt has; this is a {family}"
+            f"labkit generates with a cache of keys and values, which only model.family = gpt has; this is a {family}"
         )
     if max_new_tokens is None:
         room = model.seq_length - max(map(len, prompts), default=0)

@@ -77,10 +77,10 @@ def layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
     """Return everything that is wrong with the layout of an evaluation."""
     tp, pp, family = groups.tp.size, groups.pp.size, config.model.family
     if family in ("bert", "t5"):
-        return [f"model.family = {family!r}: perplexity, LAMBADA and generation need a model of the next token"]
+        return [f"model.family = {family!r}: perplexity, LAMBADA and generation need one that predicts the next token"]
     if groups.world_size != tp * pp:
         ranks, needed = counted(groups.world_size, "rank"), counted(tp * pp, "rank")
-        return [f"{ranks}, and tp {tp} x pp {pp}: start {needed}, or raise tp or pp"]
+        return [f"{ranks} started, but tp {tp} x pp {pp} needs {needed}; start as many, or change tp or pp"]
     if config.moe.num_experts and tp > 1:
         config = config.override({"parallel.sequence_parallel": True})  # as `_GPTUnderTp` builds layers with experts
     return config.problems(groups.world_size)

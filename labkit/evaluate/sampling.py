@@ -21,7 +21,7 @@ from labkit.config.field_spec import FieldSpec
 NO_TOKEN = -1
 """The id that is chosen where logits are not finite."""
 NOT_FINITE = (
-    "the logits are not finite, so nothing can be read from them: use a checkpoint without NaN and infinity, a wider "
+    "the logits are not finite, so they have no probabilities: use a checkpoint without NaN and infinity, a wider "
     "--precision or, when generating, a repetition penalty closer to 1"
 )
 """The message with which every evaluation rejects such logits."""
@@ -57,7 +57,7 @@ class Sampling:
         values = [(spec, getattr(self, spec.name)) for spec in FIELDS]
         problems = [f"{spec.name} = {shown(value)} {rule}" for spec, value in values if (rule := spec.broken(value))]
         if not problems and self.temperature == 0 and (self.top_k or self.top_p < 1):
-            problems = ["temperature = 0 takes the most likely token; top_k and top_p need one above 0"]
+            problems = ["temperature = 0 takes the most likely token; top_k and top_p need a temperature above 0"]
         if problems:
             raise ValueError("; ".join(problems))
 

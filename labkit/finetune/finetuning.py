@@ -164,12 +164,12 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
     dp = world_size // (given.tp * given.pp)
     problems = []
     if dp * given.tp * given.pp != world_size:
-        problems.append(f"{counted(world_size, 'rank')}: no multiple of tp {given.tp} x pp {given.pp}")
+        problems.append(f"{counted(world_size, 'rank')}: must be a multiple of tp {given.tp} x pp {given.pp}")
     elif row.batch % dp:
         problems.append(f"a batch of {row.batch} cannot be divided over dp = {dp}; give a multiple of it in --batch")
     if given.sequence_parallel and prepared.packer.length % given.tp:
         problems.append(
-            f"samples of {prepared.packer.length} tokens are not a multiple of tp = {given.tp}; change --seq-length"
+            f"samples of {prepared.packer.length} tokens cannot be split over tp = {given.tp}; change --seq-length"
         )
     if problems:
         raise ConfigError(problems, source="the fine-tuning")

@@ -230,7 +230,7 @@ def _race_file(path: Path, level: str) -> Iterator[Choice]:
 def _read_squad(folder: Path, version: str | None) -> TaskFiles:
     there = [v for v in VERSIONS if (folder / f"train-v{v}.json").is_file()]
     if version is None and len(there) > 1:
-        raise ValueError(f"{folder} has SQuAD {' and '.join(there)}; say which by --squad-version")
+        raise ValueError(f"{folder} has SQuAD {' and '.join(there)}; choose one with --squad-version")
     version = version or (there[0] if there else VERSIONS[0])
     paths = {part: folder / f"{part}-v{version}.json" for part in ("train", "dev")}
     _there(paths.values(), f"SQuAD {version}")

@@ -50,7 +50,7 @@ class Packer:
         if (need := max(size_of(self._tokenizer), self.cls + 1, self.sep + 1)) > vocab_size:
             raise ValueError(
                 f"tokenizer mismatch: {tokenizer or 'the bundled tokenizer'} and BERT's own tokens need {need} ids, "
-                f"and the checkpoint's model has {vocab_size}; name the model's tokenizer by --tokenizer"
+                f"and the checkpoint's model has {vocab_size}; name the model's tokenizer with --tokenizer"
             )
 
     def ids(self, text: str, most: int | None = None) -> np.ndarray:

@@ -261,7 +261,7 @@ def test_a_vocabulary_without_room_and_too_short_sequences_are_refused() -> None
         build_datasets(presets.bert_tiny().override({"vocab_size": 1024}))
     with pytest.raises(ValueError, match=r"model\.seq_length = 4: .* give 5 or more"):
         build_datasets(presets.bert_tiny().override({"seq_length": 4}))
-    with pytest.raises(ValueError, match=r"data\.tokenizer = None: indexed datasets hold ids alone"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer = None: indexed datasets hold only ids"):
         build_datasets(presets.bert_tiny().override({"data.blend": ["1", "prefix"]}))
     shortest = build_datasets(presets.bert_tiny().override({"seq_length": 5}))[0].ordered(0)
     assert shortest["padding_mask_BS"].sum() == 5

@@ -361,5 +361,5 @@ def test_t5_datasets_take_their_tokens_from_the_tokenizer_or_behind_it(tmp_path:
         build_t5_datasets(of_bert(vocab_size=1100), 32)
     with pytest.raises(ValueError, match=r"model\.seq_length = 3, 32 for the decoder: T5's encoder needs 4 positions"):
         build_t5_datasets(of_bert(seq_length=3), 32)
-    with pytest.raises(ValueError, match=r"data\.tokenizer = None: indexed datasets hold ids alone, and T5 needs"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer = None: indexed datasets hold only ids, and T5 needs"):
         build_t5_datasets(of_bert(**{"data.blend": ("prefix",)}), 32)

@@ -150,7 +150,7 @@ def build_bert_datasets(config: RunConfig) -> tuple[Split, Split, Split]:
         )
     if config.data.sources and config.data.tokenizer is None:
         raise ValueError(
-            "data.tokenizer = None: indexed datasets hold ids alone, and BERT needs the tokenizer that made them, for "
+            "data.tokenizer = None: indexed datasets hold only ids, and BERT needs the tokenizer that made them, for "
             "its [CLS], [SEP] and [MASK]; name its file"
         )
     text_tokens, special = vocabulary_size(config.data.tokenizer), special_tokens(config.data)

@@ -161,7 +161,7 @@ def build_t5_datasets(config: RunConfig, decoder_length: int | None = None) -> t
         )
     if config.data.sources and config.data.tokenizer is None:
         raise ValueError(
-            "data.tokenizer = None: indexed datasets hold ids alone, and T5 needs the tokenizer that made them, for "
+            "data.tokenizer = None: indexed datasets hold only ids, and T5 needs the tokenizer that made them, for "
             "its [BOS], [EOS] and <extra_id_0>; name its file"
         )
     text_tokens, special = vocabulary_size(config.data.tokenizer), t5_tokens(config.data)
