@@ -87,7 +87,7 @@ def check_provider(model_provider: ModelProvider) -> None:
     form = "model_provider(config, groups, *, pre_process, post_process, chunk)"
     if not callable(model_provider):
         raise ValueError(f"model_provider is {shown(model_provider)}; give a function {form}, as build_model_chunk")
-    taken: object = "arguments that Python does not tell"
+    taken: object = "arguments that Python cannot list"
     try:
         taken = inspect.signature(model_provider)
         taken.bind(None, None, pre_process=True, post_process=True, chunk=None)

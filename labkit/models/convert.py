@@ -147,7 +147,7 @@ class HuggingFaceState(Mapping[str, Tensor]):
                 self._check_same(self._names[original], copy)
         if unused:
             first = ", ".join(list(unused)[:5])
-            raise ValueError(f"no place for the tensors {first}; is the model config the right one?")
+            raise ValueError(f"no place for the tensors {first}; check that the model config is the right one")
 
     def _copies(self) -> Iterator[tuple[str, str | None]]:
         """Yield (short name of a copy, short name of its original), with None for tensors that nothing reads."""

@@ -94,11 +94,11 @@ class CoreAttention(nn.Module):
         self.cp = cp if cp is not None and cp.size > 1 else None
         self.over_ranks = ring_attention if cp_comm_type == "p2p" else all_gather_attention
         if self.cp is not None and not self.causal:
-            raise ValueError("BERT has no context parallelism: its rings carry no padding mask; set parallel.cp to 1")
+            raise ValueError("BERT has no context parallelism: rings have no padding mask; set parallel.cp to 1")
         if self.cp is not None and self.dropout:
             raise ValueError(
-                f"attention_dropout {self.dropout:g} is not to be had with context parallelism: the kernels that hand "
-                "out log-sum-exps drop nothing. Set model.attention_dropout to 0, or parallel.cp to 1"
+                f"attention_dropout {self.dropout:g} does not work with context parallelism: the kernels that "
+                "return log-sum-exps have no dropout. Set model.attention_dropout to 0, or parallel.cp to 1"
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

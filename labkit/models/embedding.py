@@ -108,7 +108,7 @@ Rotary = tuple[Tensor, Tensor]
 def rotary_table(length: int, dim: int, theta: float) -> Tensor:
     """Return the angles of RoPE (arXiv 2104.09864) in float64, [length, dim / 2]: position x theta^(-2i / dim)."""
     if dim % 2:
-        raise ValueError(f"rotary positions turn pairs of features; a head of {dim} features has an odd one")
+        raise ValueError(f"rotary positions rotate pairs of features; a head needs an even number, not {dim}")
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
 

@@ -103,7 +103,7 @@ class Experts(nn.Module, ABC):
         experts, hidden, width = moe.num_experts, model.hidden, expert_width(model, moe)
         blocks = 2 if model.activation in ("swiglu", "geglu") else 1
         if model.activation not in ACTIVATIONS:
-            raise ValueError(f"{name}: activation {model.activation!r} is none of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"{name}: activation {model.activation!r} is unknown; choose {', '.join(ACTIVATIONS)}")
         self.name, self.activation, self.reads_children = name, ACTIVATIONS[model.activation], not self.grouped
         self.weighted_activation = weighted_activation(model.activation)
         linear = linear if self.grouped else StackedLinear

@@ -277,4 +277,4 @@ def _check_choice(
     if (num_groups is None) != (group_topk is None):
         raise ValueError(f"num_groups = {num_groups} and group_topk = {group_topk} must be given together")
     if group_topk is not None and top_k % group_topk:
-        raise ValueError(f"top_k = {top_k} must be a multiple of group_topk = {group_topk}: groups give equally many")
+        raise ValueError(f"top_k = {top_k} must be a multiple of group_topk = {group_topk}: groups give equal numbers")

@@ -156,7 +156,7 @@ def forward_backward_pipelining_without_interleaving(
     if arguments.get("overlap_p2p_comm"):
         raise ValueError("overlap_p2p_comm: it needs interleaving (though batch_p2p_comm=None overlaps)")
     if arguments.get("param_sync_func") is not None:
-        raise ValueError("param_sync_func: only the interleaved schedule gathers parameters ahead")
+        raise ValueError("param_sync_func: only the interleaved schedule prefetches parameters")
     if arguments.pop("microbatch_group_size_per_vp_stage", None) is not None:
         raise ValueError("microbatch_group_size_per_vp_stage: there are no virtual stages without interleaving")
     schedule = _schedule(groups.pp.size, 1, num_microbatches)

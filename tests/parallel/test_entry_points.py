@@ -156,7 +156,7 @@ TWO = {"model": [Stage(0), Stage(1)], "data_iterator": [None, None]}
     [
         (WITHOUT, {"overlap_p2p_comm": True}, ValueError, "needs interleaving"),
         (WITHOUT, {"use_ring_exchange_p2p": True}, ValueError, "no ring_exchange"),
-        (WITHOUT, {"param_sync_func": print}, ValueError, "only the interleaved schedule gathers"),
+        (WITHOUT, {"param_sync_func": print}, ValueError, "only the interleaved schedule prefetches"),
         (WITHOUT, {"pg_collection": object()}, ValueError, "labkit's name for it is groups"),
         (WITHOUT, {"adjust_tensor_shapes_fn": print}, ValueError, "give tensor_shape"),
         (WITHOUT, {"first_val_step": True}, ValueError, "cast again, which labkit does after each update"),

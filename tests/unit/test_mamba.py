@@ -164,7 +164,7 @@ def test_a_checkpoint_is_scored_and_does_not_generate(tmp_path: Path) -> None:
     model = CheckpointModel(tmp_path)
     tokens = torch.arange(16)[None]
     assert model.losses(tokens, tokens).mean() == pytest.approx(model.chunk(tokens, None, tokens).mean().item())
-    with pytest.raises(ValueError, match=r"generates by a cache of keys and values, .* this is a mamba"):
+    with pytest.raises(ValueError, match=r"generates with a cache of keys and values, .* this is a mamba"):
         generate(model, [[1, 2]], max_new_tokens=1)
 
 

@@ -395,7 +395,7 @@ def test_tied_weights_on_ranks_that_no_group_joins_are_refused() -> None:
         ({"position": "alibi"}, "learned or rope"),
         ({"activation": "tanh"}, "tanh"),
         ({"family": "bert"}, "no family 'bert'"),
-        ({"position": "rope", "hidden": 36}, "9 features has an odd one"),
+        ({"position": "rope", "hidden": 36}, "a head needs an even number, not 9"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(change: dict, message: str) -> None:

@@ -149,7 +149,7 @@ def test_every_kind_takes_the_experts_of_its_rank() -> None:
 def test_layouts_and_points_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_experts = 6 cannot be shared by the 4 ranks of ep: .* multiple of 4"):
         build_dispatcher(MoEConfig(num_experts=6), groups_of(ep=4))
-    with pytest.raises(ValueError, match=r"all experts on one rank, and ep = 1, etp = 2; set moe\.dispatcher"):
+    with pytest.raises(ValueError, match=r"all experts on one rank, but ep = 1, etp = 2; set moe\.dispatcher"):
         build_dispatcher(MoEConfig(num_experts=4, dispatcher="local"), groups_of(etp=2))
     with pytest.raises(ValueError, match="'flex'; choose one of alltoall, allgather, local"):
         build_dispatcher(MoEConfig(num_experts=4, dispatcher="flex"), groups_of())

@@ -395,5 +395,5 @@ def test_counts_that_are_not_those_of_the_rows_are_refused(
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="activation 'tanh' is none of gelu, gelu_tanh, swiglu"):
+    with pytest.raises(ValueError, match="activation 'tanh' is unknown; choose gelu, gelu_tanh, swiglu"):
         build(GroupedExperts, 4, activation="tanh")

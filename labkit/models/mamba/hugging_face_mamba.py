@@ -115,8 +115,8 @@ def check_mamba2(config: ModelConfig) -> None:
             raise ValueError(f"model.{name} is {getattr(config, name)}, and Hugging Face's Mamba-2 has {value}")
     if set(config.hybrid_override_pattern or "M") != {"M"}:
         raise ValueError(
-            f"model.hybrid_override_pattern is {config.hybrid_override_pattern}, and Hugging Face's Mamba-2 has Mamba "
-            "layers alone"
+            f"model.hybrid_override_pattern is {config.hybrid_override_pattern}, and Hugging Face's Mamba-2 has only "
+            "Mamba layers"
         )
     if (inner := config.mamba_heads * config.mamba_head_dim) % config.hidden:
         raise ValueError(

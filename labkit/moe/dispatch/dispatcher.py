@@ -226,7 +226,7 @@ class MoELocalTokenDispatcher(MoETokenDispatcher):
         super().__init__(moe, groups, **options)
         if self.ep.size > 1 or self.etp.size > 1:
             raise ValueError(
-                f"the local dispatcher needs all experts on one rank, and ep = {self.ep.size}, etp = {self.etp.size}; "
+                f"the local dispatcher needs all experts on one rank, but ep = {self.ep.size}, etp = {self.etp.size}; "
                 "set moe.dispatcher to alltoall or allgather"
             )
 
