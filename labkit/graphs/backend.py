@@ -129,7 +129,7 @@ def choose_impl(impl: str, device: torch.device) -> str:
         ValueError: an unknown name, an implementation for another device, or a GPU that is not the current one.
     """
     if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r} is unknown; it may be {', '.join(IMPLS)}")
+        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLS)}")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"tensors on {device.type} cannot be captured: move modules and sample arguments to cpu or cuda"

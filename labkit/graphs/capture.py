@@ -116,7 +116,7 @@ def make_graphed_callables(
     if is_graph_capturing():
         raise GraphCaptureError(f"{call_site()}: graphs cannot be captured while another graph is being captured")
     if impl == "transformer_engine" and plan is not None:
-        raise ValueError("a plan is given, and Transformer Engine makes its own: use impl local or emulated")
+        raise ValueError("a plan is given, but Transformer Engine makes its own: use impl local or emulated")
     request = checked_request(
         callables, sample_args, sample_kwargs,
         order=order, num_layers_per_chunk=num_layers_per_chunk, num_warmup=num_warmup, pool=pool,

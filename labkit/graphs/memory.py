@@ -92,7 +92,7 @@ class GraphMemoryReport:
         for label, *values in self.rows():
             shown = ["unknown" if value is None else f"{value:,}" for value in values]
             lines.append(f"{label:18}  {shown[0]:>12}  {shown[1]:>12}")
-        return "\n".join([*lines, "(bytes, but for graphs and operations)"])
+        return "\n".join([*lines, "(bytes, except graphs and operations)"])
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def owners(places: Sequence[Place], plan: BufferPlan | None) -> list[int]:
     at = {Use(place.chunk, place.layer, place.microbatch): i for i, place in enumerate(places)}
     if plan.assignment.keys() != at.keys():
         found = next(iter(at.keys() ^ plan.assignment.keys()))
-        side = "the order has, and the plan has not" if found in at else "the plan has, and the order has not"
+        side = "is only in the order" if found in at else "is only in the plan"
         raise ValueError(
             f"this plan is of another order: chunk {found[0]} layer {found[1]} microbatch {found[2]} {side}; "
             "make it by plan_buffers(order, num_layers_per_chunk) of the same order"

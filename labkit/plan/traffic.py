@@ -30,7 +30,7 @@ from labkit.config import ModelConfig, MoEConfig
 
 def _per_place(experts: int, places: int) -> int:
     if places < 1 or experts % places:
-        raise ValueError(f"{experts} experts cannot be shared by {places} places; the number must divide {experts}")
+        raise ValueError(f"{experts} experts cannot be split over {places} ranks; choose a divisor of {experts}")
     return experts // places
 
 

@@ -102,7 +102,7 @@ def test_the_line_is_that_of_the_error_behind_the_message():
 
 
 def test_what_is_not_refused_is_no_refusal():
-    with pytest.raises(ValueError, match="ran, and was expected to be refused"):
+    with pytest.raises(ValueError, match="ran, but was expected to be rejected"):
         refused(lambda: None)
     with pytest.raises(ZeroDivisionError):
         refused(lambda: 1 / 0)

@@ -73,7 +73,7 @@ def test_the_closed_form_is_the_mean_over_all_choices(experts: int, places: int,
 def test_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="one row for each of the 4 ranks"):
         send_matrix([[1, 2], [3, 4]], 4)
-    with pytest.raises(ValueError, match="3 experts cannot be shared by 2 places"):
+    with pytest.raises(ValueError, match="3 experts cannot be split over 2 ranks"):
         send_matrix([[1, 2, 3], [3, 4, 5]], 2)
     with pytest.raises(ValueError, match="top_k is 9; a token goes to 1 to 8"):
         dedup_factor(8, 2, 9)

@@ -50,4 +50,4 @@ def refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Refusal:
         function(*args, **kwargs)
     except RuntimeError as error:
         return Refusal.of(error)
-    raise ValueError(f"{getattr(function, '__name__', function)} ran, and was expected to be refused")
+    raise ValueError(f"{getattr(function, '__name__', function)} ran, but was expected to be rejected")
