@@ -94,7 +94,7 @@ def by_chapter(
 ) -> tuple[dict[Path, list[tuple[str, str]]], list[str]]:
     """Return the parameters of each chapter, and what is wrong with the chapters that they name.
 
-    `10:steps` is for chapter 10 alone, where it replaces a `steps` for all of them.
+    `10:steps` is only for chapter 10, where it replaces a `steps` for all of them.
     """
     values = {source: {name: text for name, text in given if ":" not in name} for source in sources}
     once = {source: Given() for source in sources}
@@ -276,7 +276,7 @@ COMMAND = Command(
         Option(
             "parameter",
             "str",
-            "set a parameter of every chapter named; 10:NAME=VALUE is for chapter 10 alone; may be repeated",
+            "set a parameter of every chapter named; 10:NAME=VALUE is only for chapter 10; may be repeated",
             pairs=True,
             unset="default: the chapter's value",
         ),

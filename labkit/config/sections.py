@@ -33,7 +33,7 @@ _INTERLEAVED = f"parallel.vpp schedule.path=null schedule.name=auto|{_BY_VPP}"
 REASONS = {
     "model.recompute_granularity=selective|full": "which recomputes nothing",
     "moe.dispatcher=alltoall": "which has no all-to-all to hide",
-    _ROUTED: "which assigns by itself",
+    _ROUTED: "which assigns experts itself",
     _HALVES: "which has no decoder after an encoder, as model.family = t5 has",
     "moe.score_function=sigmoid": "as the bias moves sigmoid scores",
     **dict.fromkeys(_INTERLEAVED.split(), "and only the interleaved schedule reads this"),
@@ -500,7 +500,7 @@ class TrainConfig(_HasPaths):
     timing_log_level: int = field(0, "Detail of the named timers.", ge=0, le=2)
     record_events: bool = field(True,
         "Keep an Event of every forward, backward, send, receive and collective for `TrainResult.events`; on a GPU "
-        "each waits for the device. `labkit train` returns none and records for --trace alone.")
+        "each waits for the device. `labkit train` returns none and records only for --trace.")
     keep_event_steps: int = field(100,
         "Last steps whose Events stay in memory for TrainResult.events (with record_events) and for --trace.", ge=1)
     write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB per step.",

@@ -77,7 +77,7 @@ def read_passages(path: str | Path, encode: Encode, *, strict: bool = True) -> l
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not passages:
-        raise ValueError(f"{path} has no passage")
+        raise ValueError(f"{path} has no passages")
     return passages
 
 

@@ -100,7 +100,7 @@ class _Keeper:
 def _wikitext(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: Callable[..., None]) -> dict[str, Any]:
     text = read_text(task.path, "--path")
     if not (words := original_words(text)):
-        raise ValueError(f"{task.path} has no word; give a text to score")
+        raise ValueError(f"{task.path} has no words; give a text to score")
     ids = tokenizer_for(model, task.tokenizer).encode(detokenized(text) if task.detokenize else text).ids
     blocks = [(float(loss), int(count)) for loss, count in done]
     blocks = score_windows(

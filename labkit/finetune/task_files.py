@@ -120,7 +120,7 @@ def read_task(task: str, folder: str | Path, version: str | None = None) -> Task
 def _there(paths: Iterable[Path], task: str) -> None:
     if missing := [path for path in paths if not path.is_file()]:
         names = ", ".join(path.name for path in missing)
-        raise FileNotFoundError(f"{missing[0].parent} has no file {names}, as {task} is published")
+        raise FileNotFoundError(f"{missing[0].parent} has no file {names}; give {task} as it is published")
 
 
 # ---- MNLI and QQP: tables with tabs between columns ----

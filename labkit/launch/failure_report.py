@@ -139,7 +139,7 @@ def _silent(outcomes: list[Outcome], limit: float) -> RankError:
     elif waiting:
         culprits, head = waiting, f"{_names(waiting)} of {count} waited longer than {limit:g} s"
     elif stopped := [o for o in busy if o.state in _STOPPED]:
-        culprits, head = stopped, f"{_names(stopped)} of {count} stood still for {limit:g} s, stopped by a signal"
+        culprits, head = stopped, f"{_names(stopped)} of {count} made no progress for {limit:g} s, stopped by a signal"
     else:
         culprits, head = busy, f"{_names(busy)} of {count} did nothing for {limit:g} s"
     lines = [head, *(f"  rank {o.rank}: {activity(o)}" for o in outcomes), _ADVICE.format(limit, 10 * limit)]

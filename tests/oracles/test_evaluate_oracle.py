@@ -315,7 +315,7 @@ def test_a_model_that_is_always_right_has_every_last_word(reciting, tmp_path, ca
     [
         (["the old cat " * 40], None, "tokens in all; the model's sequence has 64"),
         (["the \udcff"], None, "a prompt is UTF-8 text, and this has the byte 0xff"),
-        ([], b"", "has no line; write a prompt in each line"),
+        ([], b"", "is empty; write one prompt per line"),
         ([], b"the old\ncaf\xe9", "--prompts: "),
         ([], "the old".encode("utf-16"), "is not UTF-8 (byte 0x00"),
     ],

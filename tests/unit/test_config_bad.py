@@ -225,7 +225,7 @@ RULES: list[tuple[dict, object, str, str]] = [
        f"no effect with moe.load_balancing = {kind}; set that to aux_loss") for kind in ("sinkhorn", "none")],
     ({**MOE, "expert_bias": True}, None, "moe.expert_bias", "as the bias moves sigmoid scores; set that to sigmoid"),
     ({**MOE, "expert_bias_update_rate": 0.1}, None, "moe.expert_bias_update_rate", "with moe.expert_bias = false"),
-    *[({**SINKHORN, **changes}, None, f"moe.{name}", "sinkhorn, which assigns by itself; set that to aux_loss or")
+    *[({**SINKHORN, **changes}, None, f"moe.{name}", "sinkhorn, which assigns experts itself; set that to aux_loss or")
       for name, changes in (
         ("score_function", {"score_function": "sigmoid"}), ("pre_softmax", {"pre_softmax": True}),
         ("topk_scaling_factor", {"topk_scaling_factor": 2.5}), ("num_groups", {"num_groups": 4, "group_topk": 2}),

@@ -324,7 +324,7 @@ def test_passages_are_cut_at_newlines_alone(tmp_path):
 
 def test_a_text_without_a_word_is_refused(run_folder, tmp_path):
     (tmp_path / "blank.txt").write_text("\n \n \n")
-    with pytest.raises(ValueError, match=r"blank\.txt has no word"):
+    with pytest.raises(ValueError, match=r"blank\.txt has no words"):
         evaluate(CheckpointModel(run_folder), Task(name="wikitext", path=str(tmp_path / "blank.txt")))
 
 

@@ -201,7 +201,7 @@ BROKEN: dict[str, tuple[str, str, Any, str]] = {
                            "0.txt, options\\[1\\] is .*, and must be four texts"),
     "a list as question": ("race", "dev/high/0.txt", edited(lambda read: read.update(questions=["why", ["_"]])),
                            "0.txt, questions\\[1\\] is \\['_'\\], and must be text"),
-    "a folder": ("race", "dev/high/own.txt", Path.mkdir, "dev/high has no file own.txt, as RACE is published"),
+    "a folder": ("race", "dev/high/own.txt", Path.mkdir, "dev/high has no file own.txt; give RACE as it is pub"),
     "a link to nothing": ("race", "train/middle/link.txt", lambda p: p.symlink_to("nothing"), "has no file link.txt"),
     "unreadable": ("race", "dev/high/own.txt", lambda p: p.symlink_to("/proc/self/mem"), "own.txt cannot be read: Inp"),
 }  # fmt: skip

@@ -50,7 +50,7 @@ def test_silence_names_the_silent_and_shows_their_stacks():
     stuck = Outcome(1, "joined", stack=trim(STACK), status=Status("all_reduce tp #3", True, 0.0), state="T")
     error = compose([Outcome(0, "returned"), stuck], 2.0)
     assert (error.kind, error.ranks) == ("timeout", [1])
-    assert error.summary == "rank 1 of 2 stood still for 2 s, stopped by a signal"
+    assert error.summary == "rank 1 of 2 made no progress for 2 s, stopped by a signal"
     assert "stopped by a signal (process state T), waiting in all_reduce tp #3" in str(error)
     assert "at hang (3021.py:13)" in str(error)
     assert "line 5356 in barrier" in str(error)

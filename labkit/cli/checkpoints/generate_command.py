@@ -32,7 +32,7 @@ def execute(arguments: Arguments) -> int:
     prompts = list(arguments.words)
     if options["prompts"] is not None and not problems and not arguments.problems:
         lines = _refusing(arguments, lambda: read_lines(options["prompts"], "--prompts"))
-        problems += [] if lines else [f"--prompts {options['prompts']}: has no line; write a prompt in each line"]
+        problems += [] if lines else [f"--prompts {options['prompts']}: is empty; write one prompt per line"]
         prompts += lines
     arguments.refuse(problems)
     prompts = [_refusing(arguments, partial(_whole, prompt)) for prompt in prompts] or [""]

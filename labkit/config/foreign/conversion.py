@@ -238,7 +238,7 @@ def pick(names: str, words: Mapping[Any, Any], *, others: bool = False) -> Reade
             found.set(names, words[theirs] if theirs is not None else value, key)
         else:
             known = ", ".join(map(str, words))
-            found.problems.append(f"{key} = {shown(value)}: has no counterpart here; values that have one: {known}")
+            found.problems.append(f"{key} = {shown(value)}: has no counterpart here; choose from {known}")
 
     return row
 

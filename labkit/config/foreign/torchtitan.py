@@ -136,7 +136,7 @@ def _pipeline(found: Conversion) -> None:
     key = "parallelism.pipeline_parallel_schedule"
     name = found.word(key, "1F1B")
     if name not in SCHEDULES:
-        found.problems.append(f"{key} = {name!r}: has no counterpart here; convertible are {', '.join(SCHEDULES)}")
+        found.problems.append(f"{key} = {name!r}: has no counterpart here; choose from {', '.join(SCHEDULES)}")
         return
     schedule, vpp = SCHEDULES[name]
     first, last = (

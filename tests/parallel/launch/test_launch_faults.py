@@ -223,7 +223,7 @@ def test_a_stopped_rank_is_named_while_the_others_compute():
     with refused_within(8.0, "timeout") as caught:
         run(one_stops, 2, timeout=1.5)
     assert caught["ranks"] == [1]
-    assert caught["error"].summary == "rank 1 of 2 stood still for 1.5 s, stopped by a signal"
+    assert caught["error"].summary == "rank 1 of 2 made no progress for 1.5 s, stopped by a signal"
     assert "rank 1: stopped by a signal (process state T)" in caught["text"]
 
 
