@@ -167,7 +167,7 @@ def recording(rank: int) -> Iterator[EventRecorder]:
 
 @contextmanager
 def not_recording() -> Iterator[None]:
-    """Record nothing inside the block: what runs there is no part of the work, or cannot be timed."""
+    """Record nothing inside the block: what runs there is not part of the work, or cannot be timed."""
     recorders = watchers_of(EventRecorder)
     for recorder in recorders:
         watchers.remove(recorder)

@@ -20,7 +20,7 @@ def mesh_dims(order: str) -> tuple[str, ...]:
 
 
 def check_mesh_dims(names: Sequence[str]) -> None:
-    """Raise ValueError for names that share an axis, mix dense with expert groups, or are no product of axes."""
+    """Raise ValueError for names that share an axis, mix dense with expert groups, or are not a product of axes."""
     for name in names:
         if name not in GROUP_TOKENS:
             raise ValueError(f"{name!r} is not a mesh dim; choose among {', '.join(GROUP_TOKENS)}")

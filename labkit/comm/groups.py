@@ -35,7 +35,7 @@ class Group:
     ranks: tuple[int, ...]
     """Global ranks, in group order; empty if this rank is in no such group (`embd` on a middle stage)."""
     rank: int
-    """Position of this process in `ranks`; -1 if it is no member."""
+    """Position of this process in `ranks`; -1 if it is not a member."""
     lease: Any = field(default=None, repr=False)
     """The layout's `Lease` of a communicator, or a process group of torch; None for a group without either."""
 
@@ -46,7 +46,7 @@ class Group:
 
     @property
     def process_group(self) -> Any:
-        """torch's ProcessGroup; None if size is 1, this rank is no member, or torch.distributed is not initialised.
+        """torch's ProcessGroup; None if size is 1, this rank is not a member, or torch.distributed is not initialised.
 
         Raises RuntimeError after the layout was closed.
         """
@@ -149,7 +149,7 @@ class ParallelGroups:
         and keeps them open. Every rank of the layout must call this.
 
         Raises ValueError if torch.distributed is not initialised, or names that share an axis, mix dense with
-        expert groups or are no product of axes (`embd`).
+        expert groups or are not a product of axes (`embd`).
         """
         names = names or mesh_dims(self.config.order)
         if self.leases is None:

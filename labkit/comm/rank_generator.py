@@ -83,8 +83,8 @@ class RankGenerator:
     `order` lists the axes from fastest to slowest varying; axes left out must have size 1. `rank_offset` is the first
     rank.
 
-    Raises ValueError for sizes below 1 or not whole. It also refuses an order that repeats an axis, names an unknown
-    axis or misses an axis larger than 1. cp and ep above 1 belong to two generators, so it refuses both together.
+    Raises ValueError for sizes below 1 or not whole. It also rejects an order that repeats an axis, names an unknown
+    axis or misses an axis larger than 1. cp and ep above 1 belong to two generators, so it rejects both together.
     """
 
     def __init__(self, tp: int = 1, ep: int = 1, dp: int = 1, pp: int = 1, cp: int = 1,

@@ -87,7 +87,7 @@ class Findings:
             self.add(name, f"must be a multiple of {words} = {of}{why}; {advice.format(up=up(size, of))}")
 
     def multiple_of(self, name: str, other: str, why: str = "") -> None:
-        """Reject a size that is no multiple of another field."""
+        """Reject a size that is not a multiple of another field."""
         if self.sound(name, other) and self.values[name]:
             choice = f"{other.partition('.')[2]} from {divisors(self.values[name])}"
             self.multiple(name, self.values[other], other, why=why, advice=f"choose {choice}, or {name} = {{up}}")

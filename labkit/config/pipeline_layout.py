@@ -18,7 +18,7 @@ _FORM = "write E (embedding), t (a layer), L (loss) and | between stages, as in 
 
 
 class LayoutError(ValueError):
-    """A text that is no layout; the message is the rule that it breaks, with the position if there is one."""
+    """A text that is not a layout; the message is the rule that it breaks, with the position if there is one."""
 
 
 def parse_layout(text: str) -> list[str]:

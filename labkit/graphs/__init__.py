@@ -16,7 +16,7 @@ Names are those of Megatron-LM and Transformer Engine (TE). A training run owns 
 order of their captures (`planned_captures.py`) and the fixed addresses that calls are copied to (`static_inputs.py`).
 A `GraphBackend` (`backend.py`) captures each graph: `emulated/` on a CPU, `cuda/` on a GPU. Gradients, hooks, random
 states and counters of the run are put aside meanwhile (`capture_isolation.py`). Each callable and microbatch ends up as
-a `CaptureResult` (`capture_result.py`). `checks/` refuses what a replay would silently compute wrongly.
+a `CaptureResult` (`capture_result.py`). `checks/` rejects what a replay would silently compute wrongly.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ buffer of the same signature (shape, type, layout), else a new one. A backward g
     microbatch       0   1   0   2   1   2
     buffer           0   1  (0)  0  (1) (0)     in brackets: given back
 
-L equal layers a chunk, V chunks, M microbatches and w forwards in warm-up need L min(w + 1, M V) buffers. The example
+L equal layers per chunk, V chunks, M microbatches and w forwards in warm-up need L min(w + 1, M V) buffers. The example
 needs 2. Their number stops growing with M; a buffer for each (layer, microbatch) would make L V M.
 
 Sources: Transformer Engine 2.20, `make_graphed_callables` with `_reuse_graph_input_output_buffers`. The engine gives an
@@ -103,12 +103,12 @@ def plan_buffers(
         signatures: Inputs share a buffer only if their signatures are equal. One entry per layer of the rank (chunk by
             chunk), or one per sample argument in the layout of `sample_index`. None: all are equal.
         early_release: Give every buffer back this many steps before its backward. This is wrong on purpose, to show
-            what such a plan does to a loss; `check_plan` refuses the plan.
+            what such a plan does to a loss; `check_plan` rejects the plan.
         keep_for_weight_gradients: Hold a buffer until the weight gradients (c - 0.5) have run. Transformer Engine
             does not; that is right for layers whose weight gradients read no static input.
 
     Raises:
-        ValueError: an order that `read_order` refuses, layers that do not fit it, a wrong number of signatures,
+        ValueError: an order that `read_order` rejects, layers that do not fit it, a wrong number of signatures,
             early_release below 0.
     """
     passes = read_order(order)
@@ -152,7 +152,7 @@ def _first_in_first_out(
 
 
 def check_plan(plan: BufferPlan, order: Sequence[float], *, keep_for_weight_gradients: bool = False) -> None:
-    """Refuse a plan under which an input could be overwritten before its backward has read it.
+    """Reject a plan under which an input could be overwritten before its backward has read it.
 
     The check reads forwards and backwards from the order, and then compares the uses of each buffer. It does not depend
     on `plan_buffers`.
@@ -160,7 +160,7 @@ def check_plan(plan: BufferPlan, order: Sequence[float], *, keep_for_weight_grad
     Raises:
         PlanError: two uses of a buffer overlap (the message draws both), a buffer is given back before its backward, or
             a layer and microbatch has no buffer.
-        ValueError: an order that `read_order` refuses.
+        ValueError: an order that `read_order` rejects.
     """
     passes = read_order(order)
     first, last = _first_and_last_steps(passes, keep_for_weight_gradients)

@@ -16,7 +16,7 @@ use the memory again. Static outputs go once the callable's backward is captured
 replays hand out as copies. Gradients of inputs stay until the backward of the layer below is captured. Those of a
 chunk's first layer travel to another rank, so they stay until the next chunk's backward is captured.
 
-A backward reads the tensors that its forward left. If another replay has overwritten them, the backward is refused
+A backward reads the tensors that its forward left. If another replay has overwritten them, the backward is rejected
 (`checks/in_flight_forwards.py`).
 
 Python runs at capture and not at replay: side effects happen once, and branches are frozen.
@@ -95,7 +95,7 @@ def make_graphed_callables(
             its next replay overwrites.
         plan: the static input of each layer and microbatch, in the place of `plan_buffers`. It is not checked here;
             `check_plan` does that.
-        watch_replays: refuse a backward whose forward's activations another replay has overwritten. With False the
+        watch_replays: reject a backward whose forward's activations another replay has overwritten. With False the
             gradients are silently wrong, as on a bare CUDA graph.
         rng_trackers: the trackers whose states the callables draw from; None takes those that modules hold.
         engine_options: for Transformer Engine alone: `enabled`, `recipe`, `amax_reduction_group` and
@@ -108,7 +108,7 @@ def make_graphed_callables(
     Raises:
         ValueError: numbers of arguments that do not fit, an order that cannot run, an implementation for another
             device.
-        TypeError: arguments that are no tensors.
+        TypeError: arguments that are not tensors.
         GraphCaptureError: hooks, buffers that require grad, mixed modes, or an operation that no graph can hold.
         BrokenProcessError: a failed capture on a GPU, this one or an earlier one, could not be repaired.
     """
@@ -153,7 +153,7 @@ class _Capture:
     """Warm-up and captures of one `CaptureRequest` on one backend."""
 
     def __init__(self, backend: GraphBackend, request: CaptureRequest, *, watch: bool) -> None:
-        """watch: note the times of captures, so that a replay can be refused (`checks/in_flight_forwards.py`)."""
+        """watch: note the times of captures, so that a replay can be rejected (`checks/in_flight_forwards.py`)."""
         self.backend = backend
         self.pool: Pool = backend.new_pool() if request.pool is None else request.pool
         self.places, self.captures, self.reuse = request.places, request.captures, request.reuse_buffers

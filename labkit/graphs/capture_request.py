@@ -105,7 +105,7 @@ def _all_kwargs(sample_kwargs: Any, count: int, single: bool) -> list[Mapping[st
 
 
 def _check_functions(functions: Sequence[Callable[..., Any]]) -> None:
-    """Refuse callables that a replay could not follow, and routers that record or repeat their choices."""
+    """Reject callables that a replay could not follow, and routers that record or repeat their choices."""
     check_callables(functions)
     for function in functions:
         if isinstance(function, nn.Module) and not hasattr(function, "cuda_graph_manual_hooks"):

@@ -108,7 +108,7 @@ class CudaGraphHelper:
         """The order of the captures.
 
         Eager layers between graphs put their weight gradients off to W and keep their inputs, which are outputs of
-        graphs. The pool may use that memory again after the graph's backward, so such a row is refused.
+        graphs. The pool may use that memory again after the graph's backward, so such a row is rejected.
 
         Raises:
             ValueError: a row that cannot be captured.
@@ -327,7 +327,7 @@ def _engine_options(chunks: Sequence[Any], impl: str) -> dict[str, Any] | None:
 
 
 def _context(chunk: nn.Module, seq_length: int) -> tuple[Tensor, ...]:
-    """The tensors that the chunk gives each of its layers beside the layer's input."""
+    """The tensors that the chunk gives each of its layers in addition to the layer's input."""
     make = getattr(chunk, "layer_context", None)
     return () if make is None else tuple(make(seq_length))  # pyright: ignore[reportCallIssue]
 

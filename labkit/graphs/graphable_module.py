@@ -9,7 +9,7 @@ A layer knows nothing of graphs. It declares its halves (`parts()`, a `LayerPart
 | otherwise (no graphs, evaluation, ..)  | the layer's forward  | the whole layer                                     |
 
 A layer has a graph for each microbatch, because a pipeline runs several forwards before the first backward. A graph
-takes and returns only tensors, at fixed addresses, and refuses inputs of other shapes. With `cuda_graph_misfit` the
+takes and returns only tensors, at fixed addresses, and rejects inputs of other shapes. With `cuda_graph_misfit` the
 wrapper runs the layer eagerly on such inputs. A replay calls no hooks of the modules inside; the wrapper calls
 `cuda_graph_manual_hooks` for those that must run.
 
@@ -53,7 +53,7 @@ class GraphableMegatronModule:
         cuda_graph_owner: the `CudaGraphHelper` that made the graphs; only the owner may drop them.
         cuda_graph_shapes: the shapes that all graphs of the layer take.
         cuda_graph_misfit: called with the shapes of a training call that the graphs do not take; the call then runs
-            eagerly. With None the graph refuses such a call.
+            eagerly. With None the graph rejects such a call.
     """
 
     def __init__(self, layer: Any, graph: GraphConfig) -> None:

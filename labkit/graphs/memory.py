@@ -62,7 +62,7 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class GraphMemoryReport:
-    """The measured memory beside the predicted one; `str` gives a table."""
+    """The measured memory next to the predicted one; `str` gives a table."""
 
     measured: GraphMemory
     predicted: GraphMemory | None = None

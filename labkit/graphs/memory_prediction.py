@@ -26,7 +26,7 @@ class LayerMemory:
     kept: int
     """Bytes that stay until the backward: output and saved activations."""
     backward_peak: int
-    """Most bytes that the backward's capture adds for a moment, beside `kept`."""
+    """Most bytes that the backward's capture adds for a moment, besides `kept`."""
     grad_inputs: int
     """Bytes that stay until the layer before has read them: gradients of the layer's inputs."""
 
@@ -77,7 +77,7 @@ def predict_pool(
     memory: memory of every layer, chunk by chunk, or one for all.
 
     Raises:
-        ValueError: an order that `read_order` refuses, one with separate weight gradients (c - 0.5), which keep more
+        ValueError: an order that `read_order` rejects, one with separate weight gradients (c - 0.5), which keep more
             memory than `LayerMemory` tells, or numbers for another number of layers.
     """
     passes = read_order(order)
@@ -133,7 +133,7 @@ def predict_graph_memory(
         workspaces: Bytes of cuBLAS's workspaces (`predict_workspaces`); None on the host.
 
     Raises:
-        ValueError: an order that `predict_pool` refuses, or numbers for another number of layers.
+        ValueError: an order that `predict_pool` rejects, or numbers for another number of layers.
     """
     passes = read_order(order)
     chunks, microbatches = order_sizes(passes)

@@ -36,7 +36,7 @@ def read_order(order: Sequence[float]) -> list[Pass]:
     """The passes of an order, one per entry.
 
     Raises:
-        ValueError: an entry that is no signed chunk number, a chunk left out, a backward before its forward, weight
+        ValueError: an entry that is not a signed chunk number, a chunk left out, a backward before its forward, weight
             gradients before their backward, a forward without a backward, or unequal numbers of microbatches.
     """
     passes: list[Pass] = []

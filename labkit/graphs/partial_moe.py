@@ -214,7 +214,7 @@ class MoECudaGraphTensorStore:
         """Fill fields; None leaves a field as it is.
 
         Raises:
-            TypeError: a name that is no field, or a value that is no tensor.
+            TypeError: a name that is not a field, or a value that is not a tensor.
         """
         known = [field.name for field in fields(self)]
         for name, value in tensors.items():

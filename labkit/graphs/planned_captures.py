@@ -48,7 +48,7 @@ def planned_captures(
     """(places in the layout of the sample arguments, graphs in the order of capture, layers of each chunk).
 
     Raises:
-        ValueError: an order that `read_order` refuses, or numbers of callables and sample arguments that do not fit.
+        ValueError: an order that `read_order` rejects, or numbers of callables and sample arguments that do not fit.
     """
     if order is None:
         return _forwards_then_backwards(callables, samples)

@@ -26,7 +26,7 @@ class Arguments:
         """Learn order, shapes and types from a sample call.
 
         Raises:
-            TypeError: an argument is no tensor, or `args` is no tuple.
+            TypeError: an argument is not a tensor, or `args` is not a tuple.
         """
         if not isinstance(args, tuple | list):
             raise TypeError(

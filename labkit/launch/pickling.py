@@ -36,7 +36,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pack all that a rank needs to call `fn(*args)`.
 
     Raises:
-        TypeError: `fn` is no function, or the function or an argument cannot be pickled.
+        TypeError: `fn` is not a function, or the function or an argument cannot be pickled.
     """
     if not callable(fn):
         raise TypeError(f"the first argument must be a function, got {type(fn).__name__}: {fn!r}")

@@ -85,7 +85,7 @@ class Usage(NamedTuple):
     state: str
     """One-letter state of its main thread."""
     switches: int
-    """How often its main thread went to wait. As long as this number does not change, the main thread stands still."""
+    """How often its main thread went to wait. As long as this number does not change, the main thread does not move."""
     seconds: float
     """CPU time of all its threads, and of its children that have ended."""
 

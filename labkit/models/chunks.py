@@ -119,7 +119,7 @@ def build_model_chunks(
 
     Raises:
         ValueError: the stages do not divide the layers, the schedule is for another number of pipeline ranks, tied
-            weights lie on two ranks that `groups.embd` does not join, or the provider returns no module.
+            weights lie on two ranks that `groups.embd` does not join, or the provider does not return a module.
     """
     if config.optim.fp8 != "none" and spec is LOCAL:
         raise ValueError(

@@ -16,7 +16,7 @@ class SavedTensors:
 
     A storage counts once and whole, however many operations keep views of it. Parameters and buffers of the models do
     not count. Memory that a backward or `CheckpointWithoutOutput` has freed no longer counts, so `bytes` may be read
-    while a schedule runs. The random states of `checkpoint` do not count either, because they are no saved tensors. A
+    while a schedule runs. The random states of `checkpoint` do not count either, because they are not saved tensors. A
     model's three states take 16 kB per call on the host.
     """
 

@@ -9,7 +9,7 @@ small to fill the device. Grouped products take only 3 launches. The device deci
 | grouped | `torch._grouped_mm`       | GPU: bf16, one kernel that reads the group borders on the device (Hopper or   |
 |         |                           | later; on older GPUs torch loops inside the call, and waits for the borders)  |
 |         |                           | CPU: fp32, bf16, fp16; one call whose loop over groups is inside, in C++      |
-| padded  | `torch.bmm` of copies     | other cases: float64, and widths that are no multiple of 16 bytes             |
+| padded  | `torch.bmm` of copies     | other cases: float64, and widths that are not a multiple of 16 bytes          |
 
 The padded form copies every group to a block as large as the largest group. Its work grows with the skew, up to E times
 if one expert takes all rows. Comparisons of layouts run in float64, so they too make one call.

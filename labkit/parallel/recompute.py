@@ -5,7 +5,7 @@ again, they cost one more forward of the recomputed part (arXiv 1604.06174; for 
 second forward must repeat the first bit for bit: the same inputs, the same random numbers, the same autocast. Random
 numbers come from torch's generators and from every named state of an `RngTracker`. A ledger books the communication
 of the second forward under the phase `recompute`. In a CUDA graph no state of a generator can be set back, so
-`RefusesDraws` refuses a recomputed part that draws.
+`RefusesDraws` rejects a recomputed part that draws.
 
 | form                      | keeps               | makes again          | right before                  |
 |---------------------------|---------------------|----------------------|-------------------------------|

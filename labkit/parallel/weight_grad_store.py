@@ -54,7 +54,7 @@ def deferred(parameters: Sequence[Tensor | None], compute: Compute) -> bool:
     """Offer `compute` to the collecting store, in a layer's backward. Do not run it now if this returns True.
 
     parameters: those whose gradients `compute` returns; None stands for one that needs none. A parameter that is not a
-        leaf is refused, because its gradient has to travel on through the graph.
+        leaf is rejected, because its gradient has to travel on through the graph.
     """
     if _collecting is None or not all(p is None or p.is_leaf for p in parameters):
         return False

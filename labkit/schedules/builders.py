@@ -1,4 +1,4 @@
-"""Pure functions that build the known schedules, beside those of `zero_bubble.py`.
+"""Pure functions that build the known schedules, next to those of `zero_bubble.py`.
 
 Each docstring gives the program of a rank in DualPipe's notation: `3F` runs three forwards. It also gives the idle time
 and the activations alive at once. The formulas hold for equal stages and free messages; tests compare them with the
@@ -74,8 +74,8 @@ def interleaved(
         Program of every rank: `mvF mvB`. The bubble is the same, and m v stages are in flight on every rank.
 
     Raises:
-        ValueError: one pipeline rank with several chunks, the sizes that `legal_group_size` refuses, and `all_warmup`
-            with one chunk a rank or with m other than p.
+        ValueError: one pipeline rank with several chunks, the sizes that `legal_group_size` rejects, and `all_warmup`
+            with one chunk per rank or with m other than p.
     """
     require_positive(pp=pp, vpp=vpp, microbatches=microbatches)
     if all_warmup and (vpp == 1 or microbatches != pp):
@@ -145,11 +145,11 @@ def without_backward(schedule: Schedule) -> Schedule:
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
     """Return the schedule that a config names (a row of `labkit.config.choices`), or that in the file at `config.path`.
 
-    `auto` is 1f1b for one model chunk a rank and interleaved for more. A file, and a row that says so, fix the number
+    `auto` is 1f1b for one model chunk per rank and interleaved for more. A file, and a row that says so, fix the number
     of stages of a rank, so `vpp` may stay at 1.
 
     Raises:
-        ValueError: an unknown name, a vpp that the named schedule does not have, sizes that its builder refuses, a
+        ValueError: an unknown name, a vpp that the named schedule does not have, sizes that its builder rejects, a
             file that cannot be read, and a file for another number of ranks or microbatches.
     """
     if config.path is not None:

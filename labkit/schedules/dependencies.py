@@ -4,7 +4,7 @@
     B(s, m), I(s, m) need F(s, m), and B or I(s+1, m)
     W(s, m)          needs I(s, m)
 
-Functions fill columns rank by rank: beside the result they hold scratch memory for one row at a time.
+Functions fill columns rank by rank: besides the result they hold scratch memory for one row at a time.
 
 Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
 """

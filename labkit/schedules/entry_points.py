@@ -1,6 +1,6 @@
 """Megatron's entry points: choose a schedule, make a runtime, run one step.
 
-They take Megatron's argument names plus `groups`, which Megatron keeps in globals. They refuse an argument that has no
+They take Megatron's argument names plus `groups`, which Megatron keeps in globals. They reject an argument that has no
 meaning here; they never ignore it. Code that trains for many steps makes one `PipelineRuntime` and keeps it.
 """
 
@@ -55,7 +55,7 @@ class StepArguments(TypedDict, total=False):
     As in Megatron, nobody calls it at pp 1, nor on the first rank without interleaving. There the last backward runs
     outside `no_sync_func`'s context, and its hooks synchronise."""
     param_sync_func: Any
-    """Called with a chunk's parameters ahead of its first forward, or a list with one per chunk; interleaving only."""
+    """Called with a chunk's parameters before its first forward, or a list with one per chunk; interleaving only."""
     deallocate_pipeline_outputs: bool
     """Free an output's values once it is sent; False unless given, as in Megatron."""
     tensor_shape: TensorShape
@@ -72,14 +72,14 @@ class StepArguments(TypedDict, total=False):
     sequence_parallel: bool
     """Divide S by the tensor-parallel size."""
     variable_seq_lengths: bool
-    """Send three sizes ahead of each tensor; no shape is needed."""
+    """Send three sizes before each tensor; no shape is needed."""
     batch_p2p_comm: bool | None
     """True batches the transfers between two actions, False orders them even/odd, None posts receives ahead and lets
     sends run behind the computation. With variable_seq_lengths nothing is one batch: True and False then only wait."""
     overlap_p2p_comm: bool
     """As batch_p2p_comm None; interleaving only, and not together with batch_p2p_comm=True."""
     use_ring_exchange_p2p: bool
-    """Refused."""
+    """Rejected."""
     num_microbatches_with_partial_activation_checkpoints: int | None
     """Number of microbatches in flight that recompute nothing; None leaves it to the model."""
     microbatch_group_size_per_vp_stage: int | None
@@ -89,7 +89,7 @@ class StepArguments(TypedDict, total=False):
 def get_forward_backward_func(
     pp_size: int | None = None, vp_size: int | None = None, *, groups: ParallelGroups | None = None
 ) -> Callable[..., list[Any]]:
-    """Return the entry point for a layout: no pipelining at pp 1, 1F1B with one model chunk a rank, else interleaving.
+    """Return the entry point for a layout: no pipelining at pp 1, 1F1B with one chunk per rank, else interleaving.
 
     Sizes not given come from `groups`. Raises ValueError if the call gives neither.
     """
@@ -200,7 +200,7 @@ def forward_backward_pipelining_with_interleaving(
 
 
 _schedule = lru_cache(maxsize=16)(interleaved)
-"""The schedule of a step: 1F1B for one chunk a rank. It is kept with its `derived` values, because every step makes a
+"""The schedule of a step: 1F1B for one chunk per rank. It is kept with its `derived` values, because every step makes a
 runtime of its own."""
 
 
@@ -253,7 +253,7 @@ def _run(
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Remove refused arguments from `others` if they are off. Raise for those that are on, and for unknown names."""
+    """Remove rejected arguments from `others` if they are off. Raise for those that are on, and for unknown names."""
     for name in sorted(others.keys() - StepArguments.__annotations__.keys()):
         if name not in _REFUSED:
             raise TypeError(f"unexpected argument {name!r}")

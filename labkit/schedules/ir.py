@@ -6,7 +6,7 @@ Notable:
   megabytes; `Action` objects appear only on access. A schedule lists no messages: they follow from the rows
   (`lowering.py`).
 - A rank has any number of stages. Looped placement puts stage s on rank s mod pp. A V goes down the ranks and up again.
-- A schedule may be wrong, and still be built, printed and drawn. `simulate` refuses it.
+- A schedule may be wrong, and still be built, printed and drawn. `simulate` rejects it.
 
 Legend: A = actions of the whole schedule, P = ranks, S = stages, M = microbatches.
 """
@@ -265,8 +265,8 @@ class Schedule:
     def from_text(cls, text: str) -> Schedule:
         """Read `to_text`'s form; the line with the name may be left out, ranks may be aligned with blanks.
 
-        The cells give the numbers of stages and microbatches. Raises ScheduleError for a cell that is no action, with
-        rank, position and text, and for a line that is not the next rank's.
+        The cells give the numbers of stages and microbatches. Raises ScheduleError for a cell that is not an action,
+        with rank, position and text, and for a line that is not the next rank's.
         """
         lines = [line.strip() for line in _lines(text.strip())]
         name = "text" if not lines or RANK_LINE.match(lines[0]) else lines.pop(0)
@@ -353,7 +353,7 @@ def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
 
 
 def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """Return the numbers of stages and microbatches, from the highest of each. Refuses a number that must be a typing
+    """Return the numbers of stages and microbatches, from the highest of each. Rejects a number that must be a typing
     mistake."""
     flat = [action for row in rows for action in row]
     stages, microbatches = (1 + max((getattr(a, of) for a in flat), default=-1) for of in ("stage", "microbatch"))

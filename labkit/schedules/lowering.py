@@ -5,7 +5,7 @@ stage s - 1 sends. B (or I) of stage s needs the message of stage s + 1. Lowerin
 
 **Slots.** A slot lies before each action of a rank, and another after the last action. The sender puts a message in the
 slot right after the action that makes the message. Under `batched` and `even_odd` each slot is one exchange, and the
-receive cannot simply stand before the action that reads it. Two ranks could then wait for each other's next slot.
+receive cannot simply come before the action that reads it. Two ranks could then wait for each other's next slot.
 So every rank predicts all starts and ends at unit costs (`simulate`). The *moment* of a message is the end of the
 action that makes it. Slot j of a rank covers the time after the start of action j - 1, up to the start of action j.
 Both ranks put a message in the slot that contains its moment. On the sender this is the slot right after the action.
@@ -208,7 +208,7 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
 
     Raises:
         ValueError: an unknown transport.
-        ScheduleError: `batched` or `even_odd`, and a schedule that `simulate` refuses.
+        ScheduleError: `batched` or `even_odd`, and a schedule that `simulate` rejects.
     """
     check_transport(transport)
     actions, stages = schedule.actions(rank), schedule.stages_of(rank)

@@ -79,7 +79,7 @@ class PipelineRuntime:
 
         tensor_shape: of what stages send on: one shape (S, B, H), a list of shapes where they send several tensors, or
             a function from the sending stage to its list. None is one tensor whose sizes vary.
-        variable_seq_lengths: send three sizes ahead of every tensor; of tensor_shape only the number of tensors counts.
+        variable_seq_lengths: send three sizes before every tensor; of tensor_shape only the number of tensors counts.
         dtype: of these tensors; None is autocast's, else that of the first floating-point parameter.
         grad_scaler: applied to the loss before its backward.
         calculate_per_token_loss: leave a three-item loss unscaled; `num_tokens` divides once at the end of the step.
@@ -87,11 +87,11 @@ class PipelineRuntime:
             backward is split), or one per chunk; None takes the chunks' own `no_sync`, where they have one.
         grad_sync_func: called with a chunk's parameters where all ranks synchronise them at about the same time, or one
             per chunk. With one stage per rank the first rank leaves it to the hooks of its last backward, as Megatron.
-        param_sync_func: called with a chunk's parameters ahead of its first forward, or one per chunk.
+        param_sync_func: called with a chunk's parameters before its first forward, or one per chunk.
         timers: `timers(name, log_level=n)` gives an object with `start` and `stop`; or None.
         autocast_dtype: run forwards, but not the loss function, under torch.autocast with this type; None does not.
-        num_microbatches_with_partial_activation_checkpoints: of those in flight on this rank, so many recompute nothing
-            (`kept_whole`): their forwards run under the chunk's `set_activation_checkpointing(False)`.
+        num_microbatches_with_partial_activation_checkpoints: of those in flight on this rank, this many recompute
+            nothing (`kept_whole`): their forwards run under the chunk's `set_activation_checkpointing(False)`.
         tokens_per_microbatch: B x S; needed with calculate_per_token_loss and experts alone (`AttachedLosses`).
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.

@@ -1,7 +1,7 @@
 """Where in a rank's row the gradients of a chunk are synchronised and its parameters gathered.
 
-Communication slows down the computation beside it, and one slow rank would hold up all others. So Megatron starts these
-collectives at places that all ranks of the pipeline reach at about the same time.
+Communication slows down the computation that runs at the same time, and one slow rank would hold up
+all others. So Megatron starts these collectives at places that all ranks of the pipeline reach at about the same time.
 """
 
 from __future__ import annotations

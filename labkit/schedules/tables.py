@@ -63,7 +63,7 @@ def get_pp_rank_microbatches(
     Returns (total, all is warm-up, warm-up, remaining).
 
     Raises:
-        ValueError: sizes below 1, a rank outside pp_size, and the group sizes that `legal_group_size` refuses.
+        ValueError: sizes below 1, a rank outside pp_size, and the group sizes that `legal_group_size` rejects.
     """
     require_positive(num_microbatches=num_microbatches, num_model_chunks=num_model_chunks, pp_size=pp_size)
     if not 0 <= pp_rank < pp_size:

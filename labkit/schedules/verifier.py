@@ -1,4 +1,4 @@
-"""Prove that a schedule can run before any process starts, or refuse it and draw the place of the mistake.
+"""Prove that a schedule can run before any process starts, or reject it and draw the place of the mistake.
 
 `verify` checks in this order and stops at the first failure:
 
@@ -115,8 +115,8 @@ def _require_order(schedule: Schedule) -> None:
 def interleaving_rules(schedule: Schedule) -> None:
     """Megatron's rules for M microbatches, groups of N, PP ranks: PP <= N <= M, and M mod N is 0 or at least PP.
 
-    The rules concern schedules with several chunks a rank and looped placement. Every rank must run its forwards in the
-    order of one table (`get_schedule_table`): runs of N microbatches, and in each run all chunks in turn.
+    The rules concern schedules with several chunks per rank and looped placement. Every rank must run its forwards in
+    the order of one table (`get_schedule_table`): runs of N microbatches, and in each run all chunks in turn.
     """
     pp, m = schedule.pp, schedule.num_microbatches
     chunks = schedule.num_stages // pp

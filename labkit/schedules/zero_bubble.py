@@ -135,7 +135,7 @@ def _zbv(pp: int, microbatches: int, rank: int) -> list[Phase]:
 def dualpipe_v(pp: int, microbatches: int) -> Schedule:
     """DualPipe cut in half and laid on a V (DualPipeV; deepseek-ai/DualPipe, arXiv 2412.19437 section 3.2.1).
 
-    In its main phase a rank always has a forward of one chunk beside a backward of the other. The communication of one
+    In its main phase a rank always has a forward of one chunk next to a backward of the other. The communication of one
     can overlap the computation of the other. A Schedule runs one action at a time, so the two stand one after the other
     here, and every backward is I and W. A bare W below is the oldest open weight gradient. It follows its I at once
     wherever the original has a full backward.

@@ -64,7 +64,7 @@ class CoreAttention(nn.Module):
         self.engine_attention = (attention,)
 
     def train(self, mode: bool = True) -> CoreAttention:
-        """Set the mode of the engine's module too, which is no child: it drops only in training."""
+        """Set the mode of the engine's module too, which is not a child: it drops only in training."""
         self.engine_attention[0].train(mode)
         return super().train(mode)
 

@@ -1,9 +1,9 @@
 """Linear layers of Transformer Engine on labkit's parameters: after a norm, row-parallel, and of all experts of a rank.
 
 labkit makes the parameters by (seed, name), and labkit's modules hold them under the same names as without the engine.
-The engine's module gets the same Parameter objects. It is no child of labkit's module and adds nothing to a state_dict,
-so both implementations load the same state_dict. A norm's module only holds its parameters: `LayerNormLinear` applies
-the norm, so that the normalised activation is made once, in fp8 where that is on.
+The engine's module gets the same Parameter objects. It is not a child of labkit's module and adds nothing to a
+state_dict, so both implementations load the same state_dict. A norm's module only holds its parameters:
+`LayerNormLinear` applies the norm, so that the normalised activation is made once, in fp8 where that is on.
 
 Shapes: S sequence, B batch, H hidden, N rows, I input size, O output size.
 """

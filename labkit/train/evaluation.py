@@ -1,4 +1,4 @@
-"""Validations and the test: mean loss over some batches, without gradients and dropout, and data beside the loss.
+"""Validations and the test: mean loss over some batches, without gradients and dropout, and data besides the loss.
 
 Every rank returns the same bits of a loss. On a GPU a token id outside the vocabulary raises TokenIdError on every
 rank, after the batches.

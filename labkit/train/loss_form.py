@@ -1,7 +1,7 @@
 """One sentence for whatever a user's own forward step returns that the training loop cannot use.
 
 Megatron's `pretrain` and labkit's runtime leave the form of a loss to the caller. Here the loop itself reads the
-metrics, because it reports one mean over the global batch. A form that would give wrong gradients silently is refused.
+metrics, because it reports one mean over the global batch. A form that would give wrong gradients silently is rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def checked_forward_step(forward_step: Callable[..., Any], *, cp: int) -> Callab
 
     cp: context-parallel ranks. With more than one, a loss of two items would have to be this rank's part of the
         sample's mean, as in Megatron; a mean over the rank's own positions makes gradients cp times too large and
-        cannot be told from it, so two items are refused.
+        cannot be told from it, so two items are rejected.
     """
 
     def step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:

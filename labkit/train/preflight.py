@@ -78,7 +78,7 @@ def memory_problem(
     config: RunConfig, world_size: int, device: str = "auto", *, schedule: Schedule | None = None
 ) -> str:
     """Return why `world_size` ranks do not fit the memory of this machine, or an empty string. Ranks of torchrun may be
-    on several machines, so they check their memory themselves. The launcher refuses more ranks than it can start."""
+    on several machines, so they check their memory themselves. The launcher rejects more ranks than it can start."""
     if config.train.allow_oversubscription or info.under_torchrun() or world_size > MOST_RANKS:
         return ""
     schedule, kind = schedule or configured_schedule(config, world_size), info.device_kind(device)

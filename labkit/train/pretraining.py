@@ -158,7 +158,7 @@ def pretrain(
     model_type: what the provider's model is, as `model.model_type`.
     forward_step: (data iterator, chunk) -> (output, loss function); default: that of `model.family`. The loss function
         takes the output of the last stage and returns `(sum of losses, number of tokens, metrics)`, or `(mean loss,
-        metrics)`. Two items are refused for cp > 1: a rank then holds a part of each sample and cannot compute the
+        metrics)`. Two items are rejected for cp > 1: a rank then holds a part of each sample and cannot compute the
         mean. The dict `metrics` has `loss_sum`, the sum of the losses of this rank's tokens, and `tokens`, the number
         of these tokens. The reported loss is the quotient of both over the global batch.
     extra_args_provider: a dataclass whose fields, made by `labkit.config.field`, join the configuration as

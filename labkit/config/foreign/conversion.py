@@ -107,7 +107,7 @@ class Conversion:
         return str(self.take(key, default))
 
     def number(self, key: str, default: Any = 0, *, keep: bool = False) -> Any:
-        """Return the value of a key as a number. keep: leave the key to its row, which rejects what is no number."""
+        """Return the value of a key as a number. keep: leave the key to its row, which rejects what is not a number."""
         value = self.keys.get(key) if keep else self.take(key)
         if value is None:
             return default

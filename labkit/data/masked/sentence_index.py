@@ -49,7 +49,7 @@ def build_sentence_index(
 
     sequence_lengths: tokens of each sentence. document_indices: first sentence of each document, and the number of
     sentences at the end. documents: those of one split. longest: largest target, at least 2. least: fewest sentences of
-    a sample. num_samples: pass over the documents until there are so many samples; the last pass is finished.
+    a sample. num_samples: pass over the documents until there are that many samples; the last pass is finished.
 
     Raises:
         TooFewSentencesError: no document gives a sample.

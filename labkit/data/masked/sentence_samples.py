@@ -123,7 +123,7 @@ class SentenceSamples:
         name: str = "train",
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        """documents: those of the split. num_samples: pass over the documents until there are so many samples; None
+        """documents: those of the split. num_samples: pass over the documents until there are that many samples; None
         passes once. name: name of the split. cache: folder for the index array.
 
         Raises:

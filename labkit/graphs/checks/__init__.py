@@ -1,1 +1,1 @@
-"""Refusals of captures and replays that would be silently wrong: before a capture, during it, and at each replay."""
+"""Checks that reject captures and replays which would be silently wrong: before, during and after a capture."""

@@ -1,8 +1,8 @@
-"""Refusals before anything is captured: of callables, samples, groups and routers that no replay could follow.
+"""Checks before anything is captured: they reject callables, samples, groups and routers that no replay could follow.
 
 A graph on a GPU holds messages of NCCL, which are kernels, and never messages of gloo. The reason is that gloo copies
 tensors to the host and waits there; no graph can hold that, and a replay would send nothing. Ranks that share a GPU
-talk through gloo, because NCCL refuses them. Emulated graphs on the host hold gloo's messages as operations.
+talk through gloo, because NCCL rejects them. Emulated graphs on the host hold gloo's messages as operations.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from labkit.moe.router import routers_of
 
 
 def check_callables(callables: Sequence[Callable[..., Any]]) -> None:
-    """Refuse callables that a replay could not follow.
+    """Reject callables that a replay could not follow.
 
     Raises:
         TypeError: an object that cannot be called.
-        GraphCaptureError: modules in training beside modules in evaluation, hooks, buffers that require grad,
+        GraphCaptureError: modules in training together with modules in evaluation, hooks, buffers that require grad,
             autocast's cache.
     """
     for function in callables:
@@ -77,7 +77,7 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def check_samples(arguments: Sequence[Arguments]) -> None:
-    """Refuse samples that cannot hold what a call brings.
+    """Reject samples that cannot hold what a call brings.
 
     Raises:
         GraphCaptureError: several elements of a sample have one address (an expanded tensor), or two arguments of one
@@ -106,7 +106,7 @@ def check_samples(arguments: Sequence[Arguments]) -> None:
 def check_samples_apart(
     captures: Sequence[PlannedCapture], arguments: Sequence[Arguments], owner: Sequence[int]
 ) -> None:
-    """Refuse samples that share memory while two callables need it for different values.
+    """Reject samples that share memory while two callables need it for different values.
 
     owner: as `owners` returns it.
 
@@ -159,7 +159,7 @@ def _end(x: Tensor) -> int:
 
 
 def refuse_gloo(groups: Iterable[Group], device: torch.device, impl: str) -> None:
-    """Refuse captured messages of gloo on a GPU.
+    """Reject captured messages of gloo on a GPU.
 
     groups: the groups over which the captured code communicates. device: the device of its tensors.
     impl: `graph.cuda_graph_impl`, for the message.
@@ -185,7 +185,7 @@ def _backend(group: Group) -> str:
 
 
 def refuse_records(module: nn.Module) -> None:
-    """Refuse a module with a router that records its choices or repeats recorded choices.
+    """Reject a module with a router that records its choices or repeats recorded choices.
 
     Raises:
         GraphCaptureError: there is such a router.

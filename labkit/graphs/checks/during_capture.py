@@ -1,4 +1,4 @@
-"""A run of a callable inside a warm-up or a capture: its outputs, and refusals of what no replay could repeat."""
+"""A run of a callable in a warm-up or a capture: its outputs, and checks that reject what no replay could repeat."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def called(
 
 
 def check_differentiated(place: Place, outputs: Iterable[Tensor | None], known: Iterable[Tensor]) -> None:
-    """Refuse a callable whose outputs depend on a tensor that requires grad and would get none from a replay.
+    """Reject a callable whose outputs depend on a tensor that requires grad and would get none from a replay.
 
     known: the tensors that get a gradient: inputs, and parameters of modules.
 

@@ -9,7 +9,7 @@ replay overwrites all tensors of the first.
     captured     F0 F1 B0 F2 B1 B2       (1F1B)
     replayed     F0 F1 F2 ..             F2 spoils F0, because F2 was captured after B0
 
-The check compares times of captures and reads no memory. It finds every spoiled forward, and may refuse an order that
+The check compares times of captures and reads no memory. It finds every spoiled forward, and may reject an order that
 would have been right by luck.
 """
 

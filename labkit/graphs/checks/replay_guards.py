@@ -3,10 +3,10 @@
 | noted at capture                                | if it differs at a call                                          |
 |-------------------------------------------------|------------------------------------------------------------------|
 | training mode of every module inside, autocast  | the callable runs eagerly: the graph is of another computation   |
-| the parameters, buffers and modules             | refused: the graph would use the old ones                        |
-| addresses of parameters, buffers, `main_grad`   | refused: the graph would use the old memory                      |
-| `requires_grad` of the parameters               | refused: the graph has no gradient of a frozen parameter         |
-| no hooks on modules                             | refused: a replay calls none                                     |
+| the parameters, buffers and modules             | rejected: the graph would use the old ones                        |
+| addresses of parameters, buffers, `main_grad`   | rejected: the graph would use the old memory                      |
+| `requires_grad` of the parameters               | rejected: the graph has no gradient of a frozen parameter         |
+| no hooks on modules                             | rejected: a replay calls none                                     |
 
 A call compares a few short lists; only a difference looks up names. Hooks of a module with manual hooks
 (`cuda_graph_manual_hooks`) are not compared.

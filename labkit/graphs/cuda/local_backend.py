@@ -179,7 +179,7 @@ class LocalBackend:
         """Record the operations inside the block, on the pool's stream.
 
         Raises:
-            GraphCaptureError: CUDA refused an operation (the message names the user's line), or torch takes no more
+            GraphCaptureError: CUDA rejected an operation (the message names the user's line), or torch takes no more
                 captures for this handle of a pool.
             BrokenProcessError: a failed capture, this one or an earlier one, could not be repaired.
         """
@@ -309,7 +309,7 @@ def stale_streams_followed() -> Iterator[None]:
 
 
 def explained(error: RuntimeError, name: str) -> RuntimeError:
-    """CUDA's refusal with the user's line; other errors (out of memory, labkit's own) unchanged."""
+    """CUDA's error with the user's line; other errors (out of memory, labkit's own) unchanged."""
     if isinstance(error, GraphCaptureError | torch.OutOfMemoryError) or "captur" not in str(error).lower():
         return error
     where = f"{line}: " if (line := raised_at(error)) else ""

@@ -98,7 +98,7 @@ def make_with_transformer_engine(
 
     Raises:
         ValueError: there is no engine here, or it is too old for what is asked.
-        GraphCaptureError: the engine captures neither functions that are no modules nor training without gradients.
+        GraphCaptureError: the engine captures neither functions that are not modules nor training without gradients.
     """
     modules = _modules(request.functions)
     training = _is_training(modules, request.order)
@@ -252,7 +252,7 @@ def _set_back(make: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterato
 
 @contextmanager
 def _generators_known(make: Callable[..., Any], trackers: Sequence[RngTracker]) -> Iterator[None]:
-    """Inside the block the engine registers labkit's named random states with every graph, beside its own."""
+    """Inside the block the engine registers labkit's named random states with every graph, in addition to its own."""
     generators = [generator for tracker in trackers for generator in tracker.generators]
     distributed = sys.modules.get(f"{make.__module__.rpartition('.')[0]}.distributed")
     if not generators or distributed is None:

@@ -78,7 +78,7 @@ _blocks: dict[int, Block] = {}
 class Arena:
     """A pool of emulated graphs. Captures into one arena share its memory.
 
-    A capture sets `owner`; the history notes it beside each block.
+    A capture sets `owner`; the history notes it next to each block.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ An emulated graph holds operations on fixed addresses. A replay runs no Python o
 frozen, and side effects happen once. A replay draws new random numbers and runs the collectives inside. Many graphs
 share a pool: a block is free when its tensor dies, and a later capture may take it. There are weak references.
 
-The emulation refuses the operations that a GPU refuses (`host_syncs.py`), and names the line. It makes the mistakes
+The emulation rejects the operations that a GPU rejects (`host_syncs.py`), and names the line. It makes the mistakes
 that a GPU makes silently: a tensor whose block another graph has taken shows that graph's values.
 
 One difference remains. A capture on a GPU computes nothing; here the captured operations also run once. So a capture

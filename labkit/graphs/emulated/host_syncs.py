@@ -1,6 +1,6 @@
-"""Operations that make the host wait for the device; an emulated capture notices and refuses each of them.
+"""Operations that make the host wait for the device; an emulated capture notices and rejects each of them.
 
-On a GPU CUDA refuses these itself. On the host nothing waits. Without a check the graph would silently keep their
+On a GPU CUDA rejects these itself. On the host nothing waits. Without a check the graph would silently keep their
 result from the capture.
 
 | done in captured code                                        | noticed by                                        |
@@ -18,9 +18,9 @@ result from the capture.
 | raw calls to `torch.distributed`                             | the operation's name space                        |
 
 The methods are replaced because tensors on the host answer them without an operation. A replaced method also works in
-backward, where function modes are off. `.to(device)` is refused only for the word "cpu": a `torch.device` may come from
-`x.device`, which here is the device of the graph. A tensor of one number passes. It stays on the host in a run on a GPU
-too, and operations take it as a number.
+backward, where function modes are off. `.to(device)` is rejected only for the word "cpu": a `torch.device` may come
+from `x.device`, which here is the device of the graph. A tensor of one number passes. It stays on the host in a run on
+a GPU too, and operations take it as a number.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def refuse_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @contextmanager
 def watched_methods() -> Iterator[None]:
-    """Inside the block the methods of the table are refused where a capture records."""
+    """Inside the block the methods of the table are rejected where a capture records."""
     before = {name: vars(Tensor).get(name) for name in _METHODS}  # None: torch defines it in the base class
     for name in _METHODS:
         setattr(Tensor, name, _watched(name, getattr(Tensor, name)))

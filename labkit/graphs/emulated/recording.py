@@ -82,7 +82,7 @@ def _traits(func: Any) -> _Traits:
 
 
 def _into(func: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
-    """The `out=` variant with the same arguments beside `out`."""
+    """The `out=` variant with the same arguments besides `out`."""
     schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     for overload in func._overloadpacket.overloads():

@@ -1,1 +1,1 @@
-"""What chapters and benchmarks show of graphs: their operations, launches, calls and refusals."""
+"""What chapters and benchmarks show of graphs: their operations, launches, calls and rejections."""

@@ -54,7 +54,7 @@ PARTS = {
 
 
 class SinglePartLayer(nn.Module):
-    """x + dropout(part(norm(x))). A CUDA graph holds the whole layer, or nothing of it."""
+    """x + dropout(part(norm(x))). A CUDA graph holds the whole layer, or none of it."""
 
     def __init__(self, index: int, build: Build) -> None:
         super().__init__()

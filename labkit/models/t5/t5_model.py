@@ -104,7 +104,7 @@ class T5Model(GPTModel):
             self._mark_copies(groups)
 
     def _mark_copies(self, groups: ParallelGroups) -> None:
-        """Note the parameters that several stages of the pipeline hold; the first of them is no copy."""
+        """Note the parameters that several stages of the pipeline hold; the first of them is not a copy."""
         half = half_of_pipeline(groups)
         if self.embedding is not None:
             words, second = record_of(self.embedding.word.weight), self.encoder is None

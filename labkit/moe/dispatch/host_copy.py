@@ -59,7 +59,7 @@ def host_numbers(counts: Tensor) -> list[int]:
     """Return the integers of a host tensor that a dispatcher made, by a `HostCopy` or from shapes.
 
     A recorder treats every tensor as one on a device and would refuse to read it. Here the reading is safe, because a
-    `HostCopy` would have refused before.
+    `HostCopy` would have raised before.
     """
     with unrecorded():
         return counts.tolist()

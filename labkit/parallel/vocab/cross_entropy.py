@@ -225,7 +225,7 @@ def vocab_parallel_cross_entropy(
         loss_SB, the same on every rank.
 
     Raises:
-        TokenIdError: a label outside the vocabulary. ValueError: logits that are no shard of it.
+        TokenIdError: a label outside the vocabulary. ValueError: logits that are not a shard of it.
     """
     shard = _shard(logits_SBV.shape[-1], labels_SB, group, vocab_size, padded_vocab_size, label_smoothing)
     loss_N: Tensor = _CrossEntropy.apply(logits_SBV.flatten(0, -2), shard)  # type: ignore[assignment]

@@ -140,7 +140,7 @@ class RunRecords:
         return file.read(len(self._tail)) == self._tail
 
     def _take(self, line: bytes) -> None:
-        """Take in one line. A line that is no record is skipped, because a killed run may have left half of one."""
+        """Take in one line. A line that is not a record is skipped, because a killed run may have left half of one."""
         try:
             record = json.loads(line)
         except ValueError:

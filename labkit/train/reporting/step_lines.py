@@ -1,7 +1,7 @@
 """Files with one JSON object per line, read back when a run goes on in them. Needs no torch.
 
 A kill may leave a line without its newline, even if it is complete JSON, and the next line would be appended to it. So
-only whole lines count, up to the first that is no record.
+only whole lines count, up to the first that is not a record.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield (bytes, step) of the lines of a file up to the first that is no record; step 0 for a line without one."""
+    """Yield (bytes, step) of the lines of a file up to the first that is not a record; step 0 if a line has none."""
     if not path.exists():
         return
     with path.open("rb") as file:
