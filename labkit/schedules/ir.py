@@ -163,7 +163,8 @@ class Schedule:
     def check_pp(self, pp: int) -> None:
         """Raise ValueError unless the schedule is for a pipeline of `pp` ranks."""
         if self.pp != pp:
-            raise ValueError(f"{self.name} is for {counted(self.pp, 'pipeline rank')}, but parallel.pp is {pp}")
+            ranks = counted(self.pp, "pipeline rank")
+            raise ValueError(f"{self.name} is for {ranks}, but parallel.pp is {pp}: set pp to {self.pp}")
 
     @property
     def forward_only(self) -> bool:

@@ -182,7 +182,8 @@ class PipelineRuntime:
         wanted = self.schedule.num_microbatches
         if num_microbatches is not None and num_microbatches != wanted:
             raise ValueError(
-                f"{self.schedule.name} is for {wanted} microbatches, num_microbatches is {num_microbatches}"
+                f"{self.schedule.name} is for {wanted} microbatches, but num_microbatches is {num_microbatches}: give "
+                f"{wanted}, or run another schedule"
             )
         if collect_non_loss_data and not forward_only:
             raise ValueError("collect_non_loss_data gives no loss to go backward from: set forward_only as well")

@@ -216,7 +216,7 @@ def test_override_reports_everything_at_once() -> None:
         )
     text = str(caught.value)
     assert len(caught.value.problems) == 6
-    for part in ('did you mean "parallel.tp"', "schedule.path, data.path", "what is left of the world",
+    for part in ('did you mean "parallel.tp"', "schedule.path, data.path", "takes the remaining ranks",
                  "optim.lr = 'fast'", "optim = 3", "parallel.pp: given twice"):  # fmt: skip
         assert part in text
 

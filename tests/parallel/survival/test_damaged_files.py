@@ -49,7 +49,7 @@ def resumes_from_the_one_before(folder: Path, losses: list[float], capfd) -> str
     assert result.resumed_after == 1, f"went on after step {result.resumed_after}"
     assert result.losses == losses
     assert Reader(folder / STEP_2).problems() == [], "step 2 is written anew"
-    said = [line for line in capfd.readouterr().err.splitlines() if "not used, because damaged" in line]
+    said = [line for line in capfd.readouterr().err.splitlines() if "damaged, so not used" in line]
     assert len(said) == 1 and STEP_2 in said[0] and STEP_1 not in said[0].replace(f"../{STEP_1}", ""), said
     return said[0]
 
