@@ -218,7 +218,7 @@ class span:
     """`with span("2F0", "forward"):` records the block as one event, and as a range inside `ranging`; nothing is
     recorded where nobody asks.
 
-    A class and no generator, because it stands between two actions of a pipeline.
+    It is a class rather than a generator, because it runs between any two actions of a pipeline.
     """
 
     __slots__ = ("_fields", "_kind", "_name", "_range", "_recorder", "_start")
@@ -257,7 +257,7 @@ def shift_to_zero(events: Iterable[Event]) -> list[Event]:
 
 
 def write_jsonl(events: Iterable[Event], path: str | Path) -> Path:
-    """Write one JSON object a line, leaving out fields that are None; returns the path."""
+    """Write one JSON object per line, leaving out fields that are None; returns the path."""
     path = Path(path)
     with appearing(path) as draft, draft.open("w") as file:
         for event in events:

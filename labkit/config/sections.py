@@ -90,7 +90,7 @@ class ModelConfig:
         synonyms={"learned_absolute": "learned"}, of_model=True)
     relative_buckets: int = field(32, "Distances that `relative` tells apart; near ones have a bucket each.", ge=4,
         aliases="relative_attention_num_buckets", needs="model.position=relative", of_model=True)
-    relative_max_distance: int = field(128, "All distances from this one on share a bucket of `relative`.", ge=4,
+    relative_max_distance: int = field(128, "With `relative`, all distances from this one on share a bucket.", ge=4,
         aliases="relative_attention_max_distance", needs="model.position=relative", of_model=True)
     rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base",
         needs="model.position=rope", of_model=True)
@@ -434,7 +434,7 @@ class OptimConfig:
     min_loss_scale: float = field(1.0, "Smallest adaptive loss scale.", gt=0, needs=_ADAPTIVE)
     loss_scale_window: int = field(1000,
         "Steps in a row without overflow after which the scale doubles.", ge=1, needs=_ADAPTIVE)
-    hysteresis: int = field(2, "Overflows before the scale is halved; counted anew once the scale doubles.", ge=1,
+    hysteresis: int = field(2, "Overflows before the scale is halved; the count restarts when it doubles.", ge=1,
         needs=_ADAPTIVE)
     fp8: str = field("none",
         "Formats of the linear layers' GEMMs (arXiv 2209.05433); `hybrid`: e4m3 forward, e5m2 for gradients.",

@@ -187,7 +187,7 @@ def pretrain(
     FloatingPointError for a number that is not finite, by `train.on_not_finite`, and RunInterrupted after SIGTERM.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
-        raise ValueError("process_non_loss_data and process_non_loss_data_func are one argument; give only one")
+        raise ValueError("process_non_loss_data is another name of process_non_loss_data_func; give only one")
     config = declared(config, model_provider, model_type, extra_args_provider)
     run = initialize(config, schedule=schedule, own_model=model_provider is not None)
     with run.groups, listening():

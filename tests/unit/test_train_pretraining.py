@@ -263,7 +263,7 @@ def test_collecting_what_is_no_loss_changes_no_training_step():
 
 
 def test_two_names_of_one_argument_are_refused():
-    with pytest.raises(ValueError, match="are one argument; give only one"):
+    with pytest.raises(ValueError, match="another name of process_non_loss_data_func; give only one"):
         pretrain(small(), process_non_loss_data=print, process_non_loss_data_func=print)
 
 

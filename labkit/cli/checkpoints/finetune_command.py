@@ -154,7 +154,7 @@ COMMAND = Command(
         Option("seed", "int", "seed of the head, dropout and order; with --seeds, the first one", 1234, ge=0),
         Option("seeds", "int", "runs, each with the next seed; the last line has their median", 1, ge=1),
         Option("sweep", "bool", "try each row of the task in Table 6 first, and continue with the best", False),
-        Option("ensemble", "bool", "also score the sum of the predictions of all seeds", False),
+        Option("ensemble", "bool", "also score an ensemble, which sums the logits of all seeds", False),
         Option("squad-version", "str", "version of SQuAD", choices=VERSIONS, unset="default: that of the folder"),
         Option("save", "str", "folder for the weights of each run, as checkpoints", path="folder"),
         Option(
