@@ -102,7 +102,7 @@ class FieldSpec:
         return f"{self.section}.{self.name}" if self.section else self.name
 
     def broken(self, value: Any) -> str:
-        """Return the rule of type, words, bounds or file that a value breaks by itself, or an empty string."""
+        """Return the rule of type, words, bounds or file that a value breaks on its own, or an empty string."""
         try:
             self.convert(value)
         except BadValueError as rule:

@@ -28,7 +28,7 @@ class _Section:
 
 
 class Findings:
-    """The problems so far, and the fields that are known to be bad. Each field is checked by itself first.
+    """The problems so far, and the fields that are known to be bad. Each field is checked on its own first.
 
     A rule that reads a bad field ends there, so one mistake is reported only once. The forms that rules share, from
     `multiple` to `excludes`, skip bad fields as well.

@@ -135,7 +135,7 @@ def problems(config: Sections, world_size: int | None = None) -> list[str]:
 
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None = None) -> list[str]:
-    """Return a sentence for every broken rule of a layout by itself, without a model."""
+    """Return a sentence for every broken rule of a layout on its own, without a model."""
     found = Findings(Sections(parallel=parallel), world_size)
     found.check(*_LAYOUT)
     return found.problems

@@ -13,9 +13,9 @@ Three documents have 5, 3 and 4 tokens in this order, and `seq_length` is 4. The
 samples, and `sample_index` is (0, 0), (0, 4), (2, 0).
 
 Megatron shuffles the documents of all epochs together. If the run needs less than 80% of the last epoch, the last epoch
-is shuffled by itself and comes last. numpy's RandomState, whose results numpy never changes, draws in Megatron's order:
-documents, then samples. Source: megatron/core/datasets/gpt_dataset.py and helpers.cpp, megatron-core 0.16.1. Megatron's
-loops in C++ are array operations here.
+is shuffled separately and comes last. numpy's RandomState, whose results numpy never changes, draws in Megatron's
+order: documents, then samples. Source: megatron/core/datasets/gpt_dataset.py and helpers.cpp, megatron-core 0.16.1.
+Megatron's loops in C++ are array operations here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from labkit.config.errors import counted
 
 LAST_EPOCH_SHARE = 0.80
-"""If the run needs less than this share of the last epoch's samples, that epoch is shuffled by itself."""
+"""If the run needs less than this share of the last epoch's samples, that epoch is shuffled separately."""
 
 
 class TooFewTokensError(ValueError):
@@ -49,7 +49,7 @@ class Epochs:
 
     @property
     def separate_last(self) -> bool:
-        """True if the last epoch is shuffled by itself."""
+        """True if the last epoch is shuffled separately."""
         return self.shuffled_together < self.samples
 
 

@@ -93,14 +93,14 @@ def make_graphed_callables(
         allow_unused_input: allow an input that requires grad and gets none.
         clone_param_grads: return gradients of parameters as copies. False returns aliases of the graph's memory, which
             its next replay overwrites.
-        plan: the static input of each layer and microbatch, in the place of `plan_buffers`. It is not checked here;
+        plan: the static input of each layer and microbatch, in place of `plan_buffers`. It is not checked here;
             `check_plan` does that.
         watch_replays: reject a backward whose forward's activations another replay has overwritten. With False the
             gradients are silently wrong, as on a bare CUDA graph.
         rng_trackers: the trackers whose states the callables draw from; None takes those that modules hold.
         engine_options: for Transformer Engine alone: `enabled`, `recipe`, `amax_reduction_group` and
             `cache_quantized_params` of its quantisation.
-        backend: a backend in the place of that of `impl`.
+        backend: a backend in place of that of `impl`.
 
     Returns:
         One `GraphedCallable` for a single callable, else a tuple in the layout of `sample_args`.

@@ -7,7 +7,7 @@ Training and validation compute different things, so each has an object of this 
     batches -> slots of fixed address -> graph: all microbatches, gradients reduced over replicas -> results
 
 Every replay writes its results to the same memory, so a caller gets a copy. Python runs only at capture: the captured
-function must not look for NaN, change a learning rate, or write a report. A replay records one Event in the place of
+function must not look for NaN, change a learning rate, or write a report. A replay records one Event in place of
 the Events inside. The graph itself compares token ids and labels with the vocabulary and notes the bad ones. The host
 reads the notes after the replay (`labkit.parallel.vocab.token_ids`).
 """

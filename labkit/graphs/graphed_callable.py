@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Replay(Function):
-    """Replays two graphs in the place of a callable y = f(x, p).
+    """Replays two graphs in place of a callable y = f(x, p).
 
         forward    static x <- x; replay f        [..] -> [..]; y is a new tensor object at the static address of y
         backward   static dy <- dy; replay df     [..] -> [..]; dx, and dp for every parameter that has one

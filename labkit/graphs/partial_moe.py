@@ -24,7 +24,7 @@ own (`megatron/core/transformer/moe/moe_utils.py`). A graph has to end several c
 a forward. If it ended by early returns, every function on the way would have to know of graphs. The exception leaves
 all of them at once, and only during warm-up and capture: no eager run and no replay raises it.
 
-In Megatron the steps leave attributes on the dispatcher in the place of metadata, and `cudagraph_attrs` lists them.
+In Megatron the steps leave attributes on the dispatcher in place of metadata, and `cudagraph_attrs` lists them.
 
 Shapes: S, B, H, T, E, N as in `labkit/moe/layer.py`.
 """
@@ -55,7 +55,7 @@ class CutMoELayer:
     Attributes:
         moe_layer, scope: the layer, and the captured parts.
         cudagraph_tensor_store: holds tensors only between the replay of a graph and the rest of the forward.
-        metadata_form: the metadata of the first capture with a `TensorField` in the place of each tensor; None before
+        metadata_form: the metadata of the first capture with a `TensorField` in place of each tensor; None before
             it, and where the graph ends after `route`. `CudaGraphHelper` empties it before it captures anew.
     """
 

@@ -96,7 +96,7 @@ class Arguments:
         return tensors
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of the sample call with `tensors` in the place of its own."""
+        """(args, kwargs) of the sample call with `tensors` in place of its own."""
         args, values = self.spec.unflatten(tensors)
         return tuple(args), dict(zip(self.keywords, values, strict=True))
 

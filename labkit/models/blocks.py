@@ -26,7 +26,7 @@ from labkit.parallel.mlp import ParallelMLP
 class LayerParts:
     """The two halves of a layer, for CUDA graphs, which wrap them one by one; `forward` is `run_mlp(run_attention(x))`.
 
-    A `MoELayer` in the place of the MLP declares its own steps: its methods, in the order of its table.
+    A `MoELayer` in place of the MLP declares its own steps: its methods, in the order of its table.
     """
 
     attention: nn.Module

@@ -57,7 +57,7 @@ def build_model_chunk(
     pre_process: the stage embeds tokens. Of an encoder-decoder the first stage of each half does.
     post_process: the stage ends with the loss.
     chunk: the stage, as a `model_provider` gets it; `dataclasses.replace(chunk, spec=...)` for other parts of layers.
-    kind: makes the module, in the place of the class of the model's family: a subclass with layers of its own.
+    kind: makes the module, in place of the class of the model's family: a subclass with layers of its own.
 
     Raises ValueError for sizes that tp does not divide, or an option that the family does not have.
     """

@@ -13,7 +13,7 @@ The formats differ:
 - labkit stores linear weights as [output, input], with [q .. q k v] for each key/value head, [gate; up] as one matrix,
   and experts stacked.
 - GPT-2 stores linear weights as [input, output], and q, k, v as three blocks.
-- Llama stores q, k, v, gate and up apart. Mixtral stores each expert by itself: w1 is its gate, w3 its up, w2 its down.
+- Llama stores q, k, v, gate and up apart. Mixtral stores each expert apart: w1 is its gate, w3 its up, w2 its down.
 - BERT stores q, k and v apart, each with its bias (`bert/hugging_face_bert.py`).
 - Mamba-2 stores the rows of a projection kind after kind (`mamba/hugging_face_mamba.py`).
 - T5 stores q, k, v and gate, up apart, also of its cross-attention (`t5/hugging_face_t5.py`).
@@ -324,7 +324,7 @@ def _llama(config: ModelConfig, moe: MoEConfig, names: Container[str] | None) ->
 
 
 def _mixtral(ours: str, theirs: str, experts: int, names: Container[str] | None) -> Iterator[_Recipe]:
-    """Yield the recipes of a layer's router and experts: each expert by itself, or stacked if the state has them so."""
+    """Yield the recipes of a layer's router and experts: each expert apart, or stacked if the state has them so."""
     yield _Recipe(f"{ours}.router.weight", (f"{theirs}.gate.weight",))
     if names is not None and _short(f"{theirs}.experts.gate_up_proj") in names:
         yield _Recipe(f"{ours}.experts.fc1.weight", (f"{theirs}.experts.gate_up_proj",))

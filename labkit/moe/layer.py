@@ -1,6 +1,6 @@
 """The MoE layer: a router chooses experts for each token, and the token visits them on their ranks.
 
-One forward is a chain of methods with Megatron's names. Each can be called by itself. The first three work on shapes
+One forward is a chain of methods with Megatron's names. Each can be called on its own. The first three work on shapes
 that are known beforehand; only routing tells how many rows travel.
 
 | method                   | takes                | gives                     | work                                   |
@@ -79,7 +79,7 @@ def build_dispatcher(
 
 
 class MoELayer(nn.Module):
-    """Router, dispatcher, routed experts and shared experts in the place of an MLP.
+    """Router, dispatcher, routed experts and shared experts in place of an MLP.
 
     Args:
         name: name in the whole model, such as `layers.3.mlp`; its parts are `router`, `experts`, `shared_experts`.

@@ -324,7 +324,7 @@ class ColumnParallelLinear(nn.Module):
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
         precision: gives the three products (`Gemms`).
         seed, std: seed and standard deviation of the initial weight: it is drawn from N(0, std) by (seed, name).
-        partition_stride: number of blocks of the output, each cut by itself (2 for [gate; up]).
+        partition_stride: number of blocks of the output, each split separately (2 for [gate; up]).
         replicated: columns of the output that neighbouring ranks share, such as a key and a value. y and the
             parameters then have these columns besides this rank's own, so more than O/t.
 

@@ -395,7 +395,7 @@ def grid(schedule: Schedule, marks: dict[tuple[int, int], str] | None = None, *,
     """Return the rows as text, one line per rank.
 
     `marks` puts brackets round the cell at (rank, position) and its sentence under the grid. Each row shows `limit`
-    cells round the first marked cell, and `..` in the place of the others.
+    cells round the first marked cell, and `..` in place of the others.
     """
     marks = marks or {}
     first = min((position for _, position in marks), default=0)

@@ -1,4 +1,4 @@
-"""Transformer Engine's modules in the place of ours, given to a model from outside."""
+"""Transformer Engine's modules in place of ours, given to a model from outside."""
 
 from __future__ import annotations
 

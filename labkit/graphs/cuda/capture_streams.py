@@ -1,9 +1,10 @@
 """The CUDA streams of captures, and the graphs that must be reset together.
 
 cuBLAS keeps a workspace for each (handle, stream). torch allocates it at the first matrix product there, and every
-captured product holds its address. A workspace made during a capture therefore stays in the pool of that capture for
-ever. It takes 32 MiB on Hopper and Blackwell for each thread that runs products: the main thread, and autograd's thread
-for backwards. So `CaptureStream.prepare` makes the workspaces of a stream before the first capture on it.
+captured product holds its address. A workspace made during a capture therefore stays in the pool of that capture
+permanently. It takes 32 MiB on Hopper and Blackwell for each thread that runs products: the main thread, and
+autograd's thread for backwards. So `CaptureStream.prepare` makes the workspaces of a stream before the first capture
+on it.
 
 | torch         | a reset graph                                | capture streams  | graphs reset together      |
 |---------------|----------------------------------------------|------------------|----------------------------|

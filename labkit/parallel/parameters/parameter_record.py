@@ -53,7 +53,7 @@ class ParameterRecord:
     partition_dim: int = -1
     """The dimension that is cut; -1 for none."""
     partition_stride: int = 1
-    """Number of stacked blocks, each cut by itself (2 for SwiGLU's [gate; up])."""
+    """Number of stacked blocks, each split separately (2 for SwiGLU's [gate; up])."""
     replicated: Replicated | None = None
     """The rows of the part that neighbouring ranks hold alike."""
     expert_parallel: bool = False
@@ -184,7 +184,7 @@ def weight_gradient(
 
 
 def call_on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Register `hook` for every gradient of the parameter, in the place of an earlier wrapper's hook."""
+    """Register `hook` for every gradient of the parameter, in place of an earlier wrapper's hook."""
     record = record_of(parameter)
     if record.hook_handle is not None:
         record.hook_handle.remove()

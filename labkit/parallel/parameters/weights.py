@@ -175,7 +175,7 @@ def make_parameter(
         fill: constant value.
         group: the tensor-parallel group that cuts the parameter; None if every rank has it in full.
         partition_dim: dimension that is cut; given together with `group`.
-        partition_stride: number of blocks along that dimension, each cut by itself.
+        partition_stride: number of blocks along that dimension, each split separately.
         replicated: rows that neighbours hold alike; then dimension 0 is cut, in one block.
         padded_rows: after the draw, grow dimension 0 to this size with zeros (vocabulary tables). Padding depends on
             the layout, so it must not change a real weight.
@@ -233,7 +233,7 @@ def make_expert_parameter(
         ep: expert-parallel group; its rank r holds the r-th 1/ep of the experts.
         etp: expert-tensor-parallel group.
         partition_dim: dimension of the stack that etp cuts; 1 or more.
-        partition_stride: number of blocks along that dimension, each cut by itself.
+        partition_stride: number of blocks along that dimension, each split separately.
         seed, std: seed and standard deviation of the normal draw.
         dtype, device: as in `make_parameter`.
 

@@ -210,7 +210,7 @@ def remove_remains(folder: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a link or file in the place of one; what a link leads to stays. Raises OSError."""
+    """Remove a folder, or a link or file in place of one; what a link leads to stays. Raises OSError."""
     if _is_folder(path):
         shutil.rmtree(path)
     else:

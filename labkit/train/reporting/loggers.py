@@ -47,7 +47,7 @@ class Logger(Protocol):
 
 
 def logger_names(train: TrainConfig) -> tuple[str, ...]:
-    """Return the loggers of a run, each once; `train.tensorboard_dir` asks for TensorBoard by itself."""
+    """Return the loggers of a run, each once; `train.tensorboard_dir` is enough for TensorBoard."""
     return tuple(dict.fromkeys([*train.loggers, *(["tensorboard"] if train.tensorboard_dir is not None else [])]))
 
 
