@@ -120,7 +120,7 @@ def test_the_target_of_a_link_is_replaced_and_nothing_but_files(tmp_path):
 
 
 def test_types_that_the_format_lacks_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no uint32; choose one of uint8, int8"):
+    with pytest.raises(ValueError, match="cannot hold uint32; choose one of uint8, int8"):
         IndexedDatasetBuilder(tmp_path / "a", np.uint32)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         IndexedDatasetBuilder(tmp_path / "none" / "a")
