@@ -144,4 +144,5 @@ def scroll_up_to(page: Any, selector: str) -> None:
         assert time.monotonic() < end, f"no {selector} in this chapter"
         page.mouse.wheel(0, -400)
         time.sleep(0.3)
-    found.hover()  # which brings it onto the screen, and waits until it does not move
+    found.evaluate("element => element.scrollIntoView({block: 'center'})")
+    found.hover()  # waits until it does not move
