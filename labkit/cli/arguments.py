@@ -291,6 +291,7 @@ def _unknown(key: str, command: Command, why: str) -> str:
     names += (*KNOWN_NAMES, *(option.name for option in _MEGATRON_OPTIONS)) if command.configurable else ()
     names += [spec.name for spec in extra_specs(command.extra_args_provider).values()]
     hint = nearest(key, [f"--{name}" for name in names]) or nearest(key.replace("_", "-"), names)
+    hint = hint if "." in hint else hint.replace("_", "-")  # as the command line writes Megatron-LM's names
     pairs = any(option.pairs for option in command.options)
     listed = (
         f"a chapter's parameter is set by -p {key} VALUE"
@@ -323,7 +324,7 @@ def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -
         for dotted, value in sets.items() if flags[name] else ():
             entries.append(Entry(f"--{name.replace('_', '-')}", dotted, value))
             arguments.typed[dotted] = f"{entries[-1].key}, so {dotted} ="
-    if path is None and preset is None and not entries:
+    if path is None and preset is None and not entries and not problems:  # a problem may be a field misspelt
         problems.append(
             "--config: nothing to run; give a preset (--preset tiny), a file (--config f.yaml) or fields of the "
             "configuration (--num-layers 12)"

@@ -175,10 +175,11 @@ def choose_backend(backend: str, device: torch.device, local_world_size: int) ->
     if backend == "auto":
         return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and not own_gpu:
-        there = "they are on the CPU" if device.type == "cpu" else f"torch sees {torch.cuda.device_count()}"
+        ranks = f"each of the {local_world_size} ranks" if local_world_size > 1 else "its rank"
+        there = "the device is the CPU" if device.type == "cpu" else f"torch sees {torch.cuda.device_count()}"
         raise ValueError(
-            f"backend = nccl: needs a GPU for each of the {local_world_size} ranks on this machine, and {there}; set "
-            "it to gloo (several ranks may share one GPU), or start fewer ranks"
+            f"backend = nccl: needs a GPU for {ranks} on this machine, and {there}; set it to gloo (several ranks may "
+            "share one GPU), or start fewer ranks"
         )
     return backend
 

@@ -481,6 +481,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["groups", "-tp", "8"], "-tp: unknown option"),
     (["train"], "--config: nothing to run; give a preset (--preset tiny), a file (--config f.yaml) or fields"),
     (["train", "--nproc", "2"], "--config: nothing to run"),
+    (["train", "--num-layer", "12"], 'labkit train: --num-layer: unknown option; did you mean "--num-layers"?'),
     (["train", "--config", "/nowhere.yaml"], "no such file"),
     (["train", "--preset", "tiney"], 'did you mean "tiny"?'),
     (["train", "--preset", "tiny", "--tensor-paralel-size", "2"], "--tensor-paralel-size: unknown option"),
