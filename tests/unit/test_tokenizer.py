@@ -89,9 +89,15 @@ def test_the_size_that_is_known_without_the_library_is_the_bundled_one(tmp_path)
 def test_a_package_that_is_not_installed_is_named_only_where_it_is_needed(package, call, said):
     """Training on the bundled ids needs neither; a text of one's own and YAML do."""
     hidden = f"import sys; sys.modules[{package!r}] = None\n"
-    trains = "from labkit.config import presets\nfrom labkit.data.gpt_data import build_gpt_datasets\n"
-    trains += "assert len(build_gpt_datasets(presets.tiny().override({'train.steps': 1}))[0])\n"
+    trains = """
+from labkit.config import presets
+import labkit.train.pretraining
+from labkit.data.gpt_data import build_gpt_datasets
+assert len(build_gpt_datasets(presets.tiny().override({'train.steps': 1}))[0])
+print("until here")
+"""
     done = subprocess.run([sys.executable, "-c", hidden + trains + call], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "until here\n", done.stderr
     assert done.returncode == 1 and said in done.stderr.splitlines()[-1], done.stderr
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO, Any, Literal
 
-from labkit.config import ConfigError, yaml_text
+from labkit.config import ConfigError
 from labkit.config.axis_sizes import sizes_in_words
 from labkit.config.errors import counted
 from labkit.train.checkpoint.manifest import CheckpointError
@@ -200,6 +200,8 @@ class RunRecords:
 
     def _read_config(self) -> None:
         with suppress(ConfigError):  # not written yet, or by another version
+            from labkit.config import yaml_text  # training itself does without PyYAML
+
             self._config, _ = yaml_text.read(self.folder / CONFIG)
 
 

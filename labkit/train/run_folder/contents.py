@@ -19,7 +19,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from labkit.config import ConfigError, RunConfig, yaml_text
+from labkit.config import ConfigError, RunConfig
 from labkit.train.checkpoint.step_folders import steps_in
 from labkit.train.run_folder.lock import LOCK
 
@@ -57,7 +57,10 @@ def checkpoints_in(folder: Path) -> Path:
     if steps_in(folder):
         return folder
     places = [folder / CHECKPOINTS]
-    with suppress(ConfigError):  # no run's folder, or one of another version
-        given, _ = yaml_text.read(folder / CONFIG)
-        places += [Path(given["checkpoint.dir"])] if given.get("checkpoint.dir") else []
+    if (folder / CONFIG).is_file():
+        from labkit.config import yaml_text  # training itself does without PyYAML
+
+        with suppress(ConfigError):  # of another version
+            given, _ = yaml_text.read(folder / CONFIG)
+            places += [Path(given["checkpoint.dir"])] if given.get("checkpoint.dir") else []
     return next((place for place in places if steps_in(place)), folder)
