@@ -96,6 +96,8 @@ class Arguments:
     """Everything that was found wrong so far."""
     source: str = "labkit"
     print_config: bool = False
+    ignored: list[str] = field(default_factory=list)
+    """Flags of Megatron-LM that change nothing here."""
     typed: dict[str, str] = field(default_factory=dict)
     """Name in a message, such as `parallel.tp` or `world_size` -> the name that the user typed, `--tp` or `--nproc`."""
 
@@ -206,9 +208,13 @@ class _Line:
             self._read_pair(option, written, text if equals else None)
             return
         if spec is None:
-            problems.append(f"{token.partition('=')[0]}: {_unknown(key, command, why)}")
+            name = token.partition("=")[0]
+            if command.configurable and megatron_flags.is_ignored(key):
+                self.arguments.ignored.append(name)
+            else:
+                problems.append(f"{name}: {_unknown(key, command, why)}")
             if not equals and rest and not rest[0].startswith("-"):
-                rest.pop(0)  # the value of the unknown option
+                rest.pop(0)  # its value
             return
         taken = [text] if equals else _take(rest, 1, is_bool=spec.kind == "bool", words=command.words)
         if not command.words and not equals:

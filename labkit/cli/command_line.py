@@ -166,4 +166,6 @@ def run_command(command: Command, rest: list[str]) -> int:
         arguments.refuse(arguments.config.problems())
         print(arguments.config.to_commented_yaml(room()), end="")
         return 0
+    if arguments.ignored and os.environ.get("RANK", "0") == "0":  # torchrun gives the command to every rank
+        show(f"ignored, since labkit trains the same without: {', '.join(arguments.ignored)}", stream=sys.stderr)
     return command.execute(arguments)

@@ -7,6 +7,7 @@ Source: the parser of megatron/training/arguments.py in core_v0.16.1 and core_v0
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from labkit.config.sections import Sections
@@ -63,7 +64,6 @@ DIFFERENT: dict[str, str] = {
     "tokenizer_type": "the file in data.tokenizer says which tokenizer it is; leave it out",
     "mock_data": "without data.path labkit trains on a text of its own; leave it out",
     "spec": "a layer spec of your own is an argument of labkit.train.pretrain (docs/models.md)",
-    "use_mcore_models": "labkit has one implementation of its models; leave it out",
     "exit_signal_handler": "labkit always saves a checkpoint when SIGTERM ends a run that has a folder for it; "
     "leave it out",
 }
@@ -144,12 +144,6 @@ LACKING: dict[str, str] = {
 }
 """Why labkit lacks a flag -> the names of such flags; one that ends with `*` is the beginning of several."""
 NEEDLESS: dict[str, str] = {
-    "labkit has no switches for single kernels": "no_masked_softmax_fusion no_bias_swiglu_fusion "
-    "no_bias_dropout_fusion no_rope_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl no_persist_layer_norm "
-    "moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm use_te_activation_func disable_jit_fuser "
-    "disable_mamba_mem_eff_path disable_bf16_reduced_precision_matmul batch_invariant_mode flash_attention_version "
-    "fused_residual_rmsnorm use_transformer_engine_op_fuser use_grouped_gemm_for_shared_expert "
-    "use_grouped_gemm_for_dense_mlp attention_softmax_in_fp32",
     "labkit's checkpoints have one format, which every layout can load (docs/checkpoints.md)": "ckpt_format "
     "ckpt_step ckpt_assume_constant_structure ckpt_convert_format ckpt_convert_save "
     "ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_load ckpt_fully_parallel_save "
@@ -163,15 +157,7 @@ NEEDLESS: dict[str, str] = {
     "ckpt_fully_parallel_save_process_group override_ckpt_iteration ckpt_fully_parallel_load_process_group "
     "no_ckpt_load_validate_sharding_integrity no_stream_ckpt_dequant disable_ckpt_load_validate_sharding_integrity "
     "disable_stream_ckpt_dequant use_checkpoint_opt_param_scheduler",
-    "every number that labkit logs is in metrics.jsonl of train.output_dir (docs/running.md)": "log_energy "
-    "log_device_memory_used log_max_attention_logit log_memory_interval log_memory_to_tensorboard "
-    "log_num_zeros_in_grad log_params_norm log_progress log_straggler log_throughput log_timers_to_tensorboard "
-    "log_validation_ppl_to_tensorboard log_world_size_to_tensorboard no_log_loss_scale_to_tensorboard "
-    "disable_log_loss_scale_to_tensorboard logging_level tensorboard_log_interval tensorboard_queue_size wandb_* "
-    "one_logger_* no_one_logger timing_log_option no_barrier_with_level_1_timing config_logger_dir app_tag_run_name "
-    "app_tag_run_version moe_per_layer_logging record_memory_history memory_snapshot_path "
-    "run_workload_inspector_server save_params_interval save_activations_interval save_tokens_per_expert_interval "
-    "moe_routing_trace_* record_shapes nvtx_ranges pytorch_profiler_*",
+    "train.loggers sends numbers to Weights & Biases, and WANDB_PROJECT names the project there": "wandb_*",
     "docs/running.md says how labkit stops, restarts and finds slow ranks": "inprocess_* enable_ft_package "
     "calc_ft_timeouts ft_num_warmup_iters rerun_mode error_injection_rate error_injection_type check_for_spiky_loss "
     "check_for_large_grads check_weight_hash_across_dp_replicas_interval result_rejected_tracker_filename "
@@ -189,17 +175,41 @@ NEEDLESS: dict[str, str] = {
     "enable_chunked_prefill disable_chunked_prefill mlp_chunks_for_prefill max_tokens_to_oom "
     "nccl_all_reduce_for_prefill symmetric_ar_type use_legacy_static_engine output_bert_embeddings "
     "num_speculative_tokens no_inference_* use_same_sampling_seed_across_dp_ranks mamba_inference_*",
+}
+"""The same for flags of what is around the training: files of checkpoints, tokenizers, stops and restarts."""
+IGNORED: dict[str, str] = {
+    "labkit has no switches for single kernels": "no_masked_softmax_fusion no_bias_swiglu_fusion "
+    "no_bias_dropout_fusion no_rope_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl no_persist_layer_norm "
+    "moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm use_te_activation_func disable_jit_fuser "
+    "disable_mamba_mem_eff_path disable_bf16_reduced_precision_matmul batch_invariant_mode flash_attention_version "
+    "fused_residual_rmsnorm use_transformer_engine_op_fuser use_grouped_gemm_for_shared_expert "
+    "use_grouped_gemm_for_dense_mlp attention_softmax_in_fp32",
+    "every number that labkit logs is in metrics.jsonl of train.output_dir (docs/running.md)": "log_energy "
+    "log_device_memory_used log_max_attention_logit log_memory_interval log_memory_to_tensorboard "
+    "log_num_zeros_in_grad log_params_norm log_progress log_straggler log_throughput log_timers_to_tensorboard "
+    "log_validation_ppl_to_tensorboard log_world_size_to_tensorboard no_log_loss_scale_to_tensorboard "
+    "disable_log_loss_scale_to_tensorboard logging_level tensorboard_log_interval tensorboard_queue_size "
+    "one_logger_* no_one_logger timing_log_option no_barrier_with_level_1_timing config_logger_dir app_tag_run_name "
+    "app_tag_run_version moe_per_layer_logging record_memory_history memory_snapshot_path "
+    "run_workload_inspector_server save_params_interval save_activations_interval save_tokens_per_expert_interval "
+    "moe_routing_trace_* record_shapes nvtx_ranges pytorch_profiler_*",
     "labkit has no switches for how files of data are read": "num_workers num_dataset_builder_threads "
     "no_mmap_bin_files dataloader_type dataloader_fast_cache_load dataloader_defer_npy_index_mmap "
     "no_create_attention_mask_in_dataloader object_storage_cache_path",
     "": "manual_gc manual_gc_interval no_manual_gc_eval disable_manual_gc_eval empty_unused_memory_level "
     "te_rng_tracker no_async_tensor_model_parallel_allreduce disable_async_tensor_model_parallel_allreduce "
     "high_priority_stream_groups high_priority_a2a_comm_stream disable_gloo_process_groups fp8_interval",
+    "labkit has one implementation of its models": "use_mcore_models",
 }
-"""The same for flags that do not say what is trained: which kernels run, how files are read and written, what is
-logged, when a run stops and starts again."""
-_WHY = {name: why for why, names in (*LACKING.items(), *NEEDLESS.items()) for name in names.split()}
+"""The same for flags that change neither a number nor a file of labkit, so the command line takes and ignores them."""
+_WHY = {name: why for table in (LACKING, NEEDLESS, IGNORED) for why, names in table.items() for name in names.split()}
 _BEGINNINGS = {name.removesuffix("*"): why for name, why in _WHY.items() if name.endswith("*")}
+
+
+def is_ignored(name: str) -> bool:
+    """Return True for a flag of `IGNORED`."""
+    patterns = " ".join(IGNORED.values()).split()
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def advice(name: str) -> str:

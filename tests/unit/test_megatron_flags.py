@@ -17,7 +17,7 @@ from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.cli.train_command import Stopped
 from labkit.config import RunConfig, presets
 from labkit.config.fields import KNOWN_NAMES, resolve
-from labkit.config.megatron_flags import DIFFERENT, LACKING, NEEDLESS, SWITCHES, advice
+from labkit.config.megatron_flags import DIFFERENT, IGNORED, LACKING, NEEDLESS, SWITCHES, advice
 
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
     ("--num-layers 12 --hidden-size 768 --num-attention-heads 12", {"layers": 12, "hidden": 768, "heads": 12}),
@@ -155,7 +155,7 @@ def test_every_switch_has_a_row() -> None:
             "--qk-layernorm: this flag of Megatron-LM has no counterpart here: labkit has only multi-",
         ),
         ("--rotary-percent 0.5", "rotary positions rotate whole heads"),
-        ("--wandb-project p", "--wandb-project: this flag of Megatron-LM has no counterpart here: every number"),
+        ("--wandb-project p", "--wandb-project: this flag of Megatron-LM has no counterpart here: train.loggers sends"),
         ("--use-nccl-ub", "--use-nccl-ub: this flag of Megatron-LM has no counterpart here; leave it out"),
         ("--use-nccl-un", "--use-nccl-un: unknown option"),
         ("--bf61", 'did you mean "--bf16"?'),
@@ -178,9 +178,19 @@ def test_a_file_is_told_the_field_of_a_switch() -> None:
 
 
 def test_no_name_has_two_meanings() -> None:
-    names = [name for names in (*LACKING.values(), *NEEDLESS.values()) for name in names.split()]
+    names = [name for names in (*LACKING.values(), *NEEDLESS.values(), *IGNORED.values()) for name in names.split()]
     assert len(names) == len(set(names)) and not set(names) & {*SWITCHES, *DIFFERENT}
     assert [name for name in KNOWN_NAMES if advice(name) or name in DIFFERENT] == []
+
+
+def test_flags_that_change_nothing_are_taken_and_named(monkeypatch, capsys) -> None:
+    words = "--preset tiny --use-mcore-models --log-throughput --num-workers 2 --moe-permute-fusion --tp 2 --nproc 2"
+    arguments = read(TRAIN, words.split())
+    assert arguments.problems == [] and arguments.config.parallel.tp == 2
+    monkeypatch.setattr("labkit.cli.train_command.launch", lambda *_: [Stopped("stopped")])
+    main(["train", *words.split()])
+    flags = "--use-mcore-models, --log-throughput, --num-workers, --moe-permute-fusion"
+    assert capsys.readouterr().err == f"ignored, since labkit trains the same without: {flags}\n"
 
 
 def test_flags_without_a_preset_change_the_defaults_and_train_says_so(monkeypatch, capsys) -> None:

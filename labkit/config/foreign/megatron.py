@@ -33,7 +33,7 @@ from labkit.config.foreign.conversion import (
     rows,
 )
 from labkit.config.foreign.shell_words import flags
-from labkit.config.megatron_flags import CHUNK, LACKING, NEEDLESS, SWITCHES, derived
+from labkit.config.megatron_flags import CHUNK, IGNORED, LACKING, NEEDLESS, SWITCHES, derived
 from labkit.config.run_config import RunConfig
 
 PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"} | dict.fromkeys(
@@ -220,7 +220,7 @@ def _known_to_the_command_line() -> dict[str, Row]:
     found: dict[str, Row] = {_flag(name): dotted for name, dotted in (own | ALIASES).items()}
     found |= {_flag(name): differs(why) for name, why in NOT_FIELDS.items()}
     found |= {_flag(name): _switch(sets) for name, sets in SWITCHES.items()}
-    for group, table in ((LACKS, LACKING), (NO_MEANING, NEEDLESS)):
+    for group, table in ((LACKS, LACKING), (NO_MEANING, NEEDLESS), (NO_MEANING, IGNORED)):
         found |= {_flag(name): Note(group, why) for why, names in table.items() for name in names.split()}
     return found
 
