@@ -56,7 +56,7 @@ clean:  ## remove build/ and caches; the environment stays (rm -r .venv to remov
 	rm -rf build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "labkit needs Python 3.11 to 3.14: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "labkit needs Python 3.11 to 3.14; name one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no environment was made; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python

@@ -187,7 +187,12 @@ def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) ->
         why = "itself waits to run" if head == wanted[rank] else f"runs after {_action(schedule, head)}"
         marks[schedule.locate(mine)] = f"{sentence}, which rank {other} {why}"
     ranks = " -> ".join(f"rank {rank}" for rank in [*circle, circle[0]])
-    return "\n".join([f"{schedule.name} cannot run, these wait for each other: {ranks}", grid(schedule, marks)])
+    why = (
+        f"these wait for each other: {ranks}"
+        if len(circle) > 1
+        else f"rank {circle[0]} waits for a later action of its own"
+    )
+    return "\n".join([f"{schedule.name} cannot run, {why}", grid(schedule, marks)])
 
 
 def _action(schedule: Schedule, index: int) -> Action:

@@ -55,6 +55,14 @@ def test_chapters_table_names_every_chapter():
     assert linked == {path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
 
 
+def test_the_comparisons_are_those_of_the_page():
+    told = re.findall(r"(\d+) of \1 layouts agree with one process to (1e-\d+)", (ROOT / "docs/parity.md").read_text())
+    loose, tight = (sum(int(rows) for rows, limit in told if limit == bound) for bound in ("1e-05", "1e-10"))
+    assert (
+        f"[{tight} comparisons with one process](docs/parity.md) agree to 1e-10 in float64, {loose} to 1e-5" in README
+    )
+
+
 def test_the_same_citation_everywhere():
     citation = (ROOT / "CITATION.cff").read_text()
     (entry,) = {

@@ -97,15 +97,14 @@ def judge_prediction(ratio: float, ranks: int) -> str:
     ratio: measured over predicted seconds of one step.
     ranks: processes of the run, all on this machine.
     """
-    said = f"measured over predicted time of a step: {ratio:.2f}"
+    said = f"one step took {ratio:.2f} of its predicted time"
     if abs(ratio - 1) <= TOLERANCE:
-        return f"{said}; they agree within {TOLERANCE:.0%}"
+        return f"{said}, which is within {TOLERANCE:.0%}"
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     machine = f"load {load:.0f} on {cores} {'core' if cores == 1 else 'cores'}"
     if load >= max(ranks, cores) + 1:
         return f"{said}; this machine was busy: {machine}, at most {ranks} of it by this run"
-    far = f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'less'} than predicted"
-    return f"{said}; {far}, and the load shows no other program ({machine})"
+    return f"{said}, and the load shows no other program ({machine})"
 
 
 def _is_action(event: Event) -> bool:
