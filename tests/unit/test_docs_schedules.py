@@ -151,7 +151,9 @@ def test_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/mine.csv").write_text(OWN)
-    launches = ["--print_config"] if command.startswith("train") else []
+    if "--csv" not in command:
+        Path("runs/zb.csv").write_text(zero_bubble_h1(4, 8).to_csv())
+    launches = ["--print_config"] if command.startswith(("train", "parity")) else []
     code = main([*command.split(), *launches])
     said = capsys.readouterr()
     if "--transport all" in command:  # it names the one over which the table stops
