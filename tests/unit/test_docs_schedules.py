@@ -22,6 +22,7 @@ from labkit.schedules import (
     simulate,
     split_backward,
     verify,
+    zero_bubble_h1,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
