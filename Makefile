@@ -28,8 +28,8 @@ run: $(INSTALLED)  ## train a small GPT on 4 ranks, TP2 x PP2, against one proce
 lab: $(INSTALLED)  ## open JupyterLab on the chapters
 	$(BIN)/labkit lab notebooks
 
-exercises: $(INSTALLED)  ## copies of the chapters to work in, without solutions and outputs: build/exercises, or TO=folder
-	$(BIN)/python scripts/make_exercises.py $(TO)
+exercises: $(INSTALLED)  ## copies of the chapters to work in, without solutions and outputs: exercises, or TO=folder
+	$(BIN)/labkit exercises $(TO)
 
 docs: $(INSTALLED_DEV)  ## the site of pages, chapters and reference, to read in a browser: build/site/index.html
 	$(BIN)/python scripts/make_docs.py

@@ -1,6 +1,6 @@
 """Copy the chapters for students, without solutions and outputs; prove that each stub fails and each solution passes.
 
-    python scripts/make_exercises.py [FOLDER] [--overwrite]     into build/exercises where no folder is given
+    python scripts/make_exercises.py [FOLDER] [--overwrite]     into exercises where no folder is given
 
 A chapter marks the cells of an exercise with the tag `exercise`, and those of its solution with `solution`. The last of
 them calls `check("NN.name", answer)`. Both may use what the chapter imports, and no other cell. A file that is there
@@ -104,7 +104,7 @@ def problem(name: str, exercise: Exercise, stub: Score) -> str:
 def main() -> int:
     """Exit code 0 where every exercise is proved and every file written or kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "exercises")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "exercises")
     parser.add_argument("--overwrite", action="store_true")
     options = parser.parse_args()
     folder: Path = options.folder.resolve()

@@ -139,9 +139,9 @@ CONFIG_OPTIONS = (
     Option("preset", "str", "ready-made configuration to start from, one of those below"),
     Option("print-config", "bool", "print the configuration as explained YAML, and stop", False),
 )
-_MEGATRON_OPTIONS = (
+MEGATRON_OPTIONS = (
     *(Option(name.replace("_", "-"), "bool", default=False) for name in megatron_flags.SWITCHES),
-    Option(megatron_flags.CHUNK.replace("_", "-"), "int", ge=1),
+    *(Option(name.replace("_", "-"), "int", ge=1) for name in megatron_flags.NUMBERS),
 )
 """Flags of Megatron-LM that set fields by another name or rule; a `configurable` command takes them."""
 _WORD = FieldSpec("word", "str", path="any")
@@ -175,7 +175,7 @@ class _Line:
     """A command line: the words that are not read yet, and what the others gave."""
 
     def __init__(self, command: Command, argv: Sequence[str]) -> None:
-        options = (*command.all_options, *(_MEGATRON_OPTIONS if command.configurable else ()))
+        options = (*command.all_options, *(MEGATRON_OPTIONS if command.configurable else ()))
         self.command, self.rest = command, list(argv)
         self.by_name = {name: option for option in options for name in option.names}
         own_specs = extra_specs(command.extra_args_provider)
@@ -294,7 +294,7 @@ def _unknown(key: str, command: Command, why: str) -> str:
     if why and "unknown field" not in why:
         return why.partition(": ")[2]
     names = [name.replace("_", "-") for option in command.all_options for name in option.names]
-    names += (*KNOWN_NAMES, *(option.name for option in _MEGATRON_OPTIONS)) if command.configurable else ()
+    names += (*KNOWN_NAMES, *(option.name for option in MEGATRON_OPTIONS)) if command.configurable else ()
     names += [spec.name for spec in extra_specs(command.extra_args_provider).values()]
     hint = nearest(key, [f"--{name}" for name in names]) or nearest(key.replace("_", "-"), names)
     hint = hint if "." in hint else hint.replace("_", "-")  # as the command line writes Megatron-LM's names
@@ -325,7 +325,7 @@ def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -
         problems += [f"{path}: {p}" for p in bad]
     except ConfigError as error:
         problems += [f"--config {shown(path, 200)}: {p}" for p in error.problems]
-    flags = {option.key: options.pop(option.key) for option in _MEGATRON_OPTIONS}
+    flags = {option.key: options.pop(option.key) for option in MEGATRON_OPTIONS}
     for name, sets in megatron_flags.SWITCHES.items():
         for dotted, value in sets.items() if flags[name] else ():
             entries.append(Entry(f"--{name.replace('_', '-')}", dotted, value))

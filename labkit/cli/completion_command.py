@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from labkit.cli.arguments import Arguments, Command
+from labkit.check.chapter_copies import CHAPTERS, chapters_in
+from labkit.cli.arguments import MEGATRON_OPTIONS, Arguments, Command
 from labkit.config import presets
 from labkit.config.field_spec import FieldSpec
-from labkit.config.fields import SPECS
+from labkit.config.fields import SPECS, resolve
 
 _BASH = """\
 _labkit() {{
@@ -38,11 +39,17 @@ def _bash() -> str:
     """Return the script for bash. A word that begins with a dash is completed to options, any other to the actions of
     the command, or by bash to a file."""
     commands = _commands()
-    values = {f"--{spec.dotted}": _values(spec) for command in commands for spec in _specs(command) if _values(spec)}
+    values = {
+        option: _values(spec)
+        for command in commands
+        for spec in _specs(command)
+        if _values(spec)
+        for option in _options(spec)
+    }
     lines = [f'        *\\ {option}) words="{" ".join(words)}" ;;' for option, words in values.items()]
     options = []
     for command in commands:
-        words = [*_words(command), *(f"--{spec.dotted}" for spec in _specs(command)), "--help"]
+        words = [*_words(command), *(option for spec in _specs(command) for option in _options(spec)), "--help"]
         options.append(f'            {command.name}) words="{" ".join(words)}" ;;')
     names = " ".join(command.name for command in commands)
     return _BASH.format(commands=names, values="\n".join(lines), options="\n".join(options))
@@ -58,7 +65,8 @@ def _fish() -> str:
         for spec in _specs(command):
             words = " ".join(_values(spec))
             takes = "" if spec.kind == "bool" else f" -x -a {_quoted(words)}" if words else " -r"
-            lines.append(f"{given} -l {spec.dotted} -d {_quoted(spec.doc)}{takes}")
+            names = " ".join(f"-l {option[2:]}" for option in _options(spec))
+            lines.append(f"{given} {names} -d {_quoted(spec.doc)}{takes}")
     return "\n".join(lines) + "\n"
 
 
@@ -72,12 +80,22 @@ def _commands() -> list[Command]:
 
 
 def _specs(command: Command) -> list[FieldSpec]:
-    """Return the options of a command, with all fields of the configuration if it takes them."""
-    return [*command.all_options, *(SPECS.values() if command.configurable else ())]
+    """Return the options of a command; if it takes them, all fields of the configuration and Megatron-LM's flags."""
+    return [*command.all_options, *((*SPECS.values(), *MEGATRON_OPTIONS) if command.configurable else ())]
+
+
+def _options(spec: FieldSpec) -> list[str]:
+    """Return the options that set a field, as `labkit train --help` writes them: with dashes, labkit's name first."""
+    names = [spec.dotted, *spec.aliases]
+    if spec.dotted != spec.name and resolve(spec.name)[0] == spec.dotted:
+        names.append(spec.name)  # enough, if no other section has it
+    return [f"--{name}" if "." in name else f"--{name.replace('_', '-')}" for name in names]
 
 
 def _words(command: Command) -> list[str]:
     """Return the words that may follow the name of a command, if only some may."""
+    if command.name == "run":
+        return [path.stem for path in chapters_in(CHAPTERS)]
     return list(command.actions) or (command.words.split("|") if "|" in command.words else [])
 
 

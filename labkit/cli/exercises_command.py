@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from labkit.check.chapter_copies import CHAPTERS, write_copies
@@ -18,6 +19,7 @@ def execute(arguments: Arguments) -> int:
     """Write the copies that are missing, and say where they are."""
     folder = folder_of(arguments, OF_EXERCISES)
     show(write_copies(folder, exercises=True, overwrite=arguments.options["overwrite"]))
+    show(f"open them with: {shlex.join(['labkit', 'lab', *arguments.words, '--exercises'])}")
     return 0
 
 

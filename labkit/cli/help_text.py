@@ -165,7 +165,7 @@ def _common_fields(command: Command, width: int) -> list[str]:
         lines += _row(names + _value(spec), text, default, ", ".join(spec.choices), _WIDE_COLUMN, width)
     own = [spec for spec in _specs(command).values() if spec.section == "extra"]
     lines += ["of this script", *(line for spec in own for line in _full_row(spec, width))] if own else []
-    flags = [f"--{name.replace('_', '-')}" for name in (*megatron_flags.SWITCHES, megatron_flags.CHUNK)]
+    flags = [f"--{name.replace('_', '-')}" for name in (*megatron_flags.SWITCHES, *megatron_flags.NUMBERS)]
     others = f"more of Megatron-LM's flags: {', '.join(flags)}"
     more = (
         f"All {len(_specs(command))} fields: {command.called} --help-all, or docs/config.md. A field is written as "

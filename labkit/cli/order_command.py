@@ -265,6 +265,7 @@ def _text(timeline: Timeline, warm_ups: list[int] | None, given: Sequence[str] |
         f"{schedule.name}: {', '.join(counted(*size) for size in sizes)}",
         f"{bubble}; makespan {timeline.makespan:,g} where {costs} ({legend})",
         str(split_timeline(timeline)),
+        *_imbalance(timeline),
         "",
         *_table(timeline, warm_ups),
         "in flight: microbatches whose forward has begun and whose backward has not ended, in each stage of the rank",
@@ -281,6 +282,17 @@ def _text(timeline: Timeline, warm_ups: list[int] | None, given: Sequence[str] |
         "actions: stage, direction, microbatch; all counted from 0, as ranks and positions are",
         *_rows([[str(action) for action in schedule.actions(rank)] for rank in range(schedule.pp)]),
     ]
+
+
+def _imbalance(timeline: Timeline) -> list[str]:
+    """Return a line on idle time that no order of the stages can remove, since ranks have unequal work."""
+    busy = timeline.busy
+    most, least = int(busy.argmax()), int(busy.argmin())
+    unequal = float((busy[most] - busy).sum())
+    if unequal <= 1e-9 * timeline.makespan:
+        return []
+    ranks = f"rank {most} works {busy[most]:,g}, rank {least} {busy[least]:,g}"
+    return [f"{unequal:,g} of it is imbalance, which no order of these stages removes: {ranks}"]
 
 
 def _screenful(lines: list[str]) -> list[str]:

@@ -64,7 +64,7 @@ def extra_specs(provider: Any) -> dict[str, FieldSpec]:
     specs = {} if provider is None else _specs_of("extra", provider)
     for name, spec in specs.items():
         problem = "needs a default" if spec.default is dataclasses.MISSING else ""
-        if spec.name in {*_ANY_NAME, *NOT_FIELDS, *megatron_flags.SWITCHES, megatron_flags.CHUNK}:
+        if spec.name in {*_ANY_NAME, *NOT_FIELDS, *megatron_flags.SWITCHES, *megatron_flags.NUMBERS}:
             problem = "has a name that the configuration knows; choose another"
         elif spec.kind not in KIND_WORDS or spec.aliases:
             problem = f"must be one of {', '.join(KIND_WORDS)}, or one of them | None, and has no aliases"

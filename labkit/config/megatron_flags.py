@@ -34,6 +34,9 @@ SWITCHES: dict[str, dict[str, str]] = {
 """Flag without a value -> the fields that it sets, as the command line writes them. `derived` sets more for some."""
 CHUNK = "num_layers_per_virtual_pipeline_stage"
 """The flag that gives the layers of a virtual stage, whereas `parallel.vpp` gives the virtual stages of a rank."""
+POSITIONS = "max_position_embeddings"
+"""The flag that gives the rows of the table of positions, which here are `model.seq_length`."""
+NUMBERS = (CHUNK, POSITIONS)
 
 _LAYOUT = "set parallel.pipeline_layout, which gives the layers of every stage, as in"
 DIFFERENT: dict[str, str] = {
@@ -49,7 +52,6 @@ DIFFERENT: dict[str, str] = {
     "lr_wsd_decay_samples": "labkit counts steps; set optim.wsd_decay_steps to samples / global batch size",
     "lr_warmup_fraction": "labkit counts steps; set optim.warmup_steps to this fraction of optim.decay_steps",
     "exit_interval": "set train.steps to the step at which to stop, and optim.decay_steps to the whole run's",
-    "max_position_embeddings": "a table of learned positions has model.seq_length rows; leave it out",
     "kv_channels": "a head is model.hidden / model.heads wide; change these, or leave it out",
     "no_position_embedding": "it goes only with rotary positions, which need no table; leave it out",
     "apply_layernorm_1p": "a norm's weight is stored whole and not less 1, which is the same function; leave it out",
@@ -61,8 +63,6 @@ DIFFERENT: dict[str, str] = {
     "hybrid_layer_pattern": "set model.hybrid_override_pattern, with the letters M, * and -",
     "optimizer": "labkit trains with AdamW, which is Megatron-LM's adam; leave it out",
     "merge_file": "merges.txt is read from the folder of vocab.json; leave it out",
-    "tokenizer_type": "the file in data.tokenizer says which tokenizer it is; leave it out",
-    "mock_data": "without data.path labkit trains on a text of its own; leave it out",
     "spec": "a layer spec of your own is an argument of labkit.train.pretrain (docs/models.md)",
     "exit_signal_handler": "labkit always saves a checkpoint when SIGTERM ends a run that has a folder for it; "
     "leave it out",
@@ -200,6 +200,8 @@ IGNORED: dict[str, str] = {
     "te_rng_tracker no_async_tensor_model_parallel_allreduce disable_async_tensor_model_parallel_allreduce "
     "high_priority_stream_groups high_priority_a2a_comm_stream disable_gloo_process_groups fp8_interval",
     "labkit has one implementation of its models": "use_mcore_models",
+    "the file in data.tokenizer says which tokenizer it is": "tokenizer_type",
+    "without data.path labkit trains on a text of its own": "mock_data",
 }
 """The same for flags that change neither a number nor a file of labkit, so the command line takes and ignores them."""
 _WHY = {name: why for table in (LACKING, NEEDLESS, IGNORED) for why, names in table.items() for name in names.split()}
@@ -214,9 +216,11 @@ def is_ignored(name: str) -> bool:
 
 def advice(name: str) -> str:
     """Return why a flag of Megatron-LM is not a field, and what to do; empty for a name that is not such a flag."""
-    if name in SWITCHES or name == CHUNK:
+    if name in SWITCHES or name in NUMBERS:
         sets = [f"{field} = {value}" for field, value in SWITCHES.get(name, {}).items()]
-        instead = {"group_query_attention": "model.kv_heads", CHUNK: "parallel.vpp"}.get(name, " and ".join(sets))
+        instead = {"group_query_attention": "model.kv_heads", CHUNK: "parallel.vpp", POSITIONS: "model.seq_length"}.get(
+            name, " and ".join(sets)
+        )
         return f"is a flag of the command line; here set {instead}"
     found = [why for beginning, why in _BEGINNINGS.items() if name.startswith(beginning)]
     if name in _WHY or found:
@@ -236,6 +240,10 @@ def derived(flags: Mapping[str, Any], config: Sections) -> tuple[dict[str, Any],
         values["model.ffn_hidden"] = int(4 * model.hidden * 2 / 3 / 64) * 64
     if flags.get("group_query_attention") and model.kv_heads is None:
         values["model.kv_heads"] = 1  # Megatron-LM's default of --num-query-groups
+    rows, length = flags.get(POSITIONS), model.seq_length
+    if rows is not None and model.position == "learned" and rows != length:
+        rule = f"a table of learned positions has model.seq_length = {length} rows; leave it out, or set --seq-length"
+        return values, [f"--max-position-embeddings {rows}: {rule}"]
     if chunk and model.layers % max(1, pp * chunk):
         rule = f"times parallel.pp = {pp} must divide model.layers = {model.layers}"
         return values, [f"--{CHUNK.replace('_', '-')} {chunk}: {rule}; change one of the three, or set parallel.vpp"]

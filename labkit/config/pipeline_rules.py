@@ -125,7 +125,7 @@ def group_size_rule(size: int, pp: int, microbatches: int) -> str:
         return ""
     legal = [str(n) for n in range(pp, microbatches + 1) if is_legal(n)]
     choices = ", ".join(legal[:8]) + (", .." if len(legal) > 8 else "")
-    choices = f"one of {choices}" if len(legal) > 1 else choices
+    choices = f"choose one of {choices}" if len(legal) > 1 else f"choose {choices}"
     if size < pp:
         rule = f"must be at least pp = {pp}, or a stage waits for a microbatch that is not back yet"
     elif size > microbatches:
@@ -133,4 +133,5 @@ def group_size_rule(size: int, pp: int, microbatches: int) -> str:
     else:
         left = microbatches % size
         rule = f"leaves a last group of {left} of {microbatches} microbatches, shorter than pp = {pp}"
-    return f"{rule}; choose {choices}" if legal else f"{rule}; raise train.global_batch_size"
+        choices += f", or take {microbatches - left + size} microbatches"
+    return f"{rule}; {choices}" if legal else f"{rule}; raise train.global_batch_size"

@@ -10,6 +10,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -86,7 +87,7 @@ def _members(cls: type) -> Iterator[str]:
         text = inspect.getdoc(value)
         if name.startswith("_") or name in fields or not text:
             continue
-        if isinstance(value, property):
+        if isinstance(value, property | cached_property):
             yield _directive("property", name, markdown(text))
         elif inspect.isroutine(value):
             method = getattr(cls, name)

@@ -193,7 +193,10 @@ def test_the_summary_defines_what_it_counts(
 def test_costs_of_stages_and_links(capsys: pytest.CaptureFixture[str]) -> None:
     """One microbatch through two stages: 1 + 3 forwards, 4 + 2 backwards, and two messages of a half."""
     words = ("--pp", "2", "--microbatches", "1", "--costs", "forward=1/3,backward=2/4,latency=0.5")
-    assert "makespan 11 where forward=1/3, backward=2/4, latency=0.5, and" in told(capsys, *words)
+    text = told(capsys, *words)
+    assert "makespan 11 where forward=1/3, backward=2/4, latency=0.5, and" in text
+    assert "\n4 of it is imbalance, which no order of these stages removes: rank 1 works 7, rank 0 3\n" in text
+    assert "imbalance" not in told(capsys, *words[:4])
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_every_switch_has_a_row() -> None:
             "--train-samples 1000",
             "--train-samples: labkit counts steps; set train.steps to samples / global batch size",
         ),
+        ("--max-position-embeddings 128", "has model.seq_length = 64 rows; leave it out, or set --seq-length"),
         ("--kv-channels 64", "a head is model.hidden / model.heads wide"),
         ("--moe-token-dispatcher-type flex", "must be one of alltoall, allgather, local"),
         ("--num-experts 8 --moe-layer-freq 2", "one layer with experts in 2, is 1,0"),
@@ -185,6 +186,7 @@ def test_no_name_has_two_meanings() -> None:
 
 def test_flags_that_change_nothing_are_taken_and_named(monkeypatch, capsys) -> None:
     words = "--preset tiny --use-mcore-models --log-throughput --num-workers 2 --moe-permute-fusion --tp 2 --nproc 2"
+    words += " --max-position-embeddings 64"
     arguments = read(TRAIN, words.split())
     assert arguments.problems == [] and arguments.config.parallel.tp == 2
     monkeypatch.setattr("labkit.cli.train_command.launch", lambda *_: [Stopped("stopped")])

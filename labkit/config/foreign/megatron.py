@@ -16,6 +16,7 @@ from typing import Any
 from labkit.config.fields import ALIASES, NOT_FIELDS, SPECS
 from labkit.config.foreign.conversion import (
     ALREADY,
+    ALWAYS,
     DIFFERS,
     LACKS,
     NO_MEANING,
@@ -95,9 +96,7 @@ def _derive(found: Conversion) -> None:
     _family(found)
     _model(found)
     _steps(found)
-    if (load := found.take("--load")) not in (None, given.get("--save")):
-        why = "labkit reads no checkpoints of Megatron-LM, and resumes its own by checkpoint.load"
-        found.note(DIFFERS, f"--load {load}", why)
+    _checkpoints(found)
     if re.fullmatch(r"[\d.]+,\s*0+(\.0*)?(,.*)?", str(given.get("--split"))):
         found.drop("--eval-", "--split keeps nothing for validation")
         del unsaid["--eval-iters"]
@@ -108,6 +107,18 @@ def _derive(found: Conversion) -> None:
     found.problems += problems
     for name, value in more.items():
         found.set(name, value, _DERIVED[name])
+
+
+def _checkpoints(found: Conversion) -> None:
+    """Read where a run saves and what it loads; a folder that only the shell knows keeps its interval in the report."""
+    save, load = found.keys.get("--save"), found.take("--load")
+    if load is not None and load == save:
+        found.note(ALWAYS, "--load", "a run resumes from the folder in which it saves")
+    elif load is not None:
+        why = "labkit reads no checkpoints of Megatron-LM, and resumes its own by checkpoint.load"
+        found.note(DIFFERS, f"--load {load}", why)
+    if "$" in str(save) and (interval := found.take("--save-interval")) is not None:
+        found.note(YOURS, f"--save-interval {interval}", "set checkpoint.interval to it, together with checkpoint.dir")
 
 
 def _family(found: Conversion) -> None:
