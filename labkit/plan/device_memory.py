@@ -1,0 +1,229 @@
+"""Bytes that a rank allocates on its GPU, as `torch.cuda.memory_allocated` and `max_memory_allocated` count them.
+
+After a step a rank holds weights, gradients and optimizer state, and in addition:
+
+| term                 | bytes                                                                                     |
+|----------------------|-------------------------------------------------------------------------------------------|
+| cuBLAS               | a workspace for each of two threads: that of forwards, and autograd's                     |
+| Transformer Engine   | 4 MiB up to Ampere, 32 MiB from Hopper                                                    |
+| stage inputs         | for each stage but the first, its last input and the gradient of it: 2 s b h e            |
+| unused remainders    | what the allocator cannot use behind large tensors (`allocator.py`)                       |
+
+At the peak there are also the activations of the microbatches in flight, in which new inputs have replaced the old
+ones, and the temporaries of the action that runs. With the logits' 4 bytes of exponentials that a microbatch keeps, a
+loss needs 6 bytes per logit: the 16-bit logits are alive while their float32 exponentials are computed, and again while
+the float32 gradients become 16-bit ones. Numbers only, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from labkit.config import ModelConfig, RunConfig
+from labkit.plan.activations import Share, recomputed_at_once_bytes
+from labkit.plan.allocator import unused_bytes
+from labkit.plan.engine_activations import extra_bytes, extra_parameters
+from labkit.plan.parameters import stage_parameters
+from labkit.plan.sizes import fc1_width, ffn_width, padded_vocab, qkv_width
+from labkit.plan.stage_activations import action_bytes, held_stages, share_of, stage_bytes, widest_bytes
+from labkit.plan.stages import StageContents, configured_schedule
+from labkit.plan.state_bytes import Held, dense_and_experts, state_bytes
+from labkit.plan.workload import Gpu, Software, Workload
+from labkit.plan.zero_stages import ELEMENT_BYTES
+from labkit.schedules import Schedule
+
+MIB = 1 << 20
+CUBLAS_THREADS = 2
+"""Threads with a cuBLAS handle and workspace of their own: the one that runs forwards, and autograd's. Source:
+aten/src/ATen/cuda/CublasHandlePool.cpp, a workspace for each pair of handle and stream."""
+CUBLAS_DEFAULT: dict[Gpu, int] = {"v100": 8320 << 10, "a100": 8320 << 10, "h100": 32 * MIB, "b200": 32 * MIB}
+"""torch's workspace without CUBLAS_WORKSPACE_CONFIG: `:4096:2:16:8` up to Ampere, `:4096:8` from Hopper. Source:
+`getChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp."""
+ENGINE_WORKSPACE: dict[Gpu, int] = {"v100": 4 * MIB, "a100": 4 * MIB, "h100": 32 * MIB, "b200": 32 * MIB}
+"""Source: `get_cublas_workspace_size_bytes` in transformer_engine/pytorch/module/base.py."""
+LOGIT_BYTES = 2
+"""Bytes of a 16-bit logit, in addition to its exponential."""
+FUSED_LOGIT_BYTES = 4
+"""A further float32 copy of each logit that Megatron's `fused_vocab_parallel_cross_entropy` keeps during the loss: its
+compiled parts do not write the exponentials in place. Source: megatron/core/fusions/fused_cross_entropy.py."""
+
+
+class Term(NamedTuple):
+    """One item of a rank's memory."""
+
+    name: str
+    bytes: int
+    formula: str
+    """The formula with its inputs."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a rank allocates on its GPU."""
+
+    held: tuple[Term, ...]
+    """What is allocated after a step."""
+    above: tuple[Term, ...]
+    """What is allocated in addition at the peak."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes after a step."""
+        return sum(term.bytes for term in self.held)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes in a step."""
+        return self.allocated + sum(term.bytes for term in self.above)
+
+    @property
+    def workspaces(self) -> int:
+        """Bytes of libraries and of remainders that the allocator cannot use."""
+        return sum(self.bytes_of("cuBLAS", "Transformer Engine", "unused remainders"))
+
+    def bytes_of(self, *names: str) -> list[int]:
+        """Return the bytes of terms by name, of those that stay after a step."""
+        return [next(term.bytes for term in self.held if term.name == name) for name in names]
+
+
+def device_memory(
+    workload: Workload, pp_rank: int | None = None, schedule: Schedule | None = None
+) -> DeviceMemory:
+    """Return what a rank at place `pp_rank` of the pipeline allocates; None is the last place.
+
+    schedule: the schedule of the run; None builds the configured one.
+    """
+    config, extras = workload.config, workload.extras
+    if schedule is None:
+        schedule = configured_schedule(config, workload.world_size)
+    place = schedule.pp - 1 if pp_rank is None else pp_rank
+    stages, share = held_stages(config, schedule, place), share_of(config, "cuda")
+    added = sum(extra_parameters(config.model, extras, s.layers, embedding=s.embedding) for s in stages.values())
+    dense, experts = dense_and_experts(config, workload.world_size, schedule, place)
+    dense = Held(dense.parameters + added, dense.replicas)
+    state = state_bytes(config, (dense, experts))
+    inputs = _stage_inputs(config, share, stages)
+    held = (
+        Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
+        Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
+        Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
+        *_workspaces(config.model, workload.software),
+        inputs,
+        _remainders(workload, stages),
+    )
+    activations = _activations(workload, share, stages, schedule, place)
+    return DeviceMemory(held, _above(activations, inputs.bytes, state.update))
+
+
+def _state_text(name: str, size: int, dense: Held, experts: Held) -> str:
+    shares = f"{dense.parameters:,} parameters on {dense.replicas} replicas"
+    if experts.parameters:
+        shares += f", {experts.parameters:,} of experts on {experts.replicas}"
+    total = dense.parameters + experts.parameters
+    return f"{name}: {shares}; {size / max(1, total):.3g} bytes each"
+
+
+def _workspaces(model: ModelConfig, software: Software) -> tuple[Term, Term]:
+    gpu, setting = software.gpu, software.cublas_workspace
+    default = CUBLAS_DEFAULT["a100" if gpu == "b200" and software.small_blackwell_workspace else gpu]
+    each = default if setting is None else setting
+    engine = ENGINE_WORKSPACE[gpu] if model.transformer_impl == "transformer_engine" else 0
+    source = "torch's default" if setting is None else "CUBLAS_WORKSPACE_CONFIG"
+    return (
+        Term("cuBLAS", CUBLAS_THREADS * each, f"{CUBLAS_THREADS} threads x {each:,} bytes ({source}, {gpu})"),
+        Term("Transformer Engine", engine, f"workspace of its products on {gpu}"),
+    )
+
+
+def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageContents]) -> Term:
+    """Return the last input of each stage and its gradient, which the model's `input_tensor` keeps alive.
+
+    Source: `set_input_tensor` in megatron/core/transformer/transformer_block.py.
+    """
+    tokens, later = share.tokens_between(config.model), sum(stage > 0 for stage in stages)
+    size = 2 * later * tokens * config.model.hidden * share.element_bytes
+    formula = f"2 x {later} stages x {tokens:,} tokens x {config.model.hidden} x {share.element_bytes} bytes"
+    return Term("stage inputs", size, formula)
+
+
+def _remainders(workload: Workload, stages: dict[int, StageContents]) -> Term:
+    if workload.software.expandable_segments:
+        return Term("unused remainders", 0, "none with expandable segments")
+    tensors = [size for holds in stages.values() for size in _large_tensors(workload, holds)]
+    return Term("unused remainders", sum(map(unused_bytes, tensors)), f"behind {len(tensors)} large tensors")
+
+
+def _large_tensors(workload: Workload, holds: StageContents) -> list[int]:
+    """Return the bytes of tensors of a stage's state: buffers, and without sharding the matrices and their states."""
+    config, model = workload.config, workload.config.model
+    parallel, e = config.parallel, ELEMENT_BYTES[config.optim.precision]
+    parameters = stage_parameters(
+        model, layers=holds.layers, pre_process=holds.embedding, post_process=holds.loss, tp=parallel.tp,
+        moe=config.moe, ep=parallel.ep, etp=parallel.expert_tp,
+    )  # fmt: skip
+    gradients = parameters * (e if config.optim.grad_reduce_in_bf16 else 4)
+    if config.optim.distributed_optimizer:
+        return [gradients, parameters * e]
+    h, t = model.hidden, parallel.tp
+    table = padded_vocab(model, t) // t * h
+    tables = holds.embedding + (holds.loss and not (holds.embedding and not model.untie_embeddings_and_output_weights))
+    each = [qkv_width(model, t) * h, h * h // t, fc1_width(model) * h // t, ffn_width(model) * h // t]
+    return [gradients] + [size * width for size in [table] * tables + each * len(holds.layers) for width in (e, 4, 4, 4)]
+
+
+def _activations(
+    workload: Workload, share: Share, stages: dict[int, StageContents], schedule: Schedule, place: int
+) -> tuple[int, int]:
+    """Return the bytes that are kept at the peak, and those of the temporaries there.
+
+    The peak is where the sum of what is kept and of the temporaries of the action is largest.
+    """
+    config, extras = workload.config, workload.extras
+    kept, whole, forward, backward = np.zeros((4, schedule.num_stages))
+    keeps_all = config.replaced({"model.recompute_granularity": "none"})
+    for stage, holds in stages.items():
+        kept[stage], whole[stage] = (
+            stage_bytes(c, share, holds) + extra_bytes(c.model, share, extras, holds.layers)
+            for c in (config, keeps_all)
+        )
+        forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
+        again = recomputed_at_once_bytes(config.model, share, holds.layers, config.moe) if holds.layers else 0
+        backward[stage] = max(forward[stage], again + 2 * widest_bytes(config, share, holds))
+    changes = action_bytes(config, schedule, place, kept, whole)
+    row = slice(schedule.offsets[place], schedule.offsets[place + 1])
+    is_forward, on = schedule.kinds[row] == 0, schedule.stages[row]
+    during = np.cumsum(changes) - np.where(is_forward, 0, changes)  # a backward begins with all that it will free
+    beside = np.where(is_forward, forward[on], backward[on])
+    peak = int(np.argmax(during + beside))
+    return int(during[peak]), int(beside[peak])
+
+
+def _loss_bytes(workload: Workload, share: Share, holds: StageContents) -> int:
+    """Return the bytes that the loss of a microbatch needs beside its exponentials."""
+    if not holds.loss:
+        return 0
+    model = workload.config.model
+    each = LOGIT_BYTES + (FUSED_LOGIT_BYTES if workload.software.fused_cross_entropy else 0)
+    return share.tokens(model) * padded_vocab(model, share.tp) // share.tp * each
+
+
+def _mask_bytes(workload: Workload, holds: StageContents) -> int:
+    """Return the bytes of the attention mask that a batch brings, which the first and last stage receive."""
+    if not workload.extras.attention_mask or not (holds.embedding or holds.loss):
+        return 0
+    return workload.config.train.micro_batch_size * workload.config.model.seq_length**2
+
+
+def _above(activations: Sequence[int], inputs: int, update: int) -> tuple[Term, ...]:
+    """Return the terms of the peak: activations, in which new stage inputs replace the old ones, or the update's."""
+    kept, beside = activations
+    if kept + beside - inputs < update:
+        return (Term("update", update, "gradients in the precision of the masters"),)
+    return (
+        Term("activations", max(0, kept - inputs), f"{kept:,} of microbatches in flight, which replace stage inputs"),
+        Term("temporaries", beside, "of the forward or backward at the peak"),
+    )

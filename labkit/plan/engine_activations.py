@@ -1,0 +1,50 @@
+"""Bytes that Megatron-LM's layers on Transformer Engine keep beyond `activations.py`, in closed form. No torch.
+
+FlashAttention takes [B, S, heads, D]. The engine's layers pass [S, B, heads, D], so it converts queries, keys and
+values, which it keeps in place of the projection's output, and also its result, which it keeps in addition to the copy
+that the next layer reads. cuDNN's kernel takes the layers' own order and needs no copy.
+"""
+
+from __future__ import annotations
+
+from labkit.config import ModelConfig
+from labkit.plan.activations import Share
+from labkit.plan.sizes import kv_width
+from labkit.plan.workload import Extras
+
+STATISTIC_BYTES = 4
+"""Bytes of a norm's mean, or of its deviation: float32."""
+
+
+def extra_parameters(model: ModelConfig, extras: Extras, layers: range, *, embedding: bool) -> int:
+    """Return the parameters on one rank that `extras` adds to a stage; tensor parallelism cuts none of them."""
+    per_norm = model.hidden // model.heads * (2 if model.norm == "layernorm" else 1)
+    norms = 2 * per_norm * _attentions(model, layers) if extras.qk_norm else 0
+    rows = (extras.position_rows or model.seq_length) - model.seq_length
+    return norms + (rows * model.hidden if embedding and model.position == "learned" else 0)
+
+
+def extra_bytes(model: ModelConfig, share: Share, extras: Extras, layers: range) -> int:
+    """Return the bytes that layers keep of a microbatch beyond `layers_activation_bytes`."""
+    if model.recompute_granularity == "full":
+        return 0
+    return _attentions(model, layers) * sum(_of_attention(model, share, extras).values())
+
+
+def _attentions(model: ModelConfig, layers: range) -> int:
+    """Return how many of the layers have attention."""
+    return sum("*" in model.parts_of_layer(index) for index in layers)
+
+
+def _of_attention(model: ModelConfig, share: Share, extras: Extras) -> dict[str, int]:
+    """Return tensor -> bytes that one attention keeps in addition."""
+    tokens, t = share.tokens(model), share.tp
+    heads = (model.heads + max(1, model.kv_heads or model.heads)) // t
+    columns = model.hidden // t + kv_width(model, t)
+    statistics = 2 if model.norm == "layernorm" else 1
+    copied = model.transformer_impl == "transformer_engine" and model.attention_backend == "flash"
+    return {
+        "result of FlashAttention": tokens * model.hidden // t * share.element_bytes if copied else 0,
+        "inputs of q and k norms": tokens * columns * share.element_bytes if extras.qk_norm else 0,
+        "statistics of q and k norms": tokens * heads * statistics * STATISTIC_BYTES if extras.qk_norm else 0,
+    }

@@ -1,0 +1,231 @@
+"""Rows of Megatron-LM's functional tests (a table in the form of `megatron_golden.csv`) as workloads. No torch.
+
+A row has Megatron's flags as columns, which `labkit.config.foreign` reads. `megatron_cases.json` has the flags and
+variables of each test that the columns leave out, and the month in which each golden file was recorded; Megatron-LM's
+repository says both (tests/functional_tests/test_cases). `RULES` fills in the rest.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from labkit.config import RunConfig
+from labkit.config.foreign.conversion import Conversion
+from labkit.config.foreign.megatron import STACK
+from labkit.config.megatron_flags import derived
+from labkit.plan.workload import Extras, Gpu, Software, Workload
+
+FIRST_FLAG, LAST_FLAG = "num-layers", "normalization"
+"""The first and last column that is a flag of Megatron-LM."""
+GPUS: dict[str, Gpu] = {"a100": "a100", "h100": "h100", "gb200": "b200", "lts": "a100"}
+"""Word in the name of a golden file -> GPU; `lts` alone ran on A100."""
+VOCABULARIES = {"BertWordPieceCase": 28996, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 256000}
+"""Tokenizer -> tokens, of those that a test names without a number: bert-large-cased, Llama 2, Nemotron's 256k."""
+RULES = {
+    "nodes, gpus_per_node": "one node of 8 GPUs (GB200: 4), on which the tests outside today's recipes ran; none of a "
+    "release run, whose nodes are not public",
+    "vocab-size": "GPT-2's 50,257 tokens, Megatron-LM's default; of another tokenizer `VOCABULARIES`",
+    "ffn-hidden-size": "4 x hidden-size, with swiglu 2/3 of that in multiples of 64, Megatron-LM's default",
+    "the GPU": "the word in `golden`: a100, h100, gb200; `lts` alone ran on A100",
+    "attention-backend": "what Transformer Engine chooses: see `attention_kernel`",
+    "CUBLAS_WORKSPACE_CONFIG": "the test's own variable; without it torch's default for the GPU, which on Blackwell "
+    "was that of older GPUs until April 2026",
+    "a test that megatron_cases.json does not know": "the defaults of Megatron-LM",
+}
+"""What a row leaves out -> what it is filled in by."""
+LACKING = {
+    "--use-megatron-fsdp": "Megatron FSDP's buffers are not modelled",
+    "--multi-latent-attention": "multi-latent attention is not modelled",
+    "--mtp-num-layers": "multi-token prediction is not modelled",
+    "--perform-rl-step": "reinforcement learning keeps a second model for inference",
+    "--flextron": "an elastic model is not modelled",
+    "--defer-embedding-wgrad-compute": "deferred embedding gradients keep activations that are not modelled",
+    "--fine-grained-activation-offloading": "activations that move to the host are not modelled",
+    "--fp8-param-gather": "weights in fp8 are not modelled",
+    "--dataset-provider": "a model of images and text is not modelled",
+    "--img-h": "a model of images and text is not modelled",
+    "--model-provider": "a model of images and text is not modelled",
+}
+"""Flag -> why a row that gives it has no workload."""
+
+
+class NotExpressibleError(ValueError):
+    """A row that no workload describes; the message says why."""
+
+
+@dataclass(frozen=True)
+class GoldenRow:
+    """One recorded run."""
+
+    family: str
+    test: str
+    golden: str
+    workload: Workload | None
+    """What ran; None if `not_expressible` says why there is none."""
+    not_expressible: str
+    allocated: int
+    """Bytes allocated on the last rank after a step."""
+    peak: int
+    """Most bytes that were ever allocated on the last rank."""
+
+
+def read_golden_rows(path: str | os.PathLike[str]) -> list[GoldenRow]:
+    """Return the rows of a CSV file in the form of `megatron_golden.csv`."""
+    with open(path, newline="") as file:
+        return [golden_row(row) for row in csv.DictReader(file)]
+
+
+def golden_row(row: Mapping[str, str]) -> GoldenRow:
+    """Return one line of the table."""
+    try:
+        workload, reason = workload_of(row), ""
+    except NotExpressibleError as error:
+        workload, reason = None, str(error)
+    allocated, peak = (int(row[f"mem_{name}_bytes_last"] or 0) for name in ("allocated", "max_allocated"))
+    return GoldenRow(row["family"], row["test_case"], row["golden"], workload, reason, allocated, peak)
+
+
+def workload_of(row: Mapping[str, str]) -> Workload:
+    """Return what a line of the table ran. Raises NotExpressibleError."""
+    case = dict(_cases().get(f"{row['family']}/{row['test_case']}", {}))
+    month = case.pop("recorded", {}).get(row["golden"], "")
+    variables = {name: str(case.pop(name)) for name in list(case) if not name.startswith("--")}
+    flags = case | _columns(row)
+    if missing := [why for flag, why in LACKING.items() if flags.get(flag)]:
+        raise NotExpressibleError(missing[0])
+    gpu = gpu_of(row["golden"])
+    config = _config(flags, row["family"])
+    kernel = attention_kernel(
+        _chosen_kernel(flags),
+        gpu,
+        deterministic=variables.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
+        before_te_2=row["golden"].startswith("lts") and bool(month) and month < "2025-11",
+    )
+    return Workload(
+        config.replaced({"model.attention_backend": kernel}),
+        _world_size(row, gpu),
+        extras=_extras(flags),
+        software=_software(flags, variables, gpu, month),
+    )
+
+
+def gpu_of(golden: str) -> Gpu:
+    """Return the GPU of a golden file by its name. Raises NotExpressibleError for a name without one."""
+    for word, gpu in GPUS.items():
+        if word in golden:
+            return gpu
+    raise NotExpressibleError(f"golden {golden!r} names no GPU; known are {', '.join(GPUS)}")
+
+
+@cache
+def _cases() -> dict[str, dict[str, Any]]:
+    return json.loads(Path(__file__).with_name("megatron_cases.json").read_text())["cases"]
+
+
+def _columns(row: Mapping[str, str]) -> dict[str, Any]:
+    """Return the flags that the columns give; an empty cell gives none."""
+    names = list(row)
+    inside = names[names.index(FIRST_FLAG) : names.index(LAST_FLAG) + 1]
+    return {f"--{name}": True if row[name] == "True" else row[name] for name in inside if row[name]}
+
+
+def _world_size(row: Mapping[str, str], gpu: Gpu) -> int:
+    if row["nodes"]:
+        return int(row["nodes"]) * int(row["gpus_per_node"])
+    if row["test_type"] == "release":
+        raise NotExpressibleError("the number of nodes of a release run is not public")
+    return 4 if gpu == "b200" else 8
+
+
+def _config(flags: dict[str, Any], family: str) -> RunConfig:
+    """Return the configuration that flags give. Rules of labkit's own layers are not checked: this run is Megatron's."""
+    given = {name: " ".join(value) if isinstance(value, list) else value for name, value in flags.items()}
+    _uneven(given)
+    if (tokens := VOCABULARIES.get(str(given.get("--tokenizer-type")))) and "--vocab-size" not in given:
+        given["--vocab-size"] = tokens + int(given.get("--vocab-extra-ids", 0))
+    if family in ("bert", "t5"):
+        given["the program"] = f"pretrain_{family}.py"
+    found = Conversion(given)
+    STACK.derive(found)
+    found.read(STACK.table)
+    if found.problems:
+        raise NotExpressibleError(found.problems[0])
+    config = RunConfig().replaced(found.values)
+    values, _ = derived({"swiglu": bool(flags.get("--swiglu"))}, config)
+    return config.replaced(values)
+
+
+def _uneven(given: dict[str, Any]) -> None:
+    """Write the flags of uneven stages as a layout."""
+    layers, pp = int(given.get("--num-layers", 0)), int(given.get("--pipeline-model-parallel-size", 1))
+    first, last = (int(given.pop(f"--decoder-{end}-pipeline-num-layers", 0)) for end in ("first", "last"))
+    if first or last:
+        inner = (layers - first - last) // (pp - 2)
+        given["--pipeline-model-parallel-layout"] = "|".join(
+            ["E" + "t" * first, *["t" * inner] * (pp - 2), "t" * last + "L"]
+        )
+    counted = [given.pop(f"--account-for-{end}-in-pipeline-split", False) for end in ("embedding", "loss")]
+    if any(counted):
+        parts = ["E"] * counted[0] + ["t"] * layers + ["L"] * counted[1]
+        each = len(parts) // (pp * int(given.get("--num-virtual-stages-per-pipeline-rank", 1)))
+        given["--pipeline-model-parallel-layout"] = "|".join(
+            "".join(parts[i : i + each]) for i in range(0, len(parts), each)
+        )
+
+
+def _extras(flags: Mapping[str, Any]) -> Extras:
+    rows = flags.get("--max-position-embeddings")
+    return Extras(
+        qk_norm=bool(flags.get("--qk-layernorm")),
+        position_rows=int(rows) if rows else None,
+        attention_mask=not flags.get("--no-create-attention-mask-in-dataloader"),
+    )
+
+
+def _software(flags: Mapping[str, Any], variables: Mapping[str, str], gpu: Gpu, month: str) -> Software:
+    return Software(
+        gpu=gpu,
+        cublas_workspace=_cublas_bytes(variables.get("CUBLAS_WORKSPACE_CONFIG")),
+        small_blackwell_workspace=bool(month) and month < "2026-05",
+        expandable_segments="expandable_segments:True" in variables.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        fused_cross_entropy=bool(flags.get("--cross-entropy-loss-fusion")),
+    )
+
+
+def _chosen_kernel(flags: Mapping[str, Any]) -> str:
+    """Return the kernel that flags choose. Megatron's local layers have no other than separate operations."""
+    if flags.get("--transformer-impl") == "local":
+        return "unfused"
+    return str(flags.get("--attention-backend") or ("flash" if flags.get("--use-flash-attn") else "auto"))
+
+
+def attention_kernel(chosen: str, gpu: Gpu, *, deterministic: bool, before_te_2: bool) -> str:
+    """Return the kernel that Transformer Engine takes for --attention-backend `chosen`.
+
+    Its own choice (`auto`) is FlashAttention on Ampere, and cuDNN's kernel on Hopper and Blackwell. Determinism
+    excludes cuDNN's on Blackwell. Until November 2025 the container `lts` had a release (`before_te_2`) in which it
+    excluded both, so that operations ran one by one. Source: `get_attention_backend` in
+    transformer_engine/pytorch/attention/dot_product_attention/utils.py.
+    """
+    if chosen in ("unfused", "local"):
+        return "unfused"
+    if chosen in ("flash", "fused"):
+        return "flash" if chosen == "flash" else "cudnn"
+    if deterministic and before_te_2:
+        return "unfused"
+    return "flash" if gpu == "a100" or (gpu == "b200" and deterministic) else "cudnn"
+
+
+def _cublas_bytes(setting: str | None) -> int | None:
+    """Return the bytes of `:SIZE:COUNT` pairs, whose sizes are in KiB; None without a setting."""
+    if not setting:
+        return None
+    numbers = [int(word) for word in setting.strip(":").split(":")]
+    return sum(size * count << 10 for size, count in zip(numbers[::2], numbers[1::2]))

@@ -1,0 +1,51 @@
+"""What is planned: a configuration, the number of its ranks, and what a `RunConfig` cannot say. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from labkit.config import RunConfig
+
+Gpu = Literal["v100", "a100", "h100", "b200"]
+"""Generation of a GPU: V100 (Volta), A100 (Ampere), H100 and H200 (Hopper), B200, GB200 and GB300 (Blackwell)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """The libraries around a run on GPUs, as far as they decide its memory. The defaults are those of labkit."""
+
+    gpu: Gpu = "h100"
+    cublas_workspace: int | None = None
+    """Bytes of a workspace by CUBLAS_WORKSPACE_CONFIG; None is torch's default for the GPU."""
+    small_blackwell_workspace: bool = False
+    """True for a torch that gives Blackwell the workspace of older GPUs, as NVIDIA's containers did until April 2026."""
+    expandable_segments: bool = False
+    """The setting of torch's allocator of that name; with it, a block has no unused remainder."""
+    fused_cross_entropy: bool = False
+    """Megatron's --cross-entropy-loss-fusion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """Parts of a model that labkit's layers do not have."""
+
+    qk_norm: bool = False
+    """Norms of queries and keys in every layer (--qk-layernorm), one for all heads."""
+    position_rows: int | None = None
+    """Rows of the table of learned positions; None is `model.seq_length`."""
+    attention_mask: bool = False
+    """Each microbatch brings a mask of S x S booleans per sample, as Megatron's data loader makes unless
+    --no-create-attention-mask-in-dataloader is given."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run to plan."""
+
+    config: RunConfig
+    world_size: int
+    fsdp: bool = False
+    """True if weights, gradients and optimizer are sharded over data parallelism (ZeRO-3, arXiv 1910.02054)."""
+    extras: Extras = field(default_factory=Extras)
+    software: Software = field(default_factory=Software)
