@@ -9,8 +9,8 @@ After a step a rank holds weights, gradients and optimizer state, and in additio
 | stage inputs         | for each stage but the first, its last input and the gradient of it: 2 s b h e            |
 | unused remainders    | what the allocator cannot use behind large tensors (`allocator.py`)                       |
 
-At the peak there are also the activations of the microbatches in flight, in which new inputs have replaced the old
-ones, and the temporaries of the action that runs. With the logits' 4 bytes of exponentials that a microbatch keeps, a
+At the peak there are also the activations of the microbatches in flight, whose inputs have replaced those of all stages
+but one, and the temporaries of the action that runs. With the logits' 4 bytes of exponentials that a microbatch keeps, a
 loss needs 6 bytes per logit: the 16-bit logits are alive while their float32 exponentials are computed, and again while
 the float32 gradients become 16-bit ones. Numbers only, no torch.
 """
@@ -27,11 +27,11 @@ from labkit.config import ModelConfig, RunConfig
 from labkit.plan.activations import Share, recomputed_at_once_bytes
 from labkit.plan.allocator import unused_bytes
 from labkit.plan.engine_activations import extra_bytes, extra_parameters
-from labkit.plan.parameters import stage_parameters
-from labkit.plan.sizes import fc1_width, ffn_width, padded_vocab, qkv_width
+from labkit.plan.sizes import padded_vocab
 from labkit.plan.stage_activations import action_bytes, held_stages, share_of, stage_bytes, widest_bytes
 from labkit.plan.stages import StageContents, configured_schedule
 from labkit.plan.state_bytes import Held, dense_and_experts, state_bytes
+from labkit.plan.state_tensors import state_tensors
 from labkit.plan.workload import Gpu, Software, Workload
 from labkit.plan.zero_stages import ELEMENT_BYTES
 from labkit.schedules import Schedule
@@ -113,10 +113,11 @@ def device_memory(
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
         *_workspaces(config.model, workload.software),
         inputs,
-        _remainders(workload, stages),
+        _remainders(workload, stages, (dense.replicas, experts.replicas)),
     )
     activations = _activations(workload, share, stages, schedule, place)
-    return DeviceMemory(held, _above(activations, inputs.bytes, state.update))
+    later = sum(stage > 0 for stage in stages)
+    return DeviceMemory(held, _above(activations, inputs.bytes * max(0, later - 1) // max(1, later), state.update))
 
 
 def _state_text(name: str, size: int, dense: Held, experts: Held) -> str:
@@ -150,29 +151,11 @@ def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageConten
     return Term("stage inputs", size, formula)
 
 
-def _remainders(workload: Workload, stages: dict[int, StageContents]) -> Term:
+def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: tuple[int, int]) -> Term:
     if workload.software.expandable_segments:
         return Term("unused remainders", 0, "none with expandable segments")
-    tensors = [size for holds in stages.values() for size in _large_tensors(workload, holds)]
-    return Term("unused remainders", sum(map(unused_bytes, tensors)), f"behind {len(tensors)} large tensors")
-
-
-def _large_tensors(workload: Workload, holds: StageContents) -> list[int]:
-    """Return the bytes of tensors of a stage's state: buffers, and without sharding the matrices and their states."""
-    config, model = workload.config, workload.config.model
-    parallel, e = config.parallel, ELEMENT_BYTES[config.optim.precision]
-    parameters = stage_parameters(
-        model, layers=holds.layers, pre_process=holds.embedding, post_process=holds.loss, tp=parallel.tp,
-        moe=config.moe, ep=parallel.ep, etp=parallel.expert_tp,
-    )  # fmt: skip
-    gradients = parameters * (e if config.optim.grad_reduce_in_bf16 else 4)
-    if config.optim.distributed_optimizer:
-        return [gradients, parameters * e]
-    h, t = model.hidden, parallel.tp
-    table = padded_vocab(model, t) // t * h
-    tables = holds.embedding + (holds.loss and not (holds.embedding and not model.untie_embeddings_and_output_weights))
-    each = [qkv_width(model, t) * h, h * h // t, fc1_width(model) * h // t, ffn_width(model) * h // t]
-    return [gradients] + [size * width for size in [table] * tables + each * len(holds.layers) for width in (e, 4, 4, 4)]
+    tensors = state_tensors(workload.config, list(stages.values()), replicas)
+    return Term("unused remainders", unused_bytes(tensors), f"behind the large ones of {len(tensors)} tensors")
 
 
 def _activations(
@@ -192,7 +175,8 @@ def _activations(
         )
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
         again = recomputed_at_once_bytes(config.model, share, holds.layers, config.moe) if holds.layers else 0
-        backward[stage] = max(forward[stage], again + 2 * widest_bytes(config, share, holds))
+        again += 2 * widest_bytes(config, share, holds) - _exponentials(workload, share, holds)
+        backward[stage] = max(forward[stage], again)
     changes = action_bytes(config, schedule, place, kept, whole)
     row = slice(schedule.offsets[place], schedule.offsets[place + 1])
     is_forward, on = schedule.kinds[row] == 0, schedule.stages[row]
@@ -209,6 +193,12 @@ def _loss_bytes(workload: Workload, share: Share, holds: StageContents) -> int:
     model = workload.config.model
     each = LOGIT_BYTES + (FUSED_LOGIT_BYTES if workload.software.fused_cross_entropy else 0)
     return share.tokens(model) * padded_vocab(model, share.tp) // share.tp * each
+
+
+def _exponentials(workload: Workload, share: Share, holds: StageContents) -> int:
+    """Return the bytes of a loss that are freed before the backward of the layers before it begins."""
+    model = workload.config.model
+    return share.tokens(model) * padded_vocab(model, share.tp) // share.tp * share.wide if holds.loss else 0
 
 
 def _mask_bytes(workload: Workload, holds: StageContents) -> int:

@@ -2,7 +2,7 @@
 
 FlashAttention takes [B, S, heads, D]. The engine's layers pass [S, B, heads, D], so it converts queries, keys and
 values, which it keeps in place of the projection's output, and also its result, which it keeps in addition to the copy
-that the next layer reads. cuDNN's kernel takes the layers' own order and needs no copy.
+that the next layer reads. With one sample both orders are the same. cuDNN's kernel takes the layers' own order and needs no copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _of_attention(model: ModelConfig, share: Share, extras: Extras) -> dict[str,
     heads = (model.heads + max(1, model.kv_heads or model.heads)) // t
     columns = model.hidden // t + kv_width(model, t)
     statistics = 2 if model.norm == "layernorm" else 1
-    copied = model.transformer_impl == "transformer_engine" and model.attention_backend == "flash"
+    copied = model.transformer_impl == "transformer_engine" and model.attention_backend == "flash" and share.samples > 1
     return {
         "result of FlashAttention": tokens * model.hidden // t * share.element_bytes if copied else 0,
         "inputs of q and k norms": tokens * columns * share.element_bytes if extras.qk_norm else 0,
