@@ -45,6 +45,9 @@ CUBLAS_DEFAULT: dict[Gpu, int] = {"v100": 8320 << 10, "a100": 8320 << 10, "h100"
 `getChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp."""
 ENGINE_WORKSPACE: dict[Gpu, int] = {"v100": 4 * MIB, "a100": 4 * MIB, "h100": 32 * MIB, "b200": 32 * MIB}
 """Source: `get_cublas_workspace_size_bytes` in transformer_engine/pytorch/module/base.py."""
+GROUPED_STREAMS = 4
+"""Further workspaces of grouped products, which run on this many streams. Source: `get_multi_stream_cublas_workspace`
+and `_NUM_MAX_UB_STREAMS` there."""
 LOGIT_BYTES = 2
 """Bytes of a 16-bit logit, in addition to its exponential."""
 FUSED_LOGIT_BYTES = 4
@@ -111,7 +114,7 @@ def device_memory(
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
-        *_workspaces(config.model, workload.software),
+        *_workspaces(config, workload.software),
         inputs,
         _remainders(workload, stages, (dense.replicas, experts.replicas)),
     )
@@ -128,15 +131,17 @@ def _state_text(name: str, size: int, dense: Held, experts: Held) -> str:
     return f"{name}: {shares}; {size / max(1, total):.3g} bytes each"
 
 
-def _workspaces(model: ModelConfig, software: Software) -> tuple[Term, Term]:
+def _workspaces(config: RunConfig, software: Software) -> tuple[Term, Term]:
     gpu, setting = software.gpu, software.cublas_workspace
     default = CUBLAS_DEFAULT["a100" if gpu == "b200" and software.small_blackwell_workspace else gpu]
     each = default if setting is None else setting
-    engine = ENGINE_WORKSPACE[gpu] if model.transformer_impl == "transformer_engine" else 0
     source = "torch's default" if setting is None else "CUBLAS_WORKSPACE_CONFIG"
+    engines = 0
+    if config.model.transformer_impl == "transformer_engine":
+        engines = 1 + (GROUPED_STREAMS if config.moe.num_experts and config.moe.grouped_gemm else 0)
     return (
         Term("cuBLAS", CUBLAS_THREADS * each, f"{CUBLAS_THREADS} threads x {each:,} bytes ({source}, {gpu})"),
-        Term("Transformer Engine", engine, f"workspace of its products on {gpu}"),
+        Term("Transformer Engine", engines * ENGINE_WORKSPACE[gpu], f"{engines} x {ENGINE_WORKSPACE[gpu]:,} ({gpu})"),
     )
 
 

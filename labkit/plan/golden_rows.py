@@ -33,6 +33,7 @@ RULES = {
     "release run, whose nodes are not public",
     "vocab-size": "GPT-2's 50,257 tokens, Megatron-LM's default; of another tokenizer `VOCABULARIES`",
     "ffn-hidden-size": "4 x hidden-size, with swiglu 2/3 of that in multiples of 64, Megatron-LM's default",
+    "transformer-impl": "transformer_engine, Megatron-LM's default",
     "the GPU": "the word in `golden`: a100, h100, gb200; `lts` alone ran on A100",
     "attention-backend": "what Transformer Engine chooses: see `attention_kernel`",
     "CUBLAS_WORKSPACE_CONFIG": "the test's own variable; without it torch's default for the GPU, which on Blackwell "
@@ -100,6 +101,8 @@ def workload_of(row: Mapping[str, str]) -> Workload:
     flags = case | _columns(row)
     if missing := [why for flag, why in LACKING.items() if flags.get(flag)]:
         raise NotExpressibleError(missing[0])
+    if (optimizer := flags.get("--optimizer", "adam")) != "adam":
+        raise NotExpressibleError(f"the optimizer {optimizer} is not modelled")
     gpu = gpu_of(row["golden"])
     config = _config(flags, row["family"])
     kernel = attention_kernel(
@@ -152,6 +155,7 @@ def _config(flags: dict[str, Any], family: str) -> RunConfig:
         given["--vocab-size"] = tokens + int(given.get("--vocab-extra-ids", 0))
     if family in ("bert", "t5"):
         given["the program"] = f"pretrain_{family}.py"
+    given.setdefault("--transformer-impl", "transformer_engine")
     found = Conversion(given)
     STACK.derive(found)
     found.read(STACK.table)
