@@ -7,6 +7,8 @@ After a step a rank holds weights, gradients and optimizer state, and in additio
 | cuBLAS               | a workspace for each of two threads: that of forwards, and autograd's                     |
 | Transformer Engine   | 4 MiB up to Ampere, 32 MiB from Hopper                                                    |
 | stage inputs         | for each stage but the first, its last input and the gradient of it: 2 s b h e            |
+| masters' gradients   | float32 copies of 16-bit gradients, until the next step begins                             |
+| scores               | a buffer for the scores of one layer, of separate operations in Megatron's local layers   |
 | unused remainders    | what the allocator cannot use behind large tensors (`allocator.py`)                       |
 
 At the peak there are also the activations of the microbatches in flight, whose inputs have replaced those of all stages
@@ -115,6 +117,8 @@ def device_memory(
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
         *_workspaces(config, workload.software),
+        Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
+        _score_buffer(config, share, stages),
         inputs,
         _remainders(workload, stages, (dense.replicas, experts.replicas)),
     )
@@ -139,6 +143,8 @@ def _workspaces(config: RunConfig, software: Software) -> tuple[Term, Term]:
     engines = 0
     if config.model.transformer_impl == "transformer_engine":
         engines = 1 + (GROUPED_STREAMS if config.moe.num_experts and config.moe.grouped_gemm else 0)
+    elif config.moe.num_experts:
+        engines = 1  # the router's product is the engine's in Megatron's local layers, too
     return (
         Term("cuBLAS", CUBLAS_THREADS * each, f"{CUBLAS_THREADS} threads x {each:,} bytes ({source}, {gpu})"),
         Term("Transformer Engine", engines * ENGINE_WORKSPACE[gpu], f"{engines} x {ENGINE_WORKSPACE[gpu]:,} ({gpu})"),
@@ -154,6 +160,18 @@ def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageConten
     size = 2 * later * tokens * config.model.hidden * share.element_bytes
     formula = f"2 x {later} stages x {tokens:,} tokens x {config.model.hidden} x {share.element_bytes} bytes"
     return Term("stage inputs", size, formula)
+
+
+def _score_buffer(config: RunConfig, share: Share, stages: dict[int, StageContents]) -> Term:
+    """Return the buffer into which Megatron's local layers multiply queries and keys.
+
+    Source: `get_global_memory_buffer` in megatron/core/transformer/dot_product_attention.py.
+    """
+    model = config.model
+    local = model.transformer_impl == "local" and model.attention_backend == "unfused"
+    used = local and any(holds.layers for holds in stages.values())
+    size = share.tokens(model) * model.seq_length * model.heads // share.tp * share.element_bytes if used else 0
+    return Term("scores", size, "b a s^2 / t scores of one layer, in a buffer that stays" if used else "none")
 
 
 def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: tuple[int, int]) -> Term:
@@ -175,7 +193,7 @@ def _activations(
     keeps_all = config.replaced({"model.recompute_granularity": "none"})
     for stage, holds in stages.items():
         kept[stage], whole[stage] = (
-            stage_bytes(c, share, holds) + extra_bytes(c.model, share, extras, holds.layers)
+            stage_bytes(c, share, holds) + extra_bytes(c.model, share, extras, holds.layers, c.moe)
             for c in (config, keeps_all)
         )
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
@@ -214,11 +232,9 @@ def _mask_bytes(workload: Workload, holds: StageContents) -> int:
 
 
 def _above(activations: Sequence[int], inputs: int, update: int) -> tuple[Term, ...]:
-    """Return the terms of the peak: activations, in which new stage inputs replace the old ones, or the update's."""
+    """Return the terms of the peak, in which new stage inputs replace old ones, and no gradients of masters are left."""
     kept, beside = activations
-    if kept + beside - inputs < update:
-        return (Term("update", update, "gradients in the precision of the masters"),)
     return (
-        Term("activations", max(0, kept - inputs), f"{kept:,} of microbatches in flight, which replace stage inputs"),
-        Term("temporaries", beside, "of the forward or backward at the peak"),
+        Term("activations", max(0, kept - inputs), f"{kept:,} of microbatches in flight, {inputs:,} in place of inputs"),
+        Term("temporaries", max(beside, update - kept) - update, "of the forward or backward at the peak, or of the update"),
     )

@@ -3,13 +3,15 @@
 FlashAttention takes [B, S, heads, D]. The engine's layers pass [S, B, heads, D], so it converts queries, keys and
 values, which it keeps in place of the projection's output, and also its result, which it keeps in addition to the copy
 that the next layer reads. With one sample both orders are the same. cuDNN's kernel takes the layers' own order and needs no copy.
+
+Megatron's fused SwiGLU keeps its input, gate and up. labkit's own layers keep the activated gate, too.
 """
 
 from __future__ import annotations
 
-from labkit.config import ModelConfig
+from labkit.config import ModelConfig, MoEConfig
 from labkit.plan.activations import Share
-from labkit.plan.sizes import kv_width
+from labkit.plan.sizes import ffn_width, gate_and_up, kv_width
 from labkit.plan.workload import Extras
 
 STATISTIC_BYTES = 4
@@ -24,11 +26,21 @@ def extra_parameters(model: ModelConfig, extras: Extras, layers: range, *, embed
     return norms + (rows * model.hidden if embedding and model.position == "learned" else 0)
 
 
-def extra_bytes(model: ModelConfig, share: Share, extras: Extras, layers: range) -> int:
-    """Return the bytes that layers keep of a microbatch beyond `layers_activation_bytes`."""
+def extra_bytes(model: ModelConfig, share: Share, extras: Extras, layers: range, moe: MoEConfig) -> int:
+    """Return the bytes that layers keep of a microbatch beyond `layers_activation_bytes`; negative if they keep less."""
     if model.recompute_granularity == "full":
         return 0
-    return _attentions(model, layers) * sum(_of_attention(model, share, extras).values())
+    gates = sum("-" in model.parts_of_layer(index) and not moe.is_moe_layer(index) for index in layers)
+    fused = _activated_gate(model, share) if extras.fused_swiglu else 0
+    return _attentions(model, layers) * sum(_of_attention(model, share, extras).values()) - gates * fused
+
+
+def _activated_gate(model: ModelConfig, share: Share) -> int:
+    """Return the bytes of an MLP's activated gate, which a fused SwiGLU does not keep."""
+    recomputed = model.recompute_granularity == "selective" and "mlp" in model.recompute_modules
+    if gate_and_up(model) == 1 or recomputed:
+        return 0
+    return share.tokens(model) * ffn_width(model) // share.tp * share.element_bytes
 
 
 def _attentions(model: ModelConfig, layers: range) -> int:

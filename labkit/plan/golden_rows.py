@@ -28,6 +28,8 @@ GPUS: dict[str, Gpu] = {"a100": "a100", "h100": "h100", "gb200": "b200", "lts": 
 """Word in the name of a golden file -> GPU; `lts` alone ran on A100."""
 VOCABULARIES = {"BertWordPieceCase": 28996, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 256000}
 """Tokenizer -> tokens, of those that a test names without a number: bert-large-cased, Llama 2, Nemotron's 256k."""
+PROGRAMS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "hybrid": "pretrain_mamba.py"}
+"""Family of a test -> its program; any other runs pretrain_gpt.py."""
 RULES = {
     "nodes, gpus_per_node": "one node of 8 GPUs (GB200: 4), on which the tests outside today's recipes ran; none of a "
     "release run, whose nodes are not public",
@@ -68,6 +70,8 @@ class GoldenRow:
     family: str
     test: str
     golden: str
+    repeats: bool
+    """True if the table says that its numbers repeat another row's."""
     workload: Workload | None
     """What ran; None if `not_expressible` says why there is none."""
     not_expressible: str
@@ -90,7 +94,7 @@ def golden_row(row: Mapping[str, str]) -> GoldenRow:
     except NotExpressibleError as error:
         workload, reason = None, str(error)
     allocated, peak = (int(row[f"mem_{name}_bytes_last"] or 0) for name in ("allocated", "max_allocated"))
-    return GoldenRow(row["family"], row["test_case"], row["golden"], workload, reason, allocated, peak)
+    return GoldenRow(row["family"], row["test_case"], row["golden"], bool(row["repeats_of"]), workload, reason, allocated, peak)
 
 
 def workload_of(row: Mapping[str, str]) -> Workload:
@@ -151,10 +155,10 @@ def _config(flags: dict[str, Any], family: str) -> RunConfig:
     """Return the configuration that flags give. Rules of labkit's own layers are not checked: this run is Megatron's."""
     given = {name: " ".join(value) if isinstance(value, list) else value for name, value in flags.items()}
     _uneven(given)
-    if (tokens := VOCABULARIES.get(str(given.get("--tokenizer-type")))) and "--vocab-size" not in given:
-        given["--vocab-size"] = tokens + int(given.get("--vocab-extra-ids", 0))
-    if family in ("bert", "t5"):
-        given["the program"] = f"pretrain_{family}.py"
+    tokenizer = given.get("--tokenizer-type", "BertWordPieceCase" if family in ("bert", "t5") else "")
+    if tokenizer in VOCABULARIES and "--vocab-size" not in given:
+        given["--vocab-size"] = VOCABULARIES[tokenizer] + int(given.get("--vocab-extra-ids", 0))
+    given["the program"] = PROGRAMS.get(family, "pretrain_gpt.py")
     given.setdefault("--transformer-impl", "transformer_engine")
     found = Conversion(given)
     STACK.derive(found)
@@ -163,11 +167,17 @@ def _config(flags: dict[str, Any], family: str) -> RunConfig:
         raise NotExpressibleError(found.problems[0])
     config = RunConfig().replaced(found.values)
     values, _ = derived({"swiglu": bool(flags.get("--swiglu"))}, config)
+    if config.optim.precision == "fp16" and not flags.get("--accumulate-allreduce-grads-in-fp32"):
+        values["optim.grad_reduce_in_bf16"] = True  # only bf16 implies gradients in fp32
     return config.replaced(values)
 
 
 def _uneven(given: dict[str, Any]) -> None:
-    """Write the flags of uneven stages as a layout."""
+    """Write the flags of uneven stages as a layout, and the stages in the pattern of a hybrid model."""
+    if "|" in (pattern := str(given.get("--hybrid-layer-pattern", ""))):
+        stages = ["t" * len(stage) for stage in pattern.split("|")]
+        given["--pipeline-model-parallel-layout"] = f"E{'|'.join(stages)}L"
+        given["--hybrid-layer-pattern"] = pattern.replace("|", "")
     layers, pp = int(given.get("--num-layers", 0)), int(given.get("--pipeline-model-parallel-size", 1))
     first, last = (int(given.pop(f"--decoder-{end}-pipeline-num-layers", 0)) for end in ("first", "last"))
     if first or last:
@@ -189,6 +199,7 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
     return Extras(
         qk_norm=bool(flags.get("--qk-layernorm")),
         position_rows=int(rows) if rows else None,
+        fused_swiglu=not flags.get("--no-bias-swiglu-fusion"),
         attention_mask=not flags.get("--no-create-attention-mask-in-dataloader"),
     )
 
