@@ -19,7 +19,6 @@ the float32 gradients become 16-bit ones. Numbers only, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +87,7 @@ class DeviceMemory:
     @property
     def workspaces(self) -> int:
         """Bytes of libraries and of remainders that the allocator cannot use."""
-        return sum(self.bytes_of("cuBLAS", "Transformer Engine", "unused remainders"))
+        return sum(self.bytes_of("cuBLAS", "Transformer Engine", "scores", "unused remainders"))
 
     def bytes_of(self, *names: str) -> list[int]:
         """Return the bytes of terms by name, of those that stay after a step."""
@@ -118,13 +117,14 @@ def device_memory(
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
         *_workspaces(config, workload.software),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
-        _score_buffer(config, share, stages),
+        _score_buffer(workload, share, stages),
         inputs,
         _remainders(workload, stages, (dense.replicas, experts.replicas)),
     )
-    activations = _activations(workload, share, stages, schedule, place)
+    kept, beside = _activations(workload, share, stages, schedule, place)
     later = sum(stage > 0 for stage in stages)
-    return DeviceMemory(held, _above(activations, inputs.bytes * max(0, later - 1) // max(1, later), state.update))
+    replaced = inputs.bytes * max(0, later - 1) // max(1, later)
+    return DeviceMemory(held, _above(kept, beside, replaced, state.update))
 
 
 def _state_text(name: str, size: int, dense: Held, experts: Held) -> str:
@@ -143,7 +143,7 @@ def _workspaces(config: RunConfig, software: Software) -> tuple[Term, Term]:
     engines = 0
     if config.model.transformer_impl == "transformer_engine":
         engines = 1 + (GROUPED_STREAMS if config.moe.num_experts and config.moe.grouped_gemm else 0)
-    elif config.moe.num_experts:
+    elif software.megatron and config.moe.num_experts:
         engines = 1  # the router's product is the engine's in Megatron's local layers, too
     return (
         Term("cuBLAS", CUBLAS_THREADS * each, f"{CUBLAS_THREADS} threads x {each:,} bytes ({source}, {gpu})"),
@@ -162,14 +162,14 @@ def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageConten
     return Term("stage inputs", size, formula)
 
 
-def _score_buffer(config: RunConfig, share: Share, stages: dict[int, StageContents]) -> Term:
+def _score_buffer(workload: Workload, share: Share, stages: dict[int, StageContents]) -> Term:
     """Return the buffer into which Megatron's local layers multiply queries and keys.
 
     Source: `get_global_memory_buffer` in megatron/core/transformer/dot_product_attention.py.
     """
-    model = config.model
+    model = workload.config.model
     local = model.transformer_impl == "local" and model.attention_backend == "unfused"
-    used = local and any(holds.layers for holds in stages.values())
+    used = local and workload.software.megatron and any(holds.layers for holds in stages.values())
     size = share.tokens(model) * model.seq_length * model.heads // share.tp * share.element_bytes if used else 0
     return Term("scores", size, "b a s^2 / t scores of one layer, in a buffer that stays" if used else "none")
 
@@ -231,10 +231,13 @@ def _mask_bytes(workload: Workload, holds: StageContents) -> int:
     return workload.config.train.micro_batch_size * workload.config.model.seq_length**2
 
 
-def _above(activations: Sequence[int], inputs: int, update: int) -> tuple[Term, ...]:
-    """Return the terms of the peak, in which new stage inputs replace old ones, and no gradients of masters are left."""
-    kept, beside = activations
+def _above(kept: int, beside: int, inputs: int, update: int) -> tuple[Term, ...]:
+    """Return the terms of the peak. By then new stage inputs have replaced old ones, and masters' gradients are gone."""
+    released = inputs + update
+    if kept + beside <= released:
+        return ()
     return (
-        Term("activations", max(0, kept - inputs), f"{kept:,} of microbatches in flight, {inputs:,} in place of inputs"),
-        Term("temporaries", max(beside, update - kept) - update, "of the forward or backward at the peak, or of the update"),
+        Term("activations", kept, "of all microbatches in flight"),
+        Term("temporaries", beside, "of the forward or backward at the peak"),
+        Term("released", -released, f"{inputs:,} of stage inputs, {update:,} of masters' gradients"),
     )

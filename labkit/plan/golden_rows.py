@@ -206,6 +206,7 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
 
 def _software(flags: Mapping[str, Any], variables: Mapping[str, str], gpu: Gpu, month: str) -> Software:
     return Software(
+        megatron=True,
         gpu=gpu,
         cublas_workspace=_cublas_bytes(variables.get("CUBLAS_WORKSPACE_CONFIG")),
         small_blackwell_workspace=bool(month) and month < "2026-05",

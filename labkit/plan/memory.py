@@ -59,8 +59,8 @@ def rank_memory(
     """
     if device == "cuda":
         found = device_memory(Workload(config, world_size), pp_rank, schedule)
-        state, above = found.bytes_of("weights", "gradients", "optimizer"), found.peak - found.allocated
-        return RankMemory(*state, above + found.bytes_of("stage inputs")[0], workspaces=found.workspaces)
+        state = found.bytes_of("weights", "gradients", "optimizer")
+        return RankMemory(*state, found.peak - sum(state) - found.workspaces, workspaces=found.workspaces)
     state = state_bytes(config, dense_and_experts(config, world_size, schedule, pp_rank))
     activations = max(state.update, _activations(config, schedule, pp_rank))
     if config.optim.distributed_optimizer:

@@ -15,6 +15,8 @@ Gpu = Literal["v100", "a100", "h100", "b200"]
 class Software:
     """The libraries around a run on GPUs, as far as they decide its memory. The defaults are those of labkit."""
 
+    megatron: bool = False
+    """True for a run of Megatron-LM, false for one of labkit."""
     gpu: Gpu = "h100"
     cublas_workspace: int | None = None
     """Bytes of a workspace by CUBLAS_WORKSPACE_CONFIG; None is torch's default for the GPU."""
