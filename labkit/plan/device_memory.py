@@ -193,7 +193,7 @@ def _activations(
     keeps_all = config.replaced({"model.recompute_granularity": "none"})
     for stage, holds in stages.items():
         kept[stage], whole[stage] = (
-            stage_bytes(c, share, holds) + extra_bytes(c.model, share, extras, holds.layers, c.moe)
+            stage_bytes(c, share, holds) + extra_bytes(c.model, share, extras, holds.layers, c.moe, workload.software.megatron)
             for c in (config, keeps_all)
         )
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)

@@ -4,13 +4,15 @@ FlashAttention takes [B, S, heads, D]. The engine's layers pass [S, B, heads, D]
 values, which it keeps in place of the projection's output, and also its result, which it keeps in addition to the copy
 that the next layer reads. With one sample both orders are the same. cuDNN's kernel takes the layers' own order and needs no copy.
 
-Megatron's fused SwiGLU keeps its input, gate and up. labkit's own layers keep the activated gate, too.
+Megatron's fused SwiGLU keeps its input, gate and up; labkit's own layers keep the activated gate, too. Mamba's fused
+mixer keeps less than labkit's, which is made of separate operations.
 """
 
 from __future__ import annotations
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.plan.activations import Share
+from labkit.plan.mamba import mamba_sizes, mixer_saved
 from labkit.plan.sizes import ffn_width, gate_and_up, kv_width
 from labkit.plan.workload import Extras
 
@@ -26,21 +28,19 @@ def extra_parameters(model: ModelConfig, extras: Extras, layers: range, *, embed
     return norms + (rows * model.hidden if embedding and model.position == "learned" else 0)
 
 
-def extra_bytes(model: ModelConfig, share: Share, extras: Extras, layers: range, moe: MoEConfig) -> int:
-    """Return the bytes that layers keep of a microbatch beyond `layers_activation_bytes`; negative if they keep less."""
+def extra_bytes(model: ModelConfig, share: Share, extras: Extras, layers: range, moe: MoEConfig, megatron: bool) -> int:
+    """Return the bytes that layers keep of a microbatch beyond `layers_activation_bytes`; negative if they keep less.
+
+    megatron: the layers are Megatron-LM's and not labkit's.
+    """
     if model.recompute_granularity == "full":
         return 0
-    gates = sum("-" in model.parts_of_layer(index) and not moe.is_moe_layer(index) for index in layers)
-    fused = _activated_gate(model, share) if extras.fused_swiglu else 0
-    return _attentions(model, layers) * sum(_of_attention(model, share, extras).values()) - gates * fused
-
-
-def _activated_gate(model: ModelConfig, share: Share) -> int:
-    """Return the bytes of an MLP's activated gate, which a fused SwiGLU does not keep."""
-    recomputed = model.recompute_granularity == "selective" and "mlp" in model.recompute_modules
-    if gate_and_up(model) == 1 or recomputed:
-        return 0
-    return share.tokens(model) * ffn_width(model) // share.tp * share.element_bytes
+    total = _attentions(model, layers) * sum(_of_attention(model, share, extras).values())
+    if megatron:
+        dense = sum("-" in model.parts_of_layer(index) and not moe.is_moe_layer(index) for index in layers)
+        total -= dense * _activated_gate(model, share)
+        total -= sum("M" in model.parts_of_layer(index) for index in layers) * _more_than_fused_mixer(model, share)
+    return total
 
 
 def _attentions(model: ModelConfig, layers: range) -> int:
@@ -60,3 +60,22 @@ def _of_attention(model: ModelConfig, share: Share, extras: Extras) -> dict[str,
         "inputs of q and k norms": tokens * columns * share.element_bytes if extras.qk_norm else 0,
         "statistics of q and k norms": tokens * heads * statistics * STATISTIC_BYTES if extras.qk_norm else 0,
     }
+
+
+def _activated_gate(model: ModelConfig, share: Share) -> int:
+    """Return the bytes of an MLP's activated gate, which a fused SwiGLU does not keep."""
+    recomputed = model.recompute_granularity == "selective" and "mlp" in model.recompute_modules
+    if gate_and_up(model) == 1 or recomputed:
+        return 0
+    return share.tokens(model) * ffn_width(model) // share.tp * share.element_bytes
+
+
+def _more_than_fused_mixer(model: ModelConfig, share: Share) -> int:
+    """Return the bytes that labkit's mixer keeps beyond the fused one.
+
+    `mamba_split_conv1d_scan_combined` of mamba_ssm keeps its input, the output of the projection, and the scan's result
+    before the gate; the norm after it keeps its own input.
+    """
+    sizes = mamba_sizes(model, share.tp)
+    fused = sizes.groups * (sizes.projected + 2 * sizes.inner) * share.tokens(model) * share.element_bytes
+    return sum(mixer_saved(model, share.samples, share.tp).values()) * share.wide - fused

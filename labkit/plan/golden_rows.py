@@ -26,8 +26,14 @@ FIRST_FLAG, LAST_FLAG = "num-layers", "normalization"
 """The first and last column that is a flag of Megatron-LM."""
 GPUS: dict[str, Gpu] = {"a100": "a100", "h100": "h100", "gb200": "b200", "lts": "a100"}
 """Word in the name of a golden file -> GPU; `lts` alone ran on A100."""
-VOCABULARIES = {"BertWordPieceCase": 28996, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 256000}
-"""Tokenizer -> tokens, of those that a test names without a number: bert-large-cased, Llama 2, Nemotron's 256k."""
+VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "BertWordPieceCase": 28996,
+    "Llama2Tokenizer": 32000,
+    "GPTSentencePieceTokenizer": 256000,
+}
+"""Tokenizer -> tokens, of those that a test names without a number: GPT-2, bert-large-cased, Llama 2, Nemotron's."""
+FAMILIES_OF_IMAGES = ("multimodal-llava", "mimo")
 PROGRAMS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "hybrid": "pretrain_mamba.py"}
 """Family of a test -> its program; any other runs pretrain_gpt.py."""
 RULES = {
@@ -52,9 +58,6 @@ LACKING = {
     "--defer-embedding-wgrad-compute": "deferred embedding gradients keep activations that are not modelled",
     "--fine-grained-activation-offloading": "activations that move to the host are not modelled",
     "--fp8-param-gather": "weights in fp8 are not modelled",
-    "--dataset-provider": "a model of images and text is not modelled",
-    "--img-h": "a model of images and text is not modelled",
-    "--model-provider": "a model of images and text is not modelled",
 }
 """Flag -> why a row that gives it has no workload."""
 
@@ -105,6 +108,8 @@ def workload_of(row: Mapping[str, str]) -> Workload:
     flags = case | _columns(row)
     if missing := [why for flag, why in LACKING.items() if flags.get(flag)]:
         raise NotExpressibleError(missing[0])
+    if row["family"] in FAMILIES_OF_IMAGES:
+        raise NotExpressibleError("a model of images and text is not modelled")
     if (optimizer := flags.get("--optimizer", "adam")) != "adam":
         raise NotExpressibleError(f"the optimizer {optimizer} is not modelled")
     gpu = gpu_of(row["golden"])
@@ -155,7 +160,7 @@ def _config(flags: dict[str, Any], family: str) -> RunConfig:
     """Return the configuration that flags give. Rules of labkit's own layers are not checked: this run is Megatron's."""
     given = {name: " ".join(value) if isinstance(value, list) else value for name, value in flags.items()}
     _uneven(given)
-    tokenizer = given.get("--tokenizer-type", "BertWordPieceCase" if family in ("bert", "t5") else "")
+    tokenizer = given.get("--tokenizer-type", "BertWordPieceCase" if family in ("bert", "t5") else "GPT2BPETokenizer")
     if tokenizer in VOCABULARIES and "--vocab-size" not in given:
         given["--vocab-size"] = VOCABULARIES[tokenizer] + int(given.get("--vocab-extra-ids", 0))
     given["the program"] = PROGRAMS.get(family, "pretrain_gpt.py")
@@ -199,7 +204,6 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
     return Extras(
         qk_norm=bool(flags.get("--qk-layernorm")),
         position_rows=int(rows) if rows else None,
-        fused_swiglu=not flags.get("--no-bias-swiglu-fusion"),
         attention_mask=not flags.get("--no-create-attention-mask-in-dataloader"),
     )
 

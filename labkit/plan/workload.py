@@ -36,8 +36,6 @@ class Extras:
     """Norms of queries and keys in every layer (--qk-layernorm), one for all heads."""
     position_rows: int | None = None
     """Rows of the table of learned positions; None is `model.seq_length`."""
-    fused_swiglu: bool = False
-    """SwiGLU as one kernel, Megatron's default: the backward computes the activated gate anew."""
     attention_mask: bool = False
     """Each microbatch brings a mask of S x S booleans per sample, as Megatron's data loader makes unless
     --no-create-attention-mask-in-dataloader is given."""
