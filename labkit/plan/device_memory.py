@@ -28,6 +28,7 @@ from labkit.config import ModelConfig, RunConfig
 from labkit.plan.activations import Share, recomputed_at_once_bytes
 from labkit.plan.allocator import unused_bytes
 from labkit.plan.engine_activations import extra_bytes, extra_parameters
+from labkit.plan.fsdp_units import gathered_bytes, unsharded_gradients
 from labkit.plan.sizes import padded_vocab
 from labkit.plan.stage_activations import action_bytes, held_stages, share_of, stage_bytes, widest_bytes
 from labkit.plan.stages import StageContents, configured_schedule
@@ -109,7 +110,7 @@ def device_memory(
     added = sum(extra_parameters(config.model, extras, s.layers, embedding=s.embedding) for s in stages.values())
     dense, experts = dense_and_experts(config, workload.world_size, schedule, place)
     dense = Held(dense.parameters + added, dense.replicas)
-    state = state_bytes(config, (dense, experts))
+    state = state_bytes(config, (dense, experts), fsdp=workload.fsdp)
     inputs = _stage_inputs(config, share, stages)
     held = (
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
@@ -124,7 +125,8 @@ def device_memory(
     kept, beside = _activations(workload, share, stages, schedule, place)
     later = sum(stage > 0 for stage in stages)
     replaced = inputs.bytes * max(0, later - 1) // max(1, later)
-    return DeviceMemory(held, _above(kept, beside, replaced, state.update))
+    gathered = gathered_bytes(config, list(stages.values())) if workload.fsdp else 0
+    return DeviceMemory(held, _above(kept, beside, gathered, replaced, state.update))
 
 
 def _state_text(name: str, size: int, dense: Held, experts: Held) -> str:
@@ -175,8 +177,8 @@ def _score_buffer(workload: Workload, share: Share, stages: dict[int, StageConte
 
 
 def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: tuple[int, int]) -> Term:
-    if workload.software.expandable_segments:
-        return Term("unused remainders", 0, "none with expandable segments")
+    if workload.software.expandable_segments or workload.fsdp:
+        return Term("unused remainders", 0, "none with expandable segments, and left out with sharded weights")
     tensors = state_tensors(workload.config, list(stages.values()), replicas)
     return Term("unused remainders", unused_bytes(tensors), f"behind the large ones of {len(tensors)} tensors")
 
@@ -199,6 +201,7 @@ def _activations(
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
         again = recomputed_at_once_bytes(config.model, share, holds.layers, config.moe) if holds.layers else 0
         again += 2 * widest_bytes(config, share, holds) - _exponentials(workload, share, holds)
+        again += unsharded_gradients(config, holds) if workload.fsdp else 0
         backward[stage] = max(forward[stage], again)
     changes = action_bytes(config, schedule, place, kept, whole)
     row = slice(schedule.offsets[place], schedule.offsets[place + 1])
@@ -231,13 +234,14 @@ def _mask_bytes(workload: Workload, holds: StageContents) -> int:
     return workload.config.train.micro_batch_size * workload.config.model.seq_length**2
 
 
-def _above(kept: int, beside: int, inputs: int, update: int) -> tuple[Term, ...]:
+def _above(kept: int, beside: int, gathered: int, inputs: int, update: int) -> tuple[Term, ...]:
     """Return the terms of the peak. By then new stage inputs have replaced old ones, and masters' gradients are gone."""
     released = inputs + update
-    if kept + beside <= released:
+    if kept + beside + gathered <= released:
         return ()
     return (
         Term("activations", kept, "of all microbatches in flight"),
         Term("temporaries", beside, "of the forward or backward at the peak"),
+        Term("gathered weights", gathered, "what is outside of layers, and two layers" if gathered else "none"),
         Term("released", -released, f"{inputs:,} of stage inputs, {update:,} of masters' gradients"),
     )

@@ -51,7 +51,6 @@ RULES = {
 }
 """What a row leaves out -> what it is filled in by."""
 LACKING = {
-    "--use-megatron-fsdp": "Megatron FSDP's buffers are not modelled",
     "--multi-latent-attention": "multi-latent attention is not modelled",
     "--mtp-num-layers": "multi-token prediction is not modelled",
     "--perform-rl-step": "reinforcement learning keeps a second model for inference",
@@ -178,6 +177,10 @@ def workload_of(row: Mapping[str, str]) -> Workload:
     flags = case | _columns(row)
     if missing := [why for flag, why in LACKING.items() if flags.get(flag)]:
         raise NotExpressibleError(missing[0])
+    sharding = flags.get("--data-parallel-sharding-strategy")
+    fsdp = bool(flags.get("--use-megatron-fsdp"))
+    if fsdp and sharding != "optim_grads_params":
+        raise NotExpressibleError(f"Megatron FSDP with the sharding strategy {sharding} is not modelled")
     if row["family"] in FAMILIES_OF_IMAGES:
         raise NotExpressibleError("a model of images and text is not modelled")
     if (optimizer := flags.get("--optimizer", "adam")) != "adam":
@@ -195,6 +198,7 @@ def workload_of(row: Mapping[str, str]) -> Workload:
     return Workload(
         config.replaced({"model.attention_backend": kernel}),
         world_size,
+        fsdp=fsdp,
         extras=_extras(flags),
         software=_software(flags, variables, gpu, month),
     )

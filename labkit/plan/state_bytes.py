@@ -54,8 +54,8 @@ def _expert_parameters(config: RunConfig, schedule: Schedule, pp_rank: int) -> i
     return layers * (config.moe.num_experts // config.parallel.ep) * each
 
 
-def state_bytes(config: RunConfig, held: tuple[Held, ...]) -> State:
-    """Return the bytes of parameters that a rank holds."""
+def state_bytes(config: RunConfig, held: tuple[Held, ...], *, fsdp: bool = False) -> State:
+    """Return the bytes of parameters that a rank holds. fsdp: weights and gradients are sharded, too."""
     optim, precision = config.optim, config.optim.precision
     weights = gradients = optimizer = update = 0
     for parameters, ranks in held:
@@ -63,7 +63,7 @@ def state_bytes(config: RunConfig, held: tuple[Held, ...]) -> State:
             param_dtype=precision,
             grad_dtype="fp32" if ELEMENT_BYTES[precision] < 4 and not optim.grad_reduce_in_bf16 else precision,
             dp=max(1, ranks // optim.num_distributed_optimizer_instances),
-            stage=1 if optim.distributed_optimizer else 0,
+            stage=3 if fsdp else 1 if optim.distributed_optimizer else 0,
         )
         weights += int(parameters * each.weight)
         gradients += int(parameters * each.gradient)
