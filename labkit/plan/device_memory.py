@@ -107,7 +107,10 @@ def device_memory(
         schedule = configured_schedule(config, workload.world_size)
     place = schedule.pp - 1 if pp_rank is None else pp_rank
     stages, share = held_stages(config, schedule, place), share_of(config, "cuda")
-    added = sum(extra_parameters(config.model, extras, s.layers, embedding=s.embedding) for s in stages.values())
+    added = sum(
+        extra_parameters(config.model, extras, config.parallel.tp, holds.layers, embedding=holds.embedding)
+        for holds in stages.values()
+    )
     dense, experts = dense_and_experts(config, workload.world_size, schedule, place)
     dense = Held(dense.parameters + added, dense.replicas)
     state = state_bytes(config, (dense, experts), fsdp=workload.fsdp)

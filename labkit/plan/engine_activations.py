@@ -11,8 +11,10 @@ mixer keeps less than labkit's, which is made of separate operations.
 from __future__ import annotations
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.plan.activations import Share
+from labkit.plan.activations import Share, layer_saved
+from labkit.plan.latent_attention import latent_parameters, latent_saved
 from labkit.plan.mamba import mamba_sizes, mixer_saved
+from labkit.plan.parameters import attention_parameters
 from labkit.plan.sizes import ffn_width, gate_and_up, kv_width
 from labkit.plan.workload import Extras
 
@@ -20,12 +22,20 @@ STATISTIC_BYTES = 4
 """Bytes of a norm's mean, or of its deviation: float32."""
 
 
-def extra_parameters(model: ModelConfig, extras: Extras, layers: range, *, embedding: bool) -> int:
-    """Return the parameters on one rank that `extras` adds to a stage; tensor parallelism cuts none of them."""
-    per_norm = model.hidden // model.heads * (2 if model.norm == "layernorm" else 1)
-    norms = 2 * per_norm * _attentions(model, layers) if extras.qk_norm else 0
+def extra_parameters(model: ModelConfig, extras: Extras, tp: int, layers: range, *, embedding: bool) -> int:
+    """Return the parameters on one rank that `extras` adds to a stage."""
     rows = (extras.position_rows or model.seq_length) - model.seq_length
-    return norms + (rows * model.hidden if embedding and model.position == "learned" else 0)
+    positions = rows * model.hidden if embedding and model.position == "learned" else 0
+    return positions + _attentions(model, layers) * _more_of_attention(model, extras, tp)
+
+
+def _more_of_attention(model: ModelConfig, extras: Extras, tp: int) -> int:
+    """Return how many parameters one attention has beyond `attention_parameters`."""
+    if extras.latent:
+        latent = latent_parameters(model, extras.latent, tp, norms=extras.qk_norm)
+        return latent - attention_parameters(model, tp)
+    per_norm = model.hidden // model.heads * (2 if model.norm == "layernorm" else 1)
+    return 2 * per_norm if extras.qk_norm else 0
 
 
 def extra_bytes(model: ModelConfig, share: Share, extras: Extras, layers: range, moe: MoEConfig, megatron: bool) -> int:
@@ -50,6 +60,10 @@ def _attentions(model: ModelConfig, layers: range) -> int:
 
 def _of_attention(model: ModelConfig, share: Share, extras: Extras) -> dict[str, int]:
     """Return tensor -> bytes that one attention keeps in addition."""
+    if extras.latent:
+        plain = layer_saved(model, share, parts="*")
+        replaced = sum(plain[name] for name in ("attention q, k, v", "attention proj input"))
+        return latent_saved(model, share, extras.latent, norms=extras.qk_norm) | {"plain attention": -replaced}
     tokens, t = share.tokens(model), share.tp
     heads = (model.heads + max(1, model.kv_heads or model.heads)) // t
     columns = model.hidden // t + kv_width(model, t)

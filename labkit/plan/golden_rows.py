@@ -21,6 +21,7 @@ from labkit.config import RunConfig
 from labkit.config.foreign.conversion import Conversion
 from labkit.config.foreign.megatron import STACK
 from labkit.config.megatron_flags import derived
+from labkit.plan.latent_attention import Latent
 from labkit.plan.workload import Extras, Gpu, Software, Workload
 
 FIRST_FLAG, LAST_FLAG = "num-layers", "normalization"
@@ -51,13 +52,14 @@ RULES = {
 }
 """What a row leaves out -> what it is filled in by."""
 LACKING = {
-    "--multi-latent-attention": "multi-latent attention is not modelled",
     "--mtp-num-layers": "multi-token prediction is not modelled",
     "--perform-rl-step": "reinforcement learning keeps a second model for inference",
     "--flextron": "an elastic model is not modelled",
     "--defer-embedding-wgrad-compute": "deferred embedding gradients keep activations that are not modelled",
     "--fine-grained-activation-offloading": "activations that move to the host are not modelled",
-    "--fp8-param-gather": "weights in fp8 are not modelled",
+    "--fp8-format": "weights and activations in fp8 are not modelled",
+    "--cuda-graph-impl": "buffers of CUDA graphs are not modelled",
+    "--tp-comm-overlap": "Transformer Engine's user buffers are not modelled",
 }
 """Flag -> why a row that gives it has no workload."""
 
@@ -280,10 +282,18 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
     learned = flags.get("--position-embedding-type", "learned_absolute") == "learned_absolute"
     rows = flags.get("--max-position-embeddings") if learned else None
     return Extras(
+        latent=_latent(flags) if flags.get("--multi-latent-attention") else None,
         qk_norm=bool(flags.get("--qk-layernorm")),
         position_rows=int(rows) if rows else None,
         attention_mask=not flags.get("--no-create-attention-mask-in-dataloader"),
     )
+
+
+def _latent(flags: Mapping[str, Any]) -> Latent:
+    named = {"query_rank": "q-lora-rank", "rank": "kv-lora-rank", "head": "qk-head-dim",
+             "position_head": "qk-pos-emb-head-dim", "value_head": "v-head-dim"}  # fmt: skip
+    given = {field: flags.get(f"--{flag}") for field, flag in named.items()}
+    return Latent(**{field: int(value) for field, value in given.items() if value is not None})
 
 
 def _software(flags: Mapping[str, Any], variables: Mapping[str, str], gpu: Gpu, month: str) -> Software:

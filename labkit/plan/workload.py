@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from labkit.config import RunConfig
+from labkit.plan.latent_attention import Latent
 
 Gpu = Literal["v100", "a100", "h100", "b200"]
 """Generation of a GPU: V100 (Volta), A100 (Ampere), H100 and H200 (Hopper), B200, GB200 and GB300 (Blackwell)."""
@@ -33,7 +34,9 @@ class Extras:
     """Parts of a model that labkit's layers do not have."""
 
     qk_norm: bool = False
-    """Norms of queries and keys in every layer (--qk-layernorm), one for all heads."""
+    """Norms of queries and keys in every layer (--qk-layernorm), one for all heads; of both latents with `latent`."""
+    latent: Latent | None = None
+    """Multi-latent attention in every layer."""
     position_rows: int | None = None
     """Rows of the table of learned positions; None is `model.seq_length`."""
     attention_mask: bool = False
