@@ -8,7 +8,7 @@ After a step a rank holds weights, gradients and optimizer state, and in additio
 | Transformer Engine   | 4 MiB up to Ampere, 32 MiB from Hopper                                                    |
 | stage inputs         | for each stage but the first, its last input and the gradient of it: 2 s b h e            |
 | masters' gradients   | float32 copies of 16-bit gradients, until the next step begins                             |
-| scores               | a buffer for the scores of one layer, of separate operations in Megatron's local layers   |
+| global buffer        | Megatron-LM's, for scores or tokens of one layer (`_global_buffer`)                       |
 | unused remainders    | what the allocator cannot use behind large tensors (`allocator.py`)                       |
 
 At the peak there are also the activations of the microbatches in flight, whose inputs have replaced those of all stages
@@ -88,7 +88,7 @@ class DeviceMemory:
     @property
     def workspaces(self) -> int:
         """Bytes of libraries and of remainders that the allocator cannot use."""
-        return sum(self.bytes_of("cuBLAS", "Transformer Engine", "scores", "unused remainders"))
+        return sum(self.bytes_of("cuBLAS", "Transformer Engine", "global buffer", "unused remainders"))
 
     def bytes_of(self, *names: str) -> list[int]:
         """Return the bytes of terms by name, of those that stay after a step."""
@@ -121,7 +121,7 @@ def device_memory(
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
         *_workspaces(config, workload.software),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
-        _score_buffer(workload, share, stages),
+        _global_buffer(workload, share, stages),
         inputs,
         _remainders(workload, stages, (dense.replicas, experts.replicas)),
     )
@@ -167,16 +167,25 @@ def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageConten
     return Term("stage inputs", size, formula)
 
 
-def _score_buffer(workload: Workload, share: Share, stages: dict[int, StageContents]) -> Term:
-    """Return the buffer into which Megatron's local layers multiply queries and keys.
+def _global_buffer(workload: Workload, share: Share, stages: dict[int, StageContents]) -> Term:
+    """Return Megatron-LM's global memory buffer, which is as large as its largest use so far.
 
-    Source: `get_global_memory_buffer` in megatron/core/transformer/dot_product_attention.py.
+    Local layers multiply queries and keys into it, and gather a sequence that is split. A dispatcher that gathers the
+    tokens of all ranks of its experts does so there. Source: `get_global_memory_buffer` in megatron/core.
     """
-    model = workload.config.model
-    local = model.transformer_impl == "local" and model.attention_backend == "unfused"
-    used = local and workload.software.megatron and any(holds.layers for holds in stages.values())
-    size = share.tokens(model) * model.seq_length * model.heads // share.tp * share.element_bytes if used else 0
-    return Term("scores", size, "b a s^2 / t scores of one layer, in a buffer that stays" if used else "none")
+    model, parallel, moe = workload.config.model, workload.config.parallel, workload.config.moe
+    uses = {"nothing": 0}
+    if workload.software.megatron and any(holds.layers for holds in stages.values()):
+        gathered = share.tokens_between(model) * model.hidden * share.element_bytes
+        if model.transformer_impl == "local":
+            sequence = share.tokens(model) * model.hidden * share.element_bytes
+            uses["a sequence"] = sequence if parallel.sequence_parallel else 0
+            scores = share.tokens(model) * model.seq_length * model.heads // share.tp * share.element_bytes
+            uses["scores of one layer, b a s^2 / t"] = scores if model.attention_backend == "unfused" else 0
+        if moe.num_experts and moe.dispatcher == "allgather":
+            uses["the tokens of all ranks of its experts"] = gathered * parallel.ep * parallel.expert_tp
+    use = max(uses, key=lambda name: uses[name])
+    return Term("global buffer", uses[use], f"for {use}")
 
 
 def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: tuple[int, int]) -> Term:
