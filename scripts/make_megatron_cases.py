@@ -60,7 +60,9 @@ def months(repository: str, names: set[str]) -> dict[str, str]:
     """Return golden file -> month of the last commit that recorded it."""
     found: dict[str, str] = {}
     commit = month = ""
-    for line in git(repository, "log", "--format=@%h %cs", "--abbrev=10", "--name-only", "HEAD", "--", TESTS).split("\n"):
+    for line in git(repository, "log", "--format=@%h %cs", "--abbrev=10", "--name-only", "HEAD", "--", TESTS).split(
+        "\n"
+    ):
         if line.startswith("@"):
             commit, month = line[1:].split()
         elif line in names and commit not in WITHOUT_MEMORY:

@@ -28,7 +28,11 @@ def unused_bytes(sizes: tuple[int, ...]) -> int:
         if size <= SMALL:
             continue
         place = bisect_left(free, size)
-        block = free.pop(place) if place < len(free) else max(SEGMENT if size < LARGE else 0, -(-size // ROUNDED_TO) * ROUNDED_TO)
+        block = (
+            free.pop(place)
+            if place < len(free)
+            else max(SEGMENT if size < LARGE else 0, -(-size // ROUNDED_TO) * ROUNDED_TO)
+        )
         if block - size > SMALL:
             insort(free, block - size)
         else:

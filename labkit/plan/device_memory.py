@@ -7,63 +7,44 @@ After a step a rank holds weights, gradients and optimizer state, and in additio
 | cuBLAS               | a workspace for each of two threads: that of forwards, and autograd's                     |
 | Transformer Engine   | 4 MiB up to Ampere, 32 MiB from Hopper                                                    |
 | stage inputs         | for each stage but the first, its last input and the gradient of it: 2 s b h e            |
-| masters' gradients   | float32 copies of 16-bit gradients, until the next step begins                             |
-| global buffer        | Megatron-LM's, for scores or tokens of one layer (`_global_buffer`)                       |
+| masters' gradients   | float32 copies of 16-bit gradients, until the next step begins                            |
+| global buffer        | Megatron-LM's, for scores or tokens of one layer (`device_libraries.py`)                  |
 | unused remainders    | what the allocator cannot use behind large tensors (`allocator.py`)                       |
 
 At the peak there are also the activations of the microbatches in flight, whose inputs have replaced those of all stages
-but one, and the temporaries of the action that runs. With the logits' 4 bytes of exponentials that a microbatch keeps, a
-loss needs 6 bytes per logit: the 16-bit logits are alive while their float32 exponentials are computed, and again while
-the float32 gradients become 16-bit ones. Numbers only, no torch.
+but one, and the temporaries of the action that runs. A loss needs 6 bytes per logit, of which a microbatch keeps 4, the
+exponentials. The 16-bit logits are alive while these are computed, and 16-bit gradients while they are freed.
+
+What this leaves out: tables of rotary positions, and what Python has not collected yet. In about one of thirty recorded
+runs of Megatron-LM the batches of the last step are still there, m (b s^2 + 12 b s) bytes of masks and labels.
+Numbers only, no torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from labkit.config import ModelConfig, RunConfig
-from labkit.plan.activations import Share, recomputed_at_once_bytes
+from labkit.config import RunConfig
+from labkit.plan.activations import Share
 from labkit.plan.allocator import unused_bytes
+from labkit.plan.device_libraries import Term, global_buffer, workspaces
 from labkit.plan.engine_activations import extra_bytes, extra_parameters
 from labkit.plan.fsdp_units import gathered_bytes, unsharded_gradients
 from labkit.plan.sizes import padded_vocab
-from labkit.plan.stage_activations import action_bytes, held_stages, share_of, stage_bytes, widest_bytes
+from labkit.plan.stage_activations import action_bytes, backward_bytes, held_stages, share_of, stage_bytes
 from labkit.plan.stages import StageContents, configured_schedule
 from labkit.plan.state_bytes import Held, dense_and_experts, state_bytes
 from labkit.plan.state_tensors import state_tensors
-from labkit.plan.workload import Gpu, Software, Workload
-from labkit.plan.zero_stages import ELEMENT_BYTES
+from labkit.plan.workload import Workload
 from labkit.schedules import Schedule
 
-MIB = 1 << 20
-CUBLAS_THREADS = 2
-"""Threads with a cuBLAS handle and workspace of their own: the one that runs forwards, and autograd's. Source:
-aten/src/ATen/cuda/CublasHandlePool.cpp, a workspace for each pair of handle and stream."""
-CUBLAS_DEFAULT: dict[Gpu, int] = {"v100": 8320 << 10, "a100": 8320 << 10, "h100": 32 * MIB, "b200": 32 * MIB}
-"""torch's workspace without CUBLAS_WORKSPACE_CONFIG: `:4096:2:16:8` up to Ampere, `:4096:8` from Hopper. Source:
-`getChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp."""
-ENGINE_WORKSPACE: dict[Gpu, int] = {"v100": 4 * MIB, "a100": 4 * MIB, "h100": 32 * MIB, "b200": 32 * MIB}
-"""Source: `get_cublas_workspace_size_bytes` in transformer_engine/pytorch/module/base.py."""
-GROUPED_STREAMS = 4
-"""Further workspaces of grouped products, which run on this many streams. Source: `get_multi_stream_cublas_workspace`
-and `_NUM_MAX_UB_STREAMS` there."""
-LOGIT_BYTES = 2
-"""Bytes of a 16-bit logit, in addition to its exponential."""
+GRADIENTS_AT_ONCE = 2
+"""Tensors of the largest size that one operation of a backward needs: the gradients of its output and of its input."""
 FUSED_LOGIT_BYTES = 4
 """A further float32 copy of each logit that Megatron's `fused_vocab_parallel_cross_entropy` keeps during the loss: its
 compiled parts do not write the exponentials in place. Source: megatron/core/fusions/fused_cross_entropy.py."""
-
-
-class Term(NamedTuple):
-    """One item of a rank's memory."""
-
-    name: str
-    bytes: int
-    formula: str
-    """The formula with its inputs."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +76,7 @@ class DeviceMemory:
         return [next(term.bytes for term in self.held if term.name == name) for name in names]
 
 
-def device_memory(
-    workload: Workload, pp_rank: int | None = None, schedule: Schedule | None = None
-) -> DeviceMemory:
+def device_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedule | None = None) -> DeviceMemory:
     """Return what a rank at place `pp_rank` of the pipeline allocates; None is the last place.
 
     schedule: the schedule of the run; None builds the configured one.
@@ -119,9 +98,9 @@ def device_memory(
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
-        *_workspaces(config, workload.software),
+        *workspaces(config, workload.software),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
-        _global_buffer(workload, share, stages),
+        global_buffer(workload, share),
         inputs,
         _remainders(workload, stages, (dense.replicas, experts.replicas)),
     )
@@ -140,22 +119,6 @@ def _state_text(name: str, size: int, dense: Held, experts: Held) -> str:
     return f"{name}: {shares}; {size / max(1, total):.3g} bytes each"
 
 
-def _workspaces(config: RunConfig, software: Software) -> tuple[Term, Term]:
-    gpu, setting = software.gpu, software.cublas_workspace
-    default = CUBLAS_DEFAULT["a100" if gpu == "b200" and software.small_blackwell_workspace else gpu]
-    each = default if setting is None else setting
-    source = "torch's default" if setting is None else "CUBLAS_WORKSPACE_CONFIG"
-    engines = 0
-    if config.model.transformer_impl == "transformer_engine":
-        engines = 1 + (GROUPED_STREAMS if config.moe.num_experts and config.moe.grouped_gemm else 0)
-    elif software.megatron and config.moe.num_experts:
-        engines = 1  # the router's product is the engine's in Megatron's local layers, too
-    return (
-        Term("cuBLAS", CUBLAS_THREADS * each, f"{CUBLAS_THREADS} threads x {each:,} bytes ({source}, {gpu})"),
-        Term("Transformer Engine", engines * ENGINE_WORKSPACE[gpu], f"{engines} x {ENGINE_WORKSPACE[gpu]:,} ({gpu})"),
-    )
-
-
 def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageContents]) -> Term:
     """Return the last input of each stage and its gradient, which the model's `input_tensor` keeps alive.
 
@@ -165,27 +128,6 @@ def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageConten
     size = 2 * later * tokens * config.model.hidden * share.element_bytes
     formula = f"2 x {later} stages x {tokens:,} tokens x {config.model.hidden} x {share.element_bytes} bytes"
     return Term("stage inputs", size, formula)
-
-
-def _global_buffer(workload: Workload, share: Share, stages: dict[int, StageContents]) -> Term:
-    """Return Megatron-LM's global memory buffer, which is as large as its largest use so far.
-
-    Local layers multiply queries and keys into it, and gather a sequence that is split. A dispatcher that gathers the
-    tokens of all ranks of its experts does so there. Source: `get_global_memory_buffer` in megatron/core.
-    """
-    model, parallel, moe = workload.config.model, workload.config.parallel, workload.config.moe
-    uses = {"nothing": 0}
-    if workload.software.megatron and any(holds.layers for holds in stages.values()):
-        gathered = share.tokens_between(model) * model.hidden * share.element_bytes
-        if model.transformer_impl == "local":
-            sequence = share.tokens(model) * model.hidden * share.element_bytes
-            uses["a sequence"] = sequence if parallel.sequence_parallel else 0
-            scores = share.tokens(model) * model.seq_length * model.heads // share.tp * share.element_bytes
-            uses["scores of one layer, b a s^2 / t"] = scores if model.attention_backend == "unfused" else 0
-        if moe.num_experts and moe.dispatcher == "allgather":
-            uses["the tokens of all ranks of its experts"] = gathered * parallel.ep * parallel.expert_tp
-    use = max(uses, key=lambda name: uses[name])
-    return Term("global buffer", uses[use], f"for {use}")
 
 
 def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: tuple[int, int]) -> Term:
@@ -207,14 +149,14 @@ def _activations(
     keeps_all = config.replaced({"model.recompute_granularity": "none"})
     for stage, holds in stages.items():
         kept[stage], whole[stage] = (
-            stage_bytes(c, share, holds) + extra_bytes(c.model, share, extras, holds.layers, c.moe, workload.software.megatron)
+            stage_bytes(c, share, holds)
+            + extra_bytes(c.model, share, extras, holds.layers, c.moe, workload.software.megatron)
             for c in (config, keeps_all)
         )
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
-        again = recomputed_at_once_bytes(config.model, share, holds.layers, config.moe) if holds.layers else 0
-        again += 2 * widest_bytes(config, share, holds) - _exponentials(workload, share, holds)
-        again += unsharded_gradients(config, holds) if workload.fsdp else 0
-        backward[stage] = max(forward[stage], again)
+        layers = backward_bytes(config, share, holds, GRADIENTS_AT_ONCE) - _exponentials(workload, share, holds)
+        layers += unsharded_gradients(config, holds) if workload.fsdp else 0
+        backward[stage] = max(forward[stage], layers)
     changes = action_bytes(config, schedule, place, kept, whole)
     row = slice(schedule.offsets[place], schedule.offsets[place + 1])
     is_forward, on = schedule.kinds[row] == 0, schedule.stages[row]
@@ -229,7 +171,7 @@ def _loss_bytes(workload: Workload, share: Share, holds: StageContents) -> int:
     if not holds.loss:
         return 0
     model = workload.config.model
-    each = LOGIT_BYTES + (FUSED_LOGIT_BYTES if workload.software.fused_cross_entropy else 0)
+    each = share.element_bytes + (FUSED_LOGIT_BYTES if workload.software.fused_cross_entropy else 0)
     return share.tokens(model) * padded_vocab(model, share.tp) // share.tp * each
 
 
@@ -247,7 +189,7 @@ def _mask_bytes(workload: Workload, holds: StageContents) -> int:
 
 
 def _above(kept: int, beside: int, gathered: int, inputs: int, update: int) -> tuple[Term, ...]:
-    """Return the terms of the peak. By then new stage inputs have replaced old ones, and masters' gradients are gone."""
+    """Return the terms of the peak. By then new stage inputs replace old ones, and masters' gradients are gone."""
     released = inputs + update
     if kept + beside + gathered <= released:
         return ()

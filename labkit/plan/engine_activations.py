@@ -1,8 +1,8 @@
 """Bytes that Megatron-LM's layers on Transformer Engine keep beyond `activations.py`, in closed form. No torch.
 
 FlashAttention takes [B, S, heads, D]. The engine's layers pass [S, B, heads, D], so it converts queries, keys and
-values, which it keeps in place of the projection's output, and also its result, which it keeps in addition to the copy
-that the next layer reads. With one sample both orders are the same. cuDNN's kernel takes the layers' own order and needs no copy.
+values, which it keeps in place of the projection's output. It also keeps its result, in addition to the copy that the
+next layer reads. With one sample both orders are the same. cuDNN's kernel takes the layers' order and needs no copy.
 
 Megatron's fused SwiGLU keeps its input, gate and up; labkit's own layers keep the activated gate, too. Mamba's fused
 mixer keeps less than labkit's, which is made of separate operations.

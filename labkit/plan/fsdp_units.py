@@ -39,9 +39,7 @@ def _layers_at_once(config: RunConfig, holds: StageContents) -> int:
     """Return the parameters of the largest layers that are whole at the same time."""
     parallel = config.parallel
     sizes = (
-        layer_parameters(
-            config.model, parallel.tp, moe=config.moe, index=index, ep=parallel.ep, etp=parallel.expert_tp
-        )
+        layer_parameters(config.model, parallel.tp, moe=config.moe, index=index, ep=parallel.ep, etp=parallel.expert_tp)
         for index in holds.layers
     )
     return sum(sorted(sizes)[-UNITS_AT_ONCE:])

@@ -17,17 +17,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from labkit.config import RunConfig
+from labkit.config import ConfigError, RunConfig
 from labkit.config.foreign.conversion import Conversion
 from labkit.config.foreign.megatron import STACK
 from labkit.config.megatron_flags import derived
 from labkit.plan.latent_attention import Latent
+from labkit.plan.stages import configured_schedule, stage_contents
 from labkit.plan.workload import Extras, Gpu, Software, Workload
 
 FIRST_FLAG, LAST_FLAG = "num-layers", "normalization"
 """The first and last column that is a flag of Megatron-LM."""
 GPUS: dict[str, Gpu] = {"a100": "a100", "h100": "h100", "gb200": "b200", "lts": "a100"}
-"""Word in the name of a golden file -> GPU; `lts` alone ran on A100."""
+"""Word in the name of a golden file -> GPU; `lts` alone ran on A100, and `dev` alone on A100 or on H100."""
+COLUMNS = ("family", "test_case", "golden", "test_type", "nodes", "gpus_per_node", FIRST_FLAG, LAST_FLAG)
+"""Columns that a table must have; others may be left out or be empty."""
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
     "BertWordPieceCase": 28996,
@@ -62,8 +65,6 @@ LACKING = {
     "--tp-comm-overlap": "Transformer Engine's user buffers are not modelled",
 }
 """Flag -> why a row that gives it has no workload."""
-
-
 MEMORY_OF_OPTIM = ("precision", "fp8", "grad_reduce_in_bf16", "distributed_optimizer", "overlap_param_gather",
                    "num_distributed_optimizer_instances")  # fmt: skip
 """Fields of the optimizer that decide memory."""
@@ -74,8 +75,8 @@ CONTRADICTIONS = {
     ("gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_instances", "lts_dgx_a100"): 0,
     ("hybrid_mr_mcore_te_tp1_pp1_cp1_dgx_a100_1N8G", "lts_dgx_a100"): 0,
 }
-"""(test, golden file) of rows whose bytes contradict their configuration. After a resumption some hold so many more bytes
-per parameter than the same test's first run: what was loaded. 0: the file holds the numbers of another test."""
+"""(test, golden file) of rows whose bytes contradict their configuration. After a resumption some hold so many more
+bytes per parameter than the same test's first run: what was loaded. 0: the file holds the numbers of another test."""
 
 
 class NotExpressibleError(ValueError):
@@ -101,9 +102,16 @@ class GoldenRow:
 
 
 def read_golden_rows(path: str | os.PathLike[str]) -> list[GoldenRow]:
-    """Return the rows of a CSV file in the form of `megatron_golden.csv`."""
+    """Return the rows of a CSV file in the form of `megatron_golden.csv`.
+
+    Raises ConfigError for a file without the columns of this form.
+    """
     with open(path, newline="") as file:
-        return [golden_row(row) for row in csv.DictReader(file)]
+        rows = csv.DictReader(file)
+        if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
+            rule = "a row is a test of Megatron-LM with its flags as columns, from num-layers to normalization"
+            raise ConfigError([f"has no column {', '.join(missing)}; {rule}"], source=os.fspath(path))
+        return [golden_row(row) for row in rows]
 
 
 def golden_row(row: Mapping[str, str]) -> GoldenRow:
@@ -112,14 +120,14 @@ def golden_row(row: Mapping[str, str]) -> GoldenRow:
         workload, reason = workload_of(row), ""
     except NotExpressibleError as error:
         workload, reason = None, str(error)
-    allocated, peak = (int(row[f"mem_{name}_bytes_last"] or 0) for name in ("allocated", "max_allocated"))
+    allocated, peak = (int(row.get(f"mem_{name}_bytes_last") or 0) for name in ("allocated", "max_allocated"))
     names = row["family"], row["test_case"], row["golden"]
     return GoldenRow(*names, _exclusion(row, peak), workload, reason, allocated, peak)
 
 
 def _exclusion(row: Mapping[str, str], peak: int) -> str:
     """Return why the bytes of a row are not compared with the model's."""
-    if row["repeats_of"]:
+    if row.get("repeats_of"):
         return f"repeats {row['repeats_of']}"
     if not peak:
         return "no bytes recorded"
@@ -177,20 +185,11 @@ def workload_of(row: Mapping[str, str]) -> Workload:
     month = case.pop("recorded", {}).get(row["golden"], "")
     variables = {name: str(case.pop(name)) for name in list(case) if not name.startswith("--")}
     flags = case | _columns(row)
-    if missing := [why for flag, why in LACKING.items() if flags.get(flag)]:
-        raise NotExpressibleError(missing[0])
-    sharding = flags.get("--data-parallel-sharding-strategy")
-    fsdp = bool(flags.get("--use-megatron-fsdp"))
-    if fsdp and sharding != "optim_grads_params":
-        raise NotExpressibleError(f"Megatron FSDP with the sharding strategy {sharding} is not modelled")
-    if row["family"] in FAMILIES_OF_IMAGES:
-        raise NotExpressibleError("a model of images and text is not modelled")
-    if (optimizer := flags.get("--optimizer", "adam")) != "adam":
-        raise NotExpressibleError(f"the optimizer {optimizer} is not modelled")
+    if missing := _missing(flags, row["family"]):
+        raise NotExpressibleError(missing)
     gpu = gpu_of(row["golden"])
     config, world_size = _config(flags, row["family"]), _world_size(row, gpu)
-    if world_size % config.parallel.smallest_world_size or not config.num_microbatches(world_size):
-        raise NotExpressibleError(f"its global batch and layout do not fit {world_size} GPUs")
+    _check(config, world_size)
     kernel = attention_kernel(
         _chosen_kernel(flags),
         gpu,
@@ -200,10 +199,37 @@ def workload_of(row: Mapping[str, str]) -> Workload:
     return Workload(
         config.replaced({"model.attention_backend": kernel}),
         world_size,
-        fsdp=fsdp,
+        fsdp=bool(flags.get("--use-megatron-fsdp")),
         extras=_extras(flags),
         software=_software(flags, variables, gpu, month),
     )
+
+
+def _missing(flags: Mapping[str, Any], family: str) -> str:
+    """Return why no workload describes these flags; empty if one does."""
+    for flag, why in LACKING.items():
+        if flags.get(flag):
+            return why
+    if family in FAMILIES_OF_IMAGES:
+        return "a model of images and text is not modelled"
+    if (optimizer := flags.get("--optimizer", "adam")) != "adam":
+        return f"the optimizer {optimizer} is not modelled"
+    sharding = flags.get("--data-parallel-sharding-strategy", "no_shard")
+    if flags.get("--use-megatron-fsdp") and (sharding != "optim_grads_params" or flags.get("--num-experts")):
+        experts = " and experts" if flags.get("--num-experts") else ""
+        return f"Megatron FSDP with the sharding strategy {sharding}{experts} is not modelled"
+    return ""
+
+
+def _check(config: RunConfig, world_size: int) -> None:
+    """Raise NotExpressibleError for a layout that does not fit the ranks, or has no schedule."""
+    if world_size % config.parallel.smallest_world_size or not config.num_microbatches(world_size):
+        raise NotExpressibleError(f"its global batch and layout do not fit {world_size} GPUs")
+    try:
+        schedule = configured_schedule(config, world_size)
+        stage_contents(config, schedule.num_stages)
+    except ValueError as error:
+        raise NotExpressibleError(str(error)) from None
 
 
 def gpu_of(golden: str) -> Gpu:
@@ -235,7 +261,7 @@ def _world_size(row: Mapping[str, str], gpu: Gpu) -> int:
 
 
 def _config(flags: dict[str, Any], family: str) -> RunConfig:
-    """Return the configuration that flags give. Rules of labkit's own layers are not checked: this run is Megatron's."""
+    """Return the configuration that flags give, without a check by the rules of labkit's own layers."""
     given = {name: " ".join(value) if isinstance(value, list) else value for name, value in flags.items()}
     _uneven(given)
     tokenizer = given.get("--tokenizer-type", "BertWordPieceCase" if family in ("bert", "t5") else "GPT2BPETokenizer")

@@ -59,8 +59,9 @@ def rank_memory(
     """
     if device == "cuda":
         found = device_memory(Workload(config, world_size), pp_rank, schedule)
-        state = found.bytes_of("weights", "gradients", "optimizer")
-        return RankMemory(*state, found.peak - sum(state) - found.workspaces, workspaces=found.workspaces)
+        weights, gradients, optimizer = found.bytes_of("weights", "gradients", "optimizer")
+        activations = found.peak - weights - gradients - optimizer - found.workspaces
+        return RankMemory(weights, gradients, optimizer, activations, workspaces=found.workspaces)
     state = state_bytes(config, dense_and_experts(config, world_size, schedule, pp_rank))
     activations = max(state.update, _activations(config, schedule, pp_rank))
     if config.optim.distributed_optimizer:

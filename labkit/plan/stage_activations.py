@@ -49,25 +49,20 @@ def _most_that_is_kept(moe: MoEConfig) -> MoEConfig:
     return moe if moe.pad_to_capacity else replace(moe, capacity_factor=None)
 
 
-def widest_bytes(config: RunConfig, share: Share, holds: StageContents) -> int:
-    """Return the bytes of the largest tensor that a layer of the stage keeps; 0 without layers."""
-    model, moe = config.model, _most_that_is_kept(config.moe)
-    kinds = {(moe.is_moe_layer(index), model.parts_of_layer(index)) for index in holds.layers}
-    each = [layer_saved(model, share, moe if experts else None, parts) for experts, parts in kinds]
-    return max((size for saved in each for size in saved.values()), default=0)
-
-
-def backward_bytes(config: RunConfig, share: Share, holds: StageContents) -> int:
+def backward_bytes(config: RunConfig, share: Share, holds: StageContents, tensors: int = 3) -> int:
     """Return the bytes of the temporaries in a stage's backward: a recomputed piece, and the widest operation's.
 
-    The widest operation needs three times its largest tensor, because of its gradients and a copy.
+    tensors: how many of its largest size that operation needs; on a CPU three, because of its gradients and a copy.
     """
     if not holds.layers:
         return 0
     if config.model.family == "t5":
-        return t5_beside_bytes(config.model, share, holds.layers)
-    again = recomputed_at_once_bytes(config.model, share, holds.layers, _most_that_is_kept(config.moe))
-    return 3 * widest_bytes(config, share, holds) + again
+        return t5_beside_bytes(config.model, share, holds.layers, tensors)
+    model, moe = config.model, _most_that_is_kept(config.moe)
+    kinds = {(moe.is_moe_layer(index), model.parts_of_layer(index)) for index in holds.layers}
+    each = [layer_saved(model, share, moe if experts else None, parts) for experts, parts in kinds]
+    widest = max(size for saved in each for size in saved.values())
+    return tensors * widest + recomputed_at_once_bytes(model, share, holds.layers, moe)
 
 
 def held_stages(config: RunConfig, schedule: Schedule, pp_rank: int) -> dict[int, StageContents]:
@@ -76,7 +71,9 @@ def held_stages(config: RunConfig, schedule: Schedule, pp_rank: int) -> dict[int
     return {stage: contents[stage] for stage in schedule.stages_of(pp_rank)}
 
 
-def action_bytes(config: RunConfig, schedule: Schedule, pp_rank: int, kept: np.ndarray, whole: np.ndarray) -> np.ndarray:
+def action_bytes(
+    config: RunConfig, schedule: Schedule, pp_rank: int, kept: np.ndarray, whole: np.ndarray
+) -> np.ndarray:
     """Return (A,), for each action of a rank the bytes by which it changes what is kept.
 
     F keeps the activations of its stage. B frees them, or W of a split backward.

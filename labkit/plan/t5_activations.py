@@ -104,8 +104,8 @@ def _cross(model: ModelConfig, decoder: ModelConfig, share: Share) -> dict[str, 
     }
 
 
-def t5_beside_bytes(model: ModelConfig, share: Share, indices: range) -> int:
-    """Return the bytes of a stage's temporaries in backward: a recomputed piece, and three times its widest tensor."""
+def t5_beside_bytes(model: ModelConfig, share: Share, indices: range, tensors: int = 3) -> int:
+    """Return the bytes of a stage's temporaries in backward: a recomputed piece, and `tensors` times its widest."""
     most = 0
     for half, count in _halves(model, indices):
         is_decoder = indices.stop > model.layers and half.seq_length == decoder_length(model)
@@ -114,5 +114,5 @@ def t5_beside_bytes(model: ModelConfig, share: Share, indices: range) -> int:
         again = recomputed_at_once_bytes(half, share, count)
         if again and cross:
             again += min(count, model.recompute_num_layers) * sum(cross.values())
-        most = max(most, 3 * widest + again)
+        most = max(most, tensors * widest + again)
     return most

@@ -22,7 +22,7 @@ class Software:
     cublas_workspace: int | None = None
     """Bytes of a workspace by CUBLAS_WORKSPACE_CONFIG; None is torch's default for the GPU."""
     small_blackwell_workspace: bool = False
-    """True for a torch that gives Blackwell the workspace of older GPUs, as NVIDIA's containers did until April 2026."""
+    """True for a torch that gives Blackwell the workspace of Ampere, as in NVIDIA's containers until April 2026."""
     expandable_segments: bool = False
     """The setting of torch's allocator of that name; with it, a block has no unused remainder."""
     fused_cross_entropy: bool = False
