@@ -76,11 +76,10 @@ def shortage(config: RunConfig, ranks: Sequence[RankMemory], process_bytes: int,
 
 def _parts(ranks: Sequence[RankMemory], process_bytes: int) -> dict[str, int]:
     """Return the bytes of all ranks together, by use; `torch` are those of their processes."""
-    names = ("weights", "gradients", "optimizer", "activations", "checkpoint")
-    parts = {name: sum(getattr(rank, name) for rank in ranks) for name in names}
-    if not parts["checkpoint"]:
-        del parts["checkpoint"]
-    return parts | {"torch": process_bytes * len(ranks)}
+    names = ("weights", "gradients", "optimizer", "activations")
+    parts = {name: sum(getattr(rank, name) for rank in ranks) for name in (*names, "checkpoint", "workspaces")}
+    used = {name: size for name, size in parts.items() if size or name in names}
+    return used | {"torch": process_bytes * len(ranks)}
 
 
 def _advice(config: RunConfig, parts: dict[str, int], ranks: int) -> list[str]:

@@ -108,10 +108,10 @@ def test_the_attention_of_deepseek_v2_and_v3() -> None:
     assert latent_parameters(model, latent, norms=True) == by_hand + 1536 + 512
     assert latent_parameters(model, latent, 8) * 8 > by_hand, "every rank has the matrices that go down"
     config = presets.tiny().override(
-        {"layers": 61, "hidden": 7168, "heads": 128, "vocab_size": 129280, "position": "rope", "model.ffn_hidden": 18432,
-         "norm": "rmsnorm", "bias": False, "activation": "swiglu", "untie_embeddings_and_output_weights": True,
-         "num_experts": 256, "top_k": 8, "moe.ffn_hidden": 2048, "shared_expert_ffn_hidden": 2048,
-         "layer_freq": (0, 0, 0) + (1,) * 58}
+        {"layers": 61, "hidden": 7168, "heads": 128, "vocab_size": 129280, "model.ffn_hidden": 18432,
+         "position": "rope", "norm": "rmsnorm", "bias": False, "activation": "swiglu",
+         "untie_embeddings_and_output_weights": True, "num_experts": 256, "top_k": 8, "moe.ffn_hidden": 2048,
+         "shared_expert_ffn_hidden": 2048, "layer_freq": (0, 0, 0) + (1,) * 58}
     )  # fmt: skip
     more = latent_parameters(config.model, latent, norms=True) - attention_parameters(config.model)
     assert model_parameters(config.model, config.moe) + 61 * more == pytest.approx(671e9, rel=1e-3)

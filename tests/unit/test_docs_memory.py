@@ -47,7 +47,7 @@ def test_the_page_has_the_parameters_and_the_bytes_of_each_row(preset: str) -> N
     for label, (changes, world_size, place) in ROWS[preset].items():
         config = base.override(changes).validate(world_size)
         need = rank_memory(config, world_size, configured_schedule(config, world_size), place, device="cuda")
-        parts = (need.weights, need.gradients, need.optimizer, need.activations, need.total)
+        parts = (need.weights, need.gradients, need.optimizer, need.activations, need.workspaces, need.total)
         assert f"| {label} | {' | '.join(f'{size / 2**30:.2f}' for size in parts)} |" in table
 
 
