@@ -23,6 +23,8 @@ ENGINE_WORKSPACE: dict[Gpu, int] = {"v100": 4 * MIB, "a100": 4 * MIB, "h100": 32
 GROUPED_STREAMS = 4
 """Further workspaces of grouped products, which run on this many streams. Source: `get_cublas_workspace` there, and
 `nvte_get_num_compute_streams` in transformer_engine/common/util/multi_stream.h."""
+USER_BUFFER_STREAMS = 3
+"""Further workspaces of products that overlap with collectives. Source: `_NUM_MAX_UB_STREAMS` there."""
 
 
 class Term(NamedTuple):
@@ -43,6 +45,7 @@ def workspaces(config: RunConfig, software: Software) -> tuple[Term, Term]:
     engines = 0
     if config.model.transformer_impl == "transformer_engine":
         engines = 1 + (GROUPED_STREAMS if config.moe.num_experts and config.moe.grouped_gemm else 0)
+        engines += USER_BUFFER_STREAMS if software.user_buffers else 0
     elif software.megatron and config.moe.num_experts:
         engines = 1  # the router's product is the engine's in Megatron's local layers, too
     return (

@@ -6,6 +6,7 @@ After a step a rank holds weights, gradients and optimizer state, and in additio
 |----------------------|-------------------------------------------------------------------------------------------|
 | cuBLAS               | a workspace for each of two threads: that of forwards, and autograd's                     |
 | Transformer Engine   | 4 MiB up to Ampere, 32 MiB from Hopper                                                    |
+| fp8 weights          | copies of weights for fp8 products, or less where they replace them (`float8.py`)         |
 | stage inputs         | for each stage but the first, its last input and the gradient of it: 2 s b h e            |
 | masters' gradients   | float32 copies of 16-bit gradients, until the next step begins                            |
 | global buffer        | Megatron-LM's, for scores or tokens of one layer (`device_libraries.py`)                  |
@@ -31,6 +32,7 @@ from labkit.plan.activations import Share
 from labkit.plan.allocator import unused_bytes
 from labkit.plan.device_libraries import Term, global_buffer, workspaces
 from labkit.plan.engine_activations import extra_bytes, extra_parameters
+from labkit.plan.float8 import saved_bytes, weight_bytes
 from labkit.plan.fsdp_units import gathered_bytes, unsharded_gradients
 from labkit.plan.sizes import padded_vocab
 from labkit.plan.stage_activations import action_bytes, backward_bytes, held_stages, share_of, stage_bytes
@@ -98,6 +100,7 @@ def device_memory(workload: Workload, pp_rank: int | None = None, schedule: Sche
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
+        Term("fp8 weights", weight_bytes(config, workload.software, list(stages.values())), "beyond 16-bit weights"),
         *workspaces(config, workload.software),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
         global_buffer(workload, share),
@@ -151,6 +154,7 @@ def _activations(
         kept[stage], whole[stage] = (
             stage_bytes(c, share, holds)
             + extra_bytes(c.model, share, extras, holds.layers, c.moe, workload.software.megatron)
+            + saved_bytes(c, share, holds.layers)
             for c in (config, keeps_all)
         )
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)

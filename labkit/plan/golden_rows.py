@@ -60,9 +60,8 @@ LACKING = {
     "--flextron": "an elastic model is not modelled",
     "--defer-embedding-wgrad-compute": "deferred embedding gradients keep activations that are not modelled",
     "--fine-grained-activation-offloading": "activations that move to the host are not modelled",
-    "--fp8-format": "weights and activations in fp8 are not modelled",
+    "--first-last-layers-bf16": "layers in two precisions are not modelled",
     "--cuda-graph-impl": "buffers of CUDA graphs are not modelled",
-    "--tp-comm-overlap": "Transformer Engine's user buffers are not modelled",
 }
 """Flag -> why a row that gives it has no workload."""
 MEMORY_OF_OPTIM = ("precision", "fp8", "grad_reduce_in_bf16", "distributed_optimizer", "overlap_param_gather",
@@ -212,6 +211,8 @@ def _missing(flags: Mapping[str, Any], family: str) -> str:
             return why
     if family in FAMILIES_OF_IMAGES:
         return "a model of images and text is not modelled"
+    if flags.get("--fp8-format") and flags.get("--num-experts"):
+        return "experts in fp8 are not modelled"
     if (optimizer := flags.get("--optimizer", "adam")) != "adam":
         return f"the optimizer {optimizer} is not modelled"
     sharding = flags.get("--data-parallel-sharding-strategy", "no_shard")
@@ -330,6 +331,8 @@ def _software(flags: Mapping[str, Any], variables: Mapping[str, str], gpu: Gpu, 
         cublas_workspace=_cublas_bytes(setting),
         small_blackwell_workspace=gpu == "b200" and not setting and bool(month) and month < "2026-05",
         expandable_segments="expandable_segments:True" in variables.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        user_buffers=bool(flags.get("--tp-comm-overlap")),
+        float8_parameters=bool(flags.get("--fp8-param-gather")),
         fused_cross_entropy=bool(flags.get("--cross-entropy-loss-fusion")),
     )
 

@@ -61,6 +61,7 @@ def _matrices(config: RunConfig, holds: StageContents) -> tuple[list[int], list[
     for index in holds.layers:
         parts = model.parts_of_layer(index)
         dense += _attention(model, parallel.tp) if "*" in parts else []
+        dense += _cross_attention(model, parallel.tp) if model.family == "t5" and index >= model.layers else []
         dense += _mamba(model, parallel.tp) if "M" in parts else []
         if "-" not in parts:
             continue
@@ -74,6 +75,10 @@ def _matrices(config: RunConfig, holds: StageContents) -> tuple[list[int], list[
 
 def _attention(model: ModelConfig, tp: int) -> list[int]:
     return [model.hidden * model.hidden // tp, qkv_width(model, tp) * model.hidden]
+
+
+def _cross_attention(model: ModelConfig, tp: int) -> list[int]:
+    return [model.hidden * model.hidden // tp] * 2 + [2 * model.hidden * model.hidden // tp]
 
 
 def _mamba(model: ModelConfig, tp: int) -> list[int]:

@@ -25,6 +25,10 @@ class Software:
     """True for a torch that gives Blackwell the workspace of Ampere, as in NVIDIA's containers until April 2026."""
     expandable_segments: bool = False
     """The setting of torch's allocator of that name; with it, a block has no unused remainder."""
+    user_buffers: bool = False
+    """Transformer Engine overlaps products with tensor-parallel collectives (Megatron's --tp-comm-overlap)."""
+    float8_parameters: bool = False
+    """Weights of linear layers are fp8 (Megatron's --fp8-param-gather), with `optim.fp8`."""
     fused_cross_entropy: bool = False
     """Megatron's --cross-entropy-loss-fusion."""
 

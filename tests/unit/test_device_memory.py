@@ -117,6 +117,20 @@ def test_the_attention_of_deepseek_v2_and_v3() -> None:
     assert model_parameters(config.model, config.moe) + 61 * more == pytest.approx(671e9, rel=1e-3)
 
 
+@pytest.mark.parametrize("gpu, parameters, copies", [("h100", False, 2), ("h100", True, 0), ("b200", True, -1)])
+def test_fp8_weights_are_added_or_replace_others(gpu: Any, parameters: bool, copies: int) -> None:
+    config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "fp8": "hybrid"})
+    need = terms(device_memory(Workload(config, 1, software=Software(gpu=gpu, float8_parameters=parameters))))
+    assert need["fp8 weights"] == pytest.approx(copies * 12 * 12 * 768**2, rel=0.01)
+
+
+def test_fp8_keeps_inputs_in_one_byte() -> None:
+    """Those of qkv, fc1 and fc2 lose a byte; proj's is an fp8 copy of what attention keeps."""
+    config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "micro_batch_size": 1})
+    wide, narrow = (terms(device_memory(Workload(config.override({"fp8": on}), 1))) for on in ("none", "hybrid"))
+    assert wide["activations"] - narrow["activations"] == 12 * 1024 * 768 * (1 + 1 + 4 - 1)
+
+
 def test_query_and_key_norms_keep_their_inputs() -> None:
     config = presets.gpt2_124m().override({"micro_batch_size": 1})
     plain, normed = (device_memory(Workload(config, 1, extras=Extras(qk_norm=on))) for on in (False, True))
