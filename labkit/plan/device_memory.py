@@ -34,6 +34,7 @@ from labkit.plan.device_libraries import Term, global_buffer, workspaces
 from labkit.plan.engine_activations import extra_bytes, extra_parameters
 from labkit.plan.float8 import saved_bytes, weight_bytes
 from labkit.plan.fsdp_units import gathered_bytes, unsharded_gradients
+from labkit.plan.multi_token import depth_bytes, depth_parameters
 from labkit.plan.sizes import padded_vocab
 from labkit.plan.stage_activations import action_bytes, backward_bytes, held_stages, share_of, stage_bytes
 from labkit.plan.stages import StageContents, configured_schedule
@@ -83,17 +84,12 @@ def device_memory(workload: Workload, pp_rank: int | None = None, schedule: Sche
 
     schedule: the schedule of the run; None builds the configured one.
     """
-    config, extras = workload.config, workload.extras
+    config = workload.config
     if schedule is None:
         schedule = configured_schedule(config, workload.world_size)
     place = schedule.pp - 1 if pp_rank is None else pp_rank
     stages, share = held_stages(config, schedule, place), share_of(config, "cuda")
-    added = sum(
-        extra_parameters(config.model, extras, config.parallel.tp, holds.layers, embedding=holds.embedding)
-        for holds in stages.values()
-    )
-    dense, experts = dense_and_experts(config, workload.world_size, schedule, place)
-    dense = Held(dense.parameters + added, dense.replicas)
+    dense, experts = _parameters(workload, stages, dense_and_experts(config, workload.world_size, schedule, place))
     state = state_bytes(config, (dense, experts), fsdp=workload.fsdp)
     inputs = _stage_inputs(config, share, stages)
     held = (
@@ -112,6 +108,17 @@ def device_memory(workload: Workload, pp_rank: int | None = None, schedule: Sche
     replaced = inputs.bytes * max(0, later - 1) // max(1, later)
     gathered = gathered_bytes(config, list(stages.values())) if workload.fsdp else 0
     return DeviceMemory(held, _above(kept, beside, gathered, replaced, state.update))
+
+
+def _parameters(workload: Workload, stages: dict[int, StageContents], plain: tuple[Held, Held]) -> tuple[Held, Held]:
+    """Return `plain` with what `extras` adds to the stages."""
+    (dense, replicas), (experts, expert_replicas) = plain
+    model, tp = workload.config.model, workload.config.parallel.tp
+    for holds in stages.values():
+        depths = depth_parameters(workload, holds)
+        dense += extra_parameters(model, workload.extras, tp, holds.layers, embedding=holds.embedding) + depths.dense
+        experts += depths.experts
+    return Held(dense, replicas), Held(experts, expert_replicas)
 
 
 def _state_text(name: str, size: int, dense: Held, experts: Held) -> str:
@@ -155,6 +162,7 @@ def _activations(
             stage_bytes(c, share, holds)
             + extra_bytes(c.model, share, extras, holds.layers, c.moe, workload.software.megatron)
             + saved_bytes(c, share, holds.layers)
+            + depth_bytes(workload, c, share, holds)
             for c in (config, keeps_all)
         )
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)

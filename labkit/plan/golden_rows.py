@@ -55,7 +55,7 @@ RULES = {
 }
 """What a row leaves out -> what it is filled in by."""
 LACKING = {
-    "--mtp-num-layers": "multi-token prediction is not modelled",
+    "--mtp-use-repeated-layer": "depths of multi-token prediction that share a layer are not modelled",
     "--perform-rl-step": "reinforcement learning keeps a second model for inference",
     "--flextron": "an elastic model is not modelled",
     "--defer-embedding-wgrad-compute": "deferred embedding gradients keep activations that are not modelled",
@@ -265,6 +265,7 @@ def _config(flags: dict[str, Any], family: str) -> RunConfig:
     """Return the configuration that flags give, without a check by the rules of labkit's own layers."""
     given = {name: " ".join(value) if isinstance(value, list) else value for name, value in flags.items()}
     _uneven(given)
+    _without_depths(given)
     tokenizer = given.get("--tokenizer-type", "BertWordPieceCase" if family in ("bert", "t5") else "GPT2BPETokenizer")
     if tokenizer in VOCABULARIES and "--vocab-size" not in given:
         given["--vocab-size"] = VOCABULARIES[tokenizer] + int(given.get("--vocab-extra-ids", 0))
@@ -280,6 +281,12 @@ def _config(flags: dict[str, Any], family: str) -> RunConfig:
     if config.optim.precision == "fp16" and not flags.get("--accumulate-allreduce-grads-in-fp32"):
         values["optim.grad_reduce_in_bf16"] = True  # only bf16 implies gradients in fp32
     return config.replaced(values)
+
+
+def _without_depths(given: dict[str, Any]) -> None:
+    """Remove the letter of multi-token prediction from a layout: it is where the loss is."""
+    if layout := given.get("--pipeline-model-parallel-layout"):
+        given["--pipeline-model-parallel-layout"] = str(layout).replace("m", "")
 
 
 def _uneven(given: dict[str, Any]) -> None:
@@ -309,6 +316,7 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
     learned = flags.get("--position-embedding-type", "learned_absolute") == "learned_absolute"
     rows = flags.get("--max-position-embeddings") if learned else None
     return Extras(
+        depths=int(flags.get("--mtp-num-layers") or 0),
         latent=_latent(flags) if flags.get("--multi-latent-attention") else None,
         qk_norm=bool(flags.get("--qk-layernorm")),
         position_rows=int(rows) if rows else None,

@@ -41,6 +41,8 @@ class Extras:
     """Norms of queries and keys in every layer (--qk-layernorm), one for all heads; of both latents with `latent`."""
     latent: Latent | None = None
     """Multi-latent attention in every layer."""
+    depths: int = 0
+    """Depths of multi-token prediction (--mtp-num-layers)."""
     position_rows: int | None = None
     """Rows of the table of learned positions; None is `model.seq_length`."""
     attention_mask: bool = False

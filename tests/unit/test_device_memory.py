@@ -15,9 +15,10 @@ from labkit.plan.device_memory import DeviceMemory, device_memory
 from labkit.plan.golden_rows import NotExpressibleError, attention_kernel, read_golden_rows, workload_of
 from labkit.plan.latent_attention import Latent, latent_matrices, latent_parameters
 from labkit.plan.memory import rank_memory
+from labkit.plan.multi_token import depth_parameters
 from labkit.plan.parameters import attention_parameters, model_parameters
 from labkit.plan.stage_activations import held_stages
-from labkit.plan.stages import configured_schedule
+from labkit.plan.stages import StageContents, configured_schedule
 from labkit.plan.state_bytes import dense_and_experts
 from labkit.plan.state_tensors import state_tensors
 from labkit.plan.workload import Extras, Software, Workload
@@ -115,6 +116,11 @@ def test_the_attention_of_deepseek_v2_and_v3() -> None:
     )  # fmt: skip
     more = latent_parameters(config.model, latent, norms=True) - attention_parameters(config.model)
     assert model_parameters(config.model, config.moe) + 61 * more == pytest.approx(671e9, rel=1e-3)
+    workload = Workload(config, 1, extras=Extras(latent=latent, qk_norm=True, depths=1))
+    depth = depth_parameters(workload, StageContents(range(60, 61), embedding=False, loss=True))
+    table = 129280 * 7168
+    assert sum(depth) - table == pytest.approx(11.5e9, rel=0.015)  # README_WEIGHTS.md of DeepSeek-V3
+    assert sum(depth_parameters(workload, StageContents(range(30), embedding=True, loss=False))) == 0
 
 
 @pytest.mark.parametrize("gpu, parameters, copies", [("h100", False, 2), ("h100", True, 0), ("b200", True, -1)])
@@ -122,6 +128,18 @@ def test_fp8_weights_are_added_or_replace_others(gpu: Any, parameters: bool, cop
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "fp8": "hybrid"})
     need = terms(device_memory(Workload(config, 1, software=Software(gpu=gpu, float8_parameters=parameters))))
     assert need["fp8 weights"] == pytest.approx(copies * 12 * 12 * 768**2, rel=0.01)
+
+
+def test_a_depth_of_prediction_is_a_layer_and_a_loss_more_on_the_last_stage() -> None:
+    config = presets.gpt2_124m().override({"pp": 2, "micro_batch_size": 1})
+    plain, deeper = (
+        [terms(device_memory(Workload(config, 2, extras=Extras(depths=depths)), place)) for place in (0, 1)]
+        for depths in (0, 1)
+    )
+    assert plain[0] == deeper[0]
+    layer, joined, norms, table = 12 * 768**2 + 13 * 768, 2 * 768**2, 3 * 2 * 768, 50304 * 768
+    assert deeper[1]["weights"] - plain[1]["weights"] == 2 * (layer + joined + norms + table)
+    assert deeper[1]["activations"] - plain[1]["activations"] > 4 * 1024 * 50304
 
 
 def test_fp8_keeps_inputs_in_one_byte() -> None:
@@ -188,7 +206,7 @@ def line(**changes: str) -> dict[str, str]:
         ({"test_type": "release", "nodes": ""}, "number of nodes"),
         ({"pipeline-model-parallel-size": "16"}, "do not fit 8 GPUs"),
         ({"num-layers": "7"}, "7 layers cannot be shared evenly"),
-        ({"mtp-num-layers": "1"}, "multi-token prediction"),
+        ({"cuda-graph-impl": "local"}, "CUDA graphs"),
         ({"optimizer": "muon"}, "optimizer muon"),
         ({"use-megatron-fsdp": "True", "data-parallel-sharding-strategy": "optim"}, "sharding strategy optim"),
         ({"hidden-size": "wide"}, "wide"),
