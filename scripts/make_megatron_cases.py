@@ -22,14 +22,15 @@ TARGET = Path(__file__).parents[1] / "labkit" / "plan" / "megatron_cases.json"
 WITHOUT_MEMORY = {"93ebf8d72f"}
 """Commits that rewrote golden files without recording them anew (leading nan of iteration times removed)."""
 FLAGS = re.compile(
-    r"--(attention-dropout|hidden-dropout|disable-bias-linear|group-query-attention|no-gradient-accumulation-fusion|"
-    r"cross-entropy-.*|qk-layernorm|[qk]v?-lora-rank|qk-head-dim|qk-pos-emb-head-dim|v-head-dim|"
+    r"--(attention-dropout|hidden-dropout|disable-bias-linear|group-query-attention|no-bias-gelu-fusion|"
+    r"cross-entropy-loss-fusion|qk-layernorm|(q|kv)-lora-rank|qk-head-dim|qk-pos-emb-head-dim|v-head-dim|"
     r"make-vocab-size-divisible-by|tokenizer-type|vocab-extra-ids|max-position-embeddings|grad-reduce-in-bf16|"
-    r"num-distributed-optimizer-instances|use-tp-pp-dp-mapping|no-bias-gelu-fusion|moe-.*|first-last-layers-bf16|"
-    r"fp8-param-gather|encoder-.*|decoder-.*|account-for-.*|defer-embedding-wgrad-compute|hybrid-.*|mamba-.*|"
-    r"is-hybrid-model|squared-relu|mtp-.*|microbatch-group-size-per-virtual-pipeline-stage|perform-rl-step|flextron|"
-    r"fine-grained-activation-offloading|spec|bert-no-binary-head|tp-comm-overlap|total-seq-length|use-packed-sequence|"
-    r"fim-data|main-params-dtype|exp-avg-.*|use-precision-aware-optimizer)"
+    r"accumulate-allreduce-grads-in-fp32|num-distributed-optimizer-instances|use-tp-pp-dp-mapping|moe-aux-loss-coeff|"
+    r"moe-grouped-gemm|moe-router-(dtype|load-balancing-type|score-function)|moe-shared-expert-overlap|moe-z-loss-coeff|"
+    r"first-last-layers-bf16|fp8-param-gather|tp-comm-overlap|encoder-.*|decoder-.*|account-for-.*|"
+    r"defer-embedding-wgrad-compute|hybrid-.*|mamba-.*|mtp-use-repeated-layer|no-create-attention-mask-in-dataloader|"
+    r"microbatch-group-size-per-virtual-pipeline-stage|perform-rl-step|flextron|fine-grained-activation-offloading|"
+    r"bert-no-binary-head|use-precision-aware-optimizer)"
 )
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN",
              "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
@@ -46,6 +47,8 @@ def cases(repository: str) -> dict[str, Any]:
     names = git(repository, "ls-tree", "-r", "HEAD", "--name-only", TESTS).split()
     for name in (name for name in names if name.endswith("/model_config.yaml")):
         contents = yaml.safe_load(git(repository, "show", f"HEAD:{name}"))
+        if not any(flag in (contents.get("MODEL_ARGS") or {}) for flag in ("--train-iters", "--train-samples")):
+            continue
         said = (contents.get("MODEL_ARGS") or {}) | (contents.get("ENV_VARS") or {})
         kept = {key: value for key, value in said.items() if FLAGS.fullmatch(key) or key in VARIABLES}
         found["/".join(name.split("/")[-3:-1])] = kept
@@ -53,7 +56,7 @@ def cases(repository: str) -> dict[str, Any]:
         *_, family, case, golden = name.split("/")
         if (key := f"{family}/{case}") in found:
             found[key].setdefault("recorded", {})[golden.removeprefix("golden_values_").removesuffix(".json")] = month
-    return found
+    return {key: said for key, said in found.items() if "recorded" in said}
 
 
 def months(repository: str, names: set[str]) -> dict[str, str]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from labkit.plan.activations import layer_activation_bytes as layer_activation_bytes
     from labkit.plan.activations import layer_parts as layer_parts
     from labkit.plan.activations import paper_layer_bytes as paper_layer_bytes
+    from labkit.plan.device_memory import DeviceMemory as DeviceMemory
+    from labkit.plan.device_memory import device_memory as device_memory
     from labkit.plan.flops import forward_flops as forward_flops
     from labkit.plan.flops import hardware_flops as hardware_flops
     from labkit.plan.flops import paper_step_flops as paper_step_flops
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
     from labkit.plan.traffic import layer_communication_bytes as layer_communication_bytes
     from labkit.plan.traffic import send_matrix as send_matrix
     from labkit.plan.traffic import send_matrix_without_copies as send_matrix_without_copies
+    from labkit.plan.workload import Extras as Extras
+    from labkit.plan.workload import Software as Software
+    from labkit.plan.workload import Workload as Workload
     from labkit.plan.zero_stages import BytesPerParameter as BytesPerParameter
     from labkit.plan.zero_stages import bytes_per_parameter as bytes_per_parameter
 

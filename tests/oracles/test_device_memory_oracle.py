@@ -16,7 +16,8 @@ from statistics import mean
 import pytest
 
 from labkit.plan.device_memory import device_memory
-from labkit.plan.golden_rows import LACKING, Configuration, GoldenRow, configurations, read_golden_rows
+from labkit.plan.golden_rows import Configuration, GoldenRow, configurations, read_golden_rows
+from labkit.plan.megatron_workload import LACKING
 from labkit.plan.stages import configured_schedule
 
 TABLE = Path(__file__).parent / "data" / "megatron_golden.csv"

@@ -12,8 +12,9 @@ import pytest
 from labkit.config import ConfigError, RunConfig, presets
 from labkit.plan.allocator import unused_bytes
 from labkit.plan.device_memory import DeviceMemory, device_memory
-from labkit.plan.golden_rows import NotExpressibleError, attention_kernel, read_golden_rows, workload_of
+from labkit.plan.golden_rows import read_golden_rows, workload_of
 from labkit.plan.latent_attention import Latent, latent_matrices, latent_parameters
+from labkit.plan.megatron_workload import NotExpressibleError, attention_kernel
 from labkit.plan.memory import rank_memory
 from labkit.plan.multi_token import depth_parameters
 from labkit.plan.parameters import attention_parameters, model_parameters
@@ -210,6 +211,7 @@ def line(**changes: str) -> dict[str, str]:
         ({"optimizer": "muon"}, "optimizer muon"),
         ({"use-megatron-fsdp": "True", "data-parallel-sharding-strategy": "optim"}, "sharding strategy optim"),
         ({"hidden-size": "wide"}, "wide"),
+        ({"nodes": "two"}, "nodes is 'two', which is not a whole number"),
     ],
 )
 def test_a_row_without_a_workload_says_why(changes: dict[str, str], words: str) -> None:
