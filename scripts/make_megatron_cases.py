@@ -23,7 +23,7 @@ WITHOUT_MEMORY = {"93ebf8d72f"}
 """Commits that rewrote golden files without recording them anew (leading nan of iteration times removed)."""
 FLAGS = re.compile(
     r"--(attention-dropout|hidden-dropout|disable-bias-linear|group-query-attention|no-bias-gelu-fusion|"
-    r"cross-entropy-loss-fusion|qk-layernorm|(q|kv)-lora-rank|qk-head-dim|qk-pos-emb-head-dim|v-head-dim|"
+    r"no-gradient-accumulation-fusion|cross-entropy-loss-fusion|qk-layernorm|(q|kv)-lora-rank|qk-head-dim|qk-pos-emb-head-dim|v-head-dim|"
     r"make-vocab-size-divisible-by|tokenizer-type|vocab-extra-ids|max-position-embeddings|grad-reduce-in-bf16|"
     r"accumulate-allreduce-grads-in-fp32|num-distributed-optimizer-instances|use-tp-pp-dp-mapping|moe-aux-loss-coeff|"
     r"moe-grouped-gemm|moe-router-(dtype|load-balancing-type|score-function)|moe-shared-expert-overlap|moe-z-loss-coeff|"

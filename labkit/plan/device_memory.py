@@ -7,6 +7,7 @@ After a step a rank holds weights, gradients and optimizer state, and in additio
 | cuBLAS               | a workspace for each of two threads: that of forwards, and autograd's                     |
 | Transformer Engine   | 4 MiB up to Ampere, 32 MiB from Hopper                                                    |
 | fp8 weights          | copies of weights for fp8 products, or less where they replace them (`float8.py`)         |
+| placeholders         | of weight gradients that products add up themselves (`weight_gradients.py`)               |
 | stage inputs         | for each stage but the first, its last input and the gradient of it: 2 s b h e            |
 | masters' gradients   | float32 copies of 16-bit gradients, until the next step begins                            |
 | global buffer        | Megatron-LM's, for scores or tokens of one layer (`device_libraries.py`)                  |
@@ -40,6 +41,7 @@ from labkit.plan.stage_activations import action_bytes, backward_bytes, held_sta
 from labkit.plan.stages import StageContents, configured_schedule
 from labkit.plan.state_bytes import Held, dense_and_experts, state_bytes
 from labkit.plan.state_tensors import state_tensors
+from labkit.plan.weight_gradients import kept_placeholders, largest_gradient, output_gradient
 from labkit.plan.workload import Workload
 from labkit.schedules import Schedule
 
@@ -72,7 +74,8 @@ class DeviceMemory:
     @property
     def workspaces(self) -> int:
         """Bytes of libraries and of remainders that the allocator cannot use."""
-        return sum(self.bytes_of("cuBLAS", "Transformer Engine", "global buffer", "unused remainders"))
+        names = ("cuBLAS", "Transformer Engine", "placeholders", "global buffer", "unused remainders")
+        return sum(self.bytes_of(*names))
 
     def bytes_of(self, *names: str) -> list[int]:
         """Return the bytes of terms by name, of those that stay after a step."""
@@ -97,6 +100,7 @@ def device_memory(workload: Workload, pp_rank: int | None = None, schedule: Sche
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
         Term("fp8 weights", weight_bytes(config, workload.software, list(stages.values())), "beyond 16-bit weights"),
+        Term("placeholders", kept_placeholders(config, list(stages.values())), "of weight gradients in the engine"),
         *workspaces(config, workload.software),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
         global_buffer(workload, share),
@@ -166,9 +170,11 @@ def _activations(
             for c in (config, keeps_all)
         )
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
-        layers = backward_bytes(config, share, holds, GRADIENTS_AT_ONCE) - _exponentials(workload, share, holds)
+        layers = backward_bytes(config, share, holds, GRADIENTS_AT_ONCE) + largest_gradient(config, holds)
         layers += unsharded_gradients(config, holds) if workload.fsdp else 0
-        backward[stage] = max(forward[stage], layers)
+        logits = _logits(workload, share, holds)
+        output = logits * share.element_bytes + output_gradient(config, holds)
+        backward[stage] = max(forward[stage], max(output, layers) - logits * share.wide)
     changes = action_bytes(config, schedule, place, kept, whole)
     row = slice(schedule.offsets[place], schedule.offsets[place + 1])
     is_forward, on = schedule.kinds[row] == 0, schedule.stages[row]
@@ -180,17 +186,14 @@ def _activations(
 
 def _loss_bytes(workload: Workload, share: Share, holds: StageContents) -> int:
     """Return the bytes that the loss of a microbatch needs beside its exponentials."""
-    if not holds.loss:
-        return 0
-    model = workload.config.model
     each = share.element_bytes + (FUSED_LOGIT_BYTES if workload.software.fused_cross_entropy else 0)
-    return share.tokens(model) * padded_vocab(model, share.tp) // share.tp * each
+    return _logits(workload, share, holds) * each
 
 
-def _exponentials(workload: Workload, share: Share, holds: StageContents) -> int:
-    """Return the bytes of a loss that are freed before the backward of the layers before it begins."""
+def _logits(workload: Workload, share: Share, holds: StageContents) -> int:
+    """Return the number of logits of a microbatch on this rank; 0 on a stage without the loss."""
     model = workload.config.model
-    return share.tokens(model) * padded_vocab(model, share.tp) // share.tp * share.wide if holds.loss else 0
+    return share.tokens(model) * padded_vocab(model, share.tp) // share.tp if holds.loss else 0
 
 
 def _mask_bytes(workload: Workload, holds: StageContents) -> int:

@@ -59,7 +59,8 @@ def rank_memory(
     """
     if device == "cuda":
         found = device_memory(Workload(config, world_size), pp_rank, schedule)
-        weights, gradients, optimizer = found.bytes_of("weights", "gradients", "optimizer")
+        weights, narrow, gradients, optimizer = found.bytes_of("weights", "fp8 weights", "gradients", "optimizer")
+        weights += narrow
         activations = found.peak - weights - gradients - optimizer - found.workspaces
         return RankMemory(weights, gradients, optimizer, activations, workspaces=found.workspaces)
     state = state_bytes(config, dense_and_experts(config, world_size, schedule, pp_rank))

@@ -54,23 +54,29 @@ def _last_share(matrices: Sequence[int], ranks: int) -> list[int]:
 
 def _matrices(config: RunConfig, holds: StageContents) -> tuple[list[int], list[int]]:
     """Return the elements of a stage's dense matrices and of those of its experts, on one rank."""
-    model, parallel, moe = config.model, config.parallel, config.moe
+    model, parallel = config.model, config.parallel
     table = padded_vocab(model, parallel.tp) // parallel.tp * model.hidden
     positions = [model.seq_length * model.hidden] if model.position == "learned" else []
     dense, experts = [table, *positions] if holds.embedding else [], []
     for index in holds.layers:
-        parts = model.parts_of_layer(index)
-        dense += _attention(model, parallel.tp) if "*" in parts else []
-        dense += _cross_attention(model, parallel.tp) if model.family == "t5" and index >= model.layers else []
-        dense += _mamba(model, parallel.tp) if "M" in parts else []
-        if "-" not in parts:
-            continue
-        if moe.is_moe_layer(index):
-            experts += _expert(model, moe, parallel.expert_tp) * (moe.num_experts // parallel.ep)
-        else:
-            dense += [fc1_width(model) * model.hidden // parallel.tp, ffn_width(model) * model.hidden // parallel.tp]
+        of_layer, of_expert = layer_matrices(config, index)
+        dense += of_layer
+        experts += of_expert * (config.moe.num_experts // parallel.ep)
     tied = holds.embedding and not model.untie_embeddings_and_output_weights
     return dense + ([table] if holds.loss and not tied else []), experts
+
+
+def layer_matrices(config: RunConfig, index: int) -> tuple[list[int], list[int]]:
+    """Return the elements of a layer's dense matrices and of those of one of its experts, on one rank."""
+    model, tp, parts = config.model, config.parallel.tp, config.model.parts_of_layer(index)
+    dense = _attention(model, tp) if "*" in parts else []
+    dense += _cross_attention(model, tp) if model.family == "t5" and index >= model.layers else []
+    dense += _mamba(model, tp) if "M" in parts else []
+    if "-" in parts and config.moe.is_moe_layer(index):
+        return dense, _expert(model, config.moe, config.parallel.expert_tp)
+    if "-" in parts:
+        dense += [fc1_width(model) * model.hidden // tp, ffn_width(model) * model.hidden // tp]
+    return dense, []
 
 
 def _attention(model: ModelConfig, tp: int) -> list[int]:

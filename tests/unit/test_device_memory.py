@@ -143,6 +143,22 @@ def test_a_depth_of_prediction_is_a_layer_and_a_loss_more_on_the_last_stage() ->
     assert deeper[1]["activations"] - plain[1]["activations"] > 4 * 1024 * 50304
 
 
+def test_the_engine_keeps_a_placeholder_for_each_shape_of_a_weight_gradient() -> None:
+    """proj and qkv have h x h and 3h x h, fc1 and fc2 one number of elements; every layer has the same."""
+    config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine"})
+    fused, separate = (
+        terms(device_memory(Workload(config.override({"gradient_accumulation_fusion": on}), 1))) for on in (True, False)
+    )
+    assert (fused["placeholders"], separate["placeholders"]) == (2 * (1 + 3 + 4) * 768**2, 0)
+
+
+def test_the_output_layer_needs_its_weight_gradient_beside_the_logits() -> None:
+    """With few tokens 2 V h bytes are more than the exponentials that its backward no longer needs."""
+    config = presets.gpt2_124m().override({"micro_batch_size": 1, "seq_length": 64})
+    words = 50304
+    assert terms(device_memory(Workload(config, 1)))["temporaries"] == 64 * words * (2 - 4) + 2 * words * 768
+
+
 def test_fp8_keeps_inputs_in_one_byte() -> None:
     """Those of qkv, fc1 and fc2 lose a byte; proj's is an fp8 copy of what attention keeps."""
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "micro_batch_size": 1})

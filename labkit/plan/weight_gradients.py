@@ -1,0 +1,48 @@
+"""Bytes of weight gradients outside of the gradient buffers, in closed form. No torch.
+
+Where products add their weight gradients into `main_grad` themselves (`optim.gradient_accumulation_fusion`), autograd
+still wants a gradient of the weight's type. Transformer Engine gives it an empty tensor, one for each shape, which it
+keeps. Without the fusion there is a real gradient in its place, until it has been added. The output layer is not the
+engine's, so its gradient exists only while it runs backward, in both cases.
+
+Source: `get_dummy_wgrad` in transformer_engine/pytorch/module/base.py, since April 2025, and
+`LinearWithGradAccumulationAndAsyncCommunication` in megatron/core/tensor_parallel/layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from labkit.config import RunConfig
+from labkit.plan.sizes import padded_vocab
+from labkit.plan.stages import StageContents
+from labkit.plan.state_tensors import layer_matrices
+from labkit.plan.zero_stages import ELEMENT_BYTES
+
+
+def kept_placeholders(config: RunConfig, stages: Sequence[StageContents]) -> int:
+    """Return the bytes of the empty tensors that Transformer Engine keeps in place of weight gradients."""
+    if config.model.transformer_impl != "transformer_engine" or not config.optim.gradient_accumulation_fusion:
+        return 0
+    return (
+        sum({size for holds in stages for size in _layer_sizes(config, holds)}) * ELEMENT_BYTES[config.optim.precision]
+    )
+
+
+def largest_gradient(config: RunConfig, holds: StageContents) -> int:
+    """Return the bytes of the largest weight gradient of a layer that exists until it has been added."""
+    if config.optim.gradient_accumulation_fusion:
+        return 0
+    return max(_layer_sizes(config, holds), default=0) * ELEMENT_BYTES[config.optim.precision]
+
+
+def output_gradient(config: RunConfig, holds: StageContents) -> int:
+    """Return the bytes of the output layer's weight gradient; 0 on a stage without it."""
+    tp = config.parallel.tp
+    rows = padded_vocab(config.model, tp) // tp if holds.loss else 0
+    return rows * config.model.hidden * ELEMENT_BYTES[config.optim.precision]
+
+
+def _layer_sizes(config: RunConfig, holds: StageContents) -> set[int]:
+    """Return the elements of a stage's different matrices. Matrices of one size are taken for one shape."""
+    return {size for index in holds.layers for part in layer_matrices(config, index) for size in part}
