@@ -40,7 +40,7 @@ from labkit.plan.sizes import padded_vocab
 from labkit.plan.stage_activations import action_bytes, backward_bytes, held_stages, share_of, stage_bytes
 from labkit.plan.stages import StageContents, configured_schedule
 from labkit.plan.state_bytes import Held, dense_and_experts, state_bytes
-from labkit.plan.state_tensors import state_tensors
+from labkit.plan.state_tensors import second_moments, state_tensors
 from labkit.plan.weight_gradients import kept_placeholders, largest_gradient, output_gradient
 from labkit.plan.workload import Workload
 from labkit.schedules import Schedule
@@ -94,11 +94,12 @@ def device_memory(workload: Workload, pp_rank: int | None = None, schedule: Sche
     stages, share = held_stages(config, schedule, place), share_of(config, "cuda")
     dense, experts = _parameters(workload, stages, dense_and_experts(config, workload.world_size, schedule, place))
     state = state_bytes(config, (dense, experts), fsdp=workload.fsdp)
+    optimizer = state.optimizer - (second_moments(config, list(stages.values())) if workload.extras.muon else 0)
     inputs = _stage_inputs(config, share, stages)
     held = (
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
-        Term("optimizer", state.optimizer, _state_text("optimizer", state.optimizer, dense, experts)),
+        Term("optimizer", optimizer, _state_text("optimizer", optimizer, dense, experts)),
         Term("fp8 weights", weight_bytes(config, workload.software, list(stages.values())), "beyond 16-bit weights"),
         Term("placeholders", kept_placeholders(config, list(stages.values())), "of weight gradients in the engine"),
         *workspaces(config, workload.software),

@@ -93,8 +93,9 @@ def _missing(flags: Mapping[str, Any], family: str) -> str:
         return "a model of images and text is not modelled"
     if flags.get("--fp8-format") and flags.get("--num-experts"):
         return "experts in fp8 are not modelled"
-    if (optimizer := flags.get("--optimizer", "adam")) != "adam":
-        return f"the optimizer {optimizer} is not modelled"
+    optimizer = flags.get("--optimizer", "adam")
+    if optimizer not in ("adam", "muon") or (optimizer == "muon" and flags.get("--use-distributed-optimizer")):
+        return f"the optimizer {optimizer}{' over several ranks' if optimizer == 'muon' else ''} is not modelled"
     sharding = flags.get("--data-parallel-sharding-strategy", "no_shard")
     if flags.get("--use-megatron-fsdp") and (sharding != "optim_grads_params" or flags.get("--num-experts")):
         experts = " and experts" if flags.get("--num-experts") else ""
@@ -173,6 +174,7 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
     learned = flags.get("--position-embedding-type", "learned_absolute") == "learned_absolute"
     rows = flags.get("--max-position-embeddings") if learned else None
     return Extras(
+        muon=flags.get("--optimizer") == "muon",
         depths=whole("--mtp-num-layers", flags.get("--mtp-num-layers") or 0),
         latent=_latent(flags) if flags.get("--multi-latent-attention") else None,
         qk_norm=bool(flags.get("--qk-layernorm")),

@@ -16,6 +16,7 @@ from labkit.plan.activations import Share, end_activation_bytes, layers_activati
 from labkit.plan.engine_activations import extra_bytes, extra_parameters
 from labkit.plan.parameters import expert_parameters, layer_parameters, norm_parameters
 from labkit.plan.sizes import padded_vocab
+from labkit.plan.stage_activations import most_that_is_kept
 from labkit.plan.stages import StageContents
 from labkit.plan.workload import Workload
 
@@ -53,7 +54,7 @@ def depth_bytes(workload: Workload, config: RunConfig, share: Share, holds: Stag
     if not holds.loss or not workload.extras.depths:
         return 0
     model, last = config.model, _last(config)
-    layer = layers_activation_bytes(model, share, last, config.moe)
+    layer = layers_activation_bytes(model, share, last, most_that_is_kept(config.moe))
     layer += extra_bytes(model, share, workload.extras, last, config.moe, workload.software.megatron)
     joined = 2 * norm_bytes(model, share) + 2 * share.tokens_between(model) * model.hidden * share.element_bytes
     loss = end_activation_bytes(model, share, pre_process=False)

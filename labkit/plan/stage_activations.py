@@ -40,11 +40,11 @@ def stage_bytes(config: RunConfig, share: Share, holds: StageContents) -> int:
     """Return the bytes that one microbatch keeps on a stage. Of experts with a capacity it is at most this much."""
     if config.model.family == "t5":
         return t5_stage_bytes(config.model, share, holds)
-    layers = layers_activation_bytes(config.model, share, holds.layers, _most_that_is_kept(config.moe))
+    layers = layers_activation_bytes(config.model, share, holds.layers, most_that_is_kept(config.moe))
     return layers + end_activation_bytes(config.model, share, pre_process=holds.embedding, post_process=holds.loss)
 
 
-def _most_that_is_kept(moe: MoEConfig) -> MoEConfig:
+def most_that_is_kept(moe: MoEConfig) -> MoEConfig:
     """Remove a capacity without padding: only the routing decides its bytes, which are at most those without it."""
     return moe if moe.pad_to_capacity else replace(moe, capacity_factor=None)
 
@@ -58,7 +58,7 @@ def backward_bytes(config: RunConfig, share: Share, holds: StageContents, tensor
         return 0
     if config.model.family == "t5":
         return t5_beside_bytes(config.model, share, holds.layers, tensors)
-    model, moe = config.model, _most_that_is_kept(config.moe)
+    model, moe = config.model, most_that_is_kept(config.moe)
     kinds = {(moe.is_moe_layer(index), model.parts_of_layer(index)) for index in holds.layers}
     each = [layer_saved(model, share, moe if experts else None, parts) for experts, parts in kinds]
     widest = max(size for saved in each for size in saved.values())

@@ -52,6 +52,16 @@ def _last_share(matrices: Sequence[int], ranks: int) -> list[int]:
     return [piece for piece in pieces if piece]
 
 
+def second_moments(config: RunConfig, stages: Sequence[StageContents]) -> int:
+    """Return the bytes of Adam's second moment of all matrices of layers, which Muon does without."""
+    elements = 0
+    for holds in stages:
+        for index in holds.layers:
+            dense, expert = layer_matrices(config, index)
+            elements += sum(dense) + sum(expert) * (config.moe.num_experts // config.parallel.ep)
+    return elements * STATE_BYTES
+
+
 def _matrices(config: RunConfig, holds: StageContents) -> tuple[list[int], list[int]]:
     """Return the elements of a stage's dense matrices and of those of its experts, on one rank."""
     model, parallel = config.model, config.parallel

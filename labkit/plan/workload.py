@@ -35,7 +35,7 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """Parts of a model that labkit's layers do not have."""
+    """Parts of a model or of its training that labkit does not have."""
 
     qk_norm: bool = False
     """Norms of queries and keys in every layer (--qk-layernorm), one for all heads; of both latents with `latent`."""
@@ -43,6 +43,8 @@ class Extras:
     """Multi-latent attention in every layer."""
     depths: int = 0
     """Depths of multi-token prediction (--mtp-num-layers)."""
+    muon: bool = False
+    """Muon (arXiv 2502.16982) updates the matrices of layers: with one moment where Adam has two."""
     position_rows: int | None = None
     """Rows of the table of learned positions; None is `model.seq_length`."""
     attention_mask: bool = False

@@ -159,6 +159,12 @@ def test_the_output_layer_needs_its_weight_gradient_beside_the_logits() -> None:
     assert terms(device_memory(Workload(config, 1)))["temporaries"] == 64 * words * (2 - 4) + 2 * words * 768
 
 
+def test_muon_has_one_moment_for_matrices_of_layers() -> None:
+    config = presets.gpt2_124m()
+    adam, muon = (terms(device_memory(Workload(config, 1, extras=Extras(muon=on)))) for on in (False, True))
+    assert adam["optimizer"] - muon["optimizer"] == 4 * 12 * 12 * 768**2
+
+
 def test_fp8_keeps_inputs_in_one_byte() -> None:
     """Those of qkv, fc1 and fc2 lose a byte; proj's is an fp8 copy of what attention keeps."""
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "micro_batch_size": 1})
@@ -224,7 +230,8 @@ def line(**changes: str) -> dict[str, str]:
         ({"pipeline-model-parallel-size": "16"}, "do not fit 8 GPUs"),
         ({"num-layers": "7"}, "7 layers cannot be shared evenly"),
         ({"cuda-graph-impl": "local"}, "CUDA graphs"),
-        ({"optimizer": "muon"}, "optimizer muon"),
+        ({"optimizer": "sgd"}, "optimizer sgd"),
+        ({"optimizer": "muon", "use-distributed-optimizer": "True"}, "muon over several ranks"),
         ({"use-megatron-fsdp": "True", "data-parallel-sharding-strategy": "optim"}, "sharding strategy optim"),
         ({"hidden-size": "wide"}, "wide"),
         ({"nodes": "two"}, "nodes is 'two', which is not a whole number"),
