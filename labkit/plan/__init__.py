@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from labkit.plan.activations import layer_parts as layer_parts
     from labkit.plan.activations import paper_layer_bytes as paper_layer_bytes
     from labkit.plan.device_memory import DeviceMemory as DeviceMemory
-    from labkit.plan.device_memory import device_memory as device_memory
+    from labkit.plan.device_memory import gpu_memory as gpu_memory
     from labkit.plan.flops import forward_flops as forward_flops
     from labkit.plan.flops import hardware_flops as hardware_flops
     from labkit.plan.flops import paper_step_flops as paper_step_flops

@@ -82,7 +82,7 @@ class DeviceMemory:
         return [next(term.bytes for term in self.held if term.name == name) for name in names]
 
 
-def device_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedule | None = None) -> DeviceMemory:
+def gpu_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedule | None = None) -> DeviceMemory:
     """Return what a rank at place `pp_rank` of the pipeline allocates; None is the last place.
 
     schedule: the schedule of the run; None builds the configured one.

@@ -14,7 +14,7 @@ import numpy as np
 
 from labkit.config import RunConfig
 from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
-from labkit.plan.device_memory import device_memory
+from labkit.plan.device_memory import gpu_memory
 from labkit.plan.stage_activations import action_bytes, backward_bytes, held_stages, share_of, stage_bytes
 from labkit.plan.state_bytes import dense_and_experts, state_bytes
 from labkit.plan.workload import Workload
@@ -58,7 +58,7 @@ def rank_memory(
     schedule: the schedule of the run, such as `configured_schedule(config, world_size)`.
     """
     if device == "cuda":
-        found = device_memory(Workload(config, world_size), pp_rank, schedule)
+        found = gpu_memory(Workload(config, world_size), pp_rank, schedule)
         weights, narrow, gradients, optimizer = found.bytes_of("weights", "fp8 weights", "gradients", "optimizer")
         weights += narrow
         activations = found.peak - weights - gradients - optimizer - found.workspaces

@@ -15,7 +15,7 @@ from statistics import mean
 
 import pytest
 
-from labkit.plan.device_memory import device_memory
+from labkit.plan.device_memory import gpu_memory
 from labkit.plan.golden_rows import Configuration, GoldenRow, configurations, read_golden_rows
 from labkit.plan.megatron_workload import LACKING
 from labkit.plan.stages import configured_schedule
@@ -72,7 +72,7 @@ def test_allocated_bytes_and_peak_of_the_last_rank(group: str) -> None:
     belongs, least, *bounds = GROUPS[group]
     found = [each for each in configurations(rows()) if belongs(each)]
     assert len(found) >= least
-    memory = [device_memory(each.workload) for each in found]
+    memory = [gpu_memory(each.workload) for each in found]
     pairs = list(zip(memory, found, strict=True))
     allocated = [100 * abs(need.allocated / each.allocated - 1) for need, each in pairs]
     peak = [100 * abs(need.peak / each.peak - 1) for need, each in pairs]
@@ -93,7 +93,7 @@ def test_most_rows_are_expressible_and_the_others_say_why() -> None:
 def test_the_terms_of_a_rank_sum_to_its_bytes_and_print_their_inputs() -> None:
     row = next(row for row in rows() if row.test == "gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files")
     assert row.workload is not None
-    need = device_memory(row.workload)
+    need = gpu_memory(row.workload)
     assert need.peak == sum(term.bytes for term in (*need.held, *need.above))
     assert all(term.formula for term in (*need.held, *need.above))
     parameters = 50304 * 512 + 1024 * 512 + 12 * (12 * 512**2 + 13 * 512) + 2 * 512
@@ -108,7 +108,7 @@ def test_a_first_rank_holds_more_microbatches_than_the_last() -> None:
     assert row.workload is not None
     schedule = configured_schedule(row.workload.config, row.workload.world_size)
     kept = [
-        {term.name: term.bytes for term in device_memory(row.workload, place, schedule).above}["activations"]
+        {term.name: term.bytes for term in gpu_memory(row.workload, place, schedule).above}["activations"]
         for place in (0, 1)
     ]
     assert kept[0] > kept[1]

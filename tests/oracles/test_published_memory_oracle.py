@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from labkit.config import RunConfig
-from labkit.plan.device_memory import device_memory
+from labkit.plan.device_memory import gpu_memory
 from labkit.plan.latent_attention import Latent
 from labkit.plan.stages import configured_schedule
 from labkit.plan.workload import Extras, Software, Workload
@@ -74,7 +74,7 @@ def error(row: tuple[dict[str, Any], dict[str, int], int, float]) -> float:
     """Return the error of the largest rank in percent."""
     model, layout, length, measured = row
     run = workload(model, layout, length)
-    largest = max(device_memory(run, place).peak for place in range(layout.get("pp", 1)))
+    largest = max(gpu_memory(run, place).peak for place in range(layout.get("pp", 1)))
     return 100 * (largest / GIB / measured - 1)
 
 
@@ -129,7 +129,7 @@ def test_peaks_of_pipelines_under_each_schedule(schedule: str, most: float, larg
         if name == schedule:
             run = in_a_pipeline(name, *sizes)
             order = configured_schedule(run.config, run.world_size)
-            peak = max(device_memory(run, place, order).peak for place in range(run.world_size))
+            peak = max(gpu_memory(run, place, order).peak for place in range(run.world_size))
             errors.append(100 * abs(peak / GIB / measured - 1))
     assert mean(errors) <= most
     assert max(errors) <= largest

@@ -11,7 +11,7 @@ import pytest
 
 from labkit.config import ConfigError, RunConfig, presets
 from labkit.plan.allocator import unused_bytes
-from labkit.plan.device_memory import DeviceMemory, device_memory
+from labkit.plan.device_memory import DeviceMemory, gpu_memory
 from labkit.plan.golden_rows import read_golden_rows, workload_of
 from labkit.plan.latent_attention import Latent, latent_matrices, latent_parameters
 from labkit.plan.megatron_workload import NotExpressibleError, attention_kernel
@@ -46,7 +46,7 @@ def test_a_block_keeps_a_remainder_of_up_to_one_mebibyte() -> None:
 def test_the_large_tensors_are_those_of_the_state(preset: str, world_size: int, sharded: bool) -> None:
     """Norms and biases apart, their bytes are the weights', the gradients' and the optimizer's."""
     config = presets.get(preset).override({"precision": "bf16", "distributed_optimizer": sharded})
-    need = device_memory(Workload(config, world_size))
+    need = gpu_memory(Workload(config, world_size))
     schedule = configured_schedule(config, world_size)
     dense, experts = dense_and_experts(config, world_size, schedule, schedule.pp - 1)
     stages = list(held_stages(config, schedule, schedule.pp - 1).values())
@@ -59,7 +59,7 @@ def test_workspaces_follow_the_gpu_and_the_variable() -> None:
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine"})
 
     def libraries(config: RunConfig = config, **software: Any) -> int:
-        found = terms(device_memory(Workload(config, 1, software=Software(**software))))
+        found = terms(gpu_memory(Workload(config, 1, software=Software(**software))))
         return found["cuBLAS"] + found["Transformer Engine"]
 
     assert libraries(gpu="a100") == 2 * (8 * MIB + MIB // 8) + 4 * MIB
@@ -72,14 +72,14 @@ def test_workspaces_follow_the_gpu_and_the_variable() -> None:
 def test_each_stage_but_the_first_keeps_its_last_input_and_its_gradient() -> None:
     config = presets.tiny().override({"precision": "bf16", "pp": 2, "vpp": 2, "micro_batch_size": 2})
     each = 2 * 2 * config.model.seq_length * config.model.hidden * 2  # both, 2 samples, 2 bytes
-    first, last = (terms(device_memory(Workload(config, 2), place))["stage inputs"] for place in (0, 1))
+    first, last = (terms(gpu_memory(Workload(config, 2), place))["stage inputs"] for place in (0, 1))
     assert (first, last) == (each, 2 * each)
 
 
 def test_a_loss_needs_six_bytes_per_logit() -> None:
     config = presets.gpt2_124m().override({"micro_batch_size": 1})
     wide = config.override({"vocab_size": 2 * 50304})
-    small, large = (device_memory(Workload(each, 1)) for each in (config, wide))
+    small, large = (gpu_memory(Workload(each, 1)) for each in (config, wide))
     above = [need.peak - need.allocated for need in (small, large)]
     assert above[1] - above[0] == pytest.approx(6 * 1024 * 50304, abs=MIB)
 
@@ -87,7 +87,7 @@ def test_a_loss_needs_six_bytes_per_logit() -> None:
 def test_recomputation_and_logits_are_not_alive_together() -> None:
     """The loss is backward before the last layer is computed again, so the larger of the two counts."""
     config = presets.gpt2_124m().override({"recompute_granularity": "full", "micro_batch_size": 1})
-    need, few_words = (device_memory(Workload(config.override({"vocab_size": words}), 1)) for words in (50257, 128))
+    need, few_words = (gpu_memory(Workload(config.override({"vocab_size": words}), 1)) for words in (50257, 128))
     assert terms(need)["temporaries"] == 1024 * 50304 * 2  # only the logits
     assert terms(few_words)["temporaries"] > terms(need)["temporaries"] // 4
 
@@ -95,7 +95,7 @@ def test_recomputation_and_logits_are_not_alive_together() -> None:
 def test_fully_sharded_state_and_whole_units() -> None:
     config = presets.gpt2_124m()
     parameters = 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
-    found = terms(device_memory(Workload(config, 4, fsdp=True)))
+    found = terms(gpu_memory(Workload(config, 4, fsdp=True)))
     assert found["weights"] + found["gradients"] + found["optimizer"] == pytest.approx(18 * parameters / 4, abs=8)
     layers = 2 * (12 * 768**2 + 13 * 768)
     assert found["gathered weights"] == 2 * (50304 * 768 + 1024 * 768 + 2 * 768 + layers)
@@ -127,14 +127,14 @@ def test_the_attention_of_deepseek_v2_and_v3() -> None:
 @pytest.mark.parametrize("gpu, parameters, copies", [("h100", False, 2), ("h100", True, 0), ("b200", True, -1)])
 def test_fp8_weights_are_added_or_replace_others(gpu: Any, parameters: bool, copies: int) -> None:
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "fp8": "hybrid"})
-    need = terms(device_memory(Workload(config, 1, software=Software(gpu=gpu, float8_parameters=parameters))))
+    need = terms(gpu_memory(Workload(config, 1, software=Software(gpu=gpu, float8_parameters=parameters))))
     assert need["fp8 weights"] == pytest.approx(copies * 12 * 12 * 768**2, rel=0.01)
 
 
 def test_a_depth_of_prediction_is_a_layer_and_a_loss_more_on_the_last_stage() -> None:
     config = presets.gpt2_124m().override({"pp": 2, "micro_batch_size": 1})
     plain, deeper = (
-        [terms(device_memory(Workload(config, 2, extras=Extras(depths=depths)), place)) for place in (0, 1)]
+        [terms(gpu_memory(Workload(config, 2, extras=Extras(depths=depths)), place)) for place in (0, 1)]
         for depths in (0, 1)
     )
     assert plain[0] == deeper[0]
@@ -147,7 +147,7 @@ def test_the_engine_keeps_a_placeholder_for_each_shape_of_a_weight_gradient() ->
     """proj and qkv have h x h and 3h x h, fc1 and fc2 one number of elements; every layer has the same."""
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine"})
     fused, separate = (
-        terms(device_memory(Workload(config.override({"gradient_accumulation_fusion": on}), 1))) for on in (True, False)
+        terms(gpu_memory(Workload(config.override({"gradient_accumulation_fusion": on}), 1))) for on in (True, False)
     )
     assert (fused["placeholders"], separate["placeholders"]) == (2 * (1 + 3 + 4) * 768**2, 0)
 
@@ -156,25 +156,25 @@ def test_the_output_layer_needs_its_weight_gradient_beside_the_logits() -> None:
     """With few tokens 2 V h bytes are more than the exponentials that its backward no longer needs."""
     config = presets.gpt2_124m().override({"micro_batch_size": 1, "seq_length": 64})
     words = 50304
-    assert terms(device_memory(Workload(config, 1)))["temporaries"] == 64 * words * (2 - 4) + 2 * words * 768
+    assert terms(gpu_memory(Workload(config, 1)))["temporaries"] == 64 * words * (2 - 4) + 2 * words * 768
 
 
 def test_muon_has_one_moment_for_matrices_of_layers() -> None:
     config = presets.gpt2_124m()
-    adam, muon = (terms(device_memory(Workload(config, 1, extras=Extras(muon=on)))) for on in (False, True))
+    adam, muon = (terms(gpu_memory(Workload(config, 1, extras=Extras(muon=on)))) for on in (False, True))
     assert adam["optimizer"] - muon["optimizer"] == 4 * 12 * 12 * 768**2
 
 
 def test_fp8_keeps_inputs_in_one_byte() -> None:
     """Those of qkv, fc1 and fc2 lose a byte; proj's is an fp8 copy of what attention keeps."""
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "micro_batch_size": 1})
-    wide, narrow = (terms(device_memory(Workload(config.override({"fp8": on}), 1))) for on in ("none", "hybrid"))
+    wide, narrow = (terms(gpu_memory(Workload(config.override({"fp8": on}), 1))) for on in ("none", "hybrid"))
     assert wide["activations"] - narrow["activations"] == 12 * 1024 * 768 * (1 + 1 + 4 - 1)
 
 
 def test_query_and_key_norms_keep_their_inputs() -> None:
     config = presets.gpt2_124m().override({"micro_batch_size": 1})
-    plain, normed = (device_memory(Workload(config, 1, extras=Extras(qk_norm=on))) for on in (False, True))
+    plain, normed = (gpu_memory(Workload(config, 1, extras=Extras(qk_norm=on))) for on in (False, True))
     tokens = 1024
     expected = 12 * (tokens * 2 * 768 * 2 + tokens * 2 * 12 * 2 * 4)
     assert terms(normed)["activations"] - terms(plain)["activations"] == expected
@@ -185,7 +185,7 @@ def test_flash_attention_keeps_a_copy_of_its_result_only_for_several_samples() -
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "micro_batch_size": 2})
     for samples, copies in ((2, 1), (1, 0)):
         cudnn, flash = (
-            terms(device_memory(Workload(config.replaced(
+            terms(gpu_memory(Workload(config.replaced(
                 {"model.attention_backend": kernel, "train.micro_batch_size": samples}), 1)))["activations"]
             for kernel in ("cudnn", "flash")
         )  # fmt: skip
@@ -196,7 +196,7 @@ def test_the_check_before_a_run_counts_the_same_bytes() -> None:
     config = presets.gpt2_124m().override({"parallel.pp": 2})
     schedule = configured_schedule(config, 2)
     for place in (0, 1):
-        need = device_memory(Workload(config, 2), place, schedule)
+        need = gpu_memory(Workload(config, 2), place, schedule)
         assert rank_memory(config, 2, schedule, place, "cuda").total == need.peak
 
 
