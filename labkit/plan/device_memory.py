@@ -26,30 +26,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from labkit.config import RunConfig
 from labkit.plan.activations import Share
 from labkit.plan.allocator import unused_bytes
 from labkit.plan.device_libraries import Term, global_buffer, workspaces
-from labkit.plan.engine_activations import extra_bytes, extra_parameters
-from labkit.plan.float8 import saved_bytes, weight_bytes
-from labkit.plan.fsdp_units import gathered_bytes, unsharded_gradients
-from labkit.plan.multi_token import depth_bytes, depth_parameters
-from labkit.plan.sizes import padded_vocab
-from labkit.plan.stage_activations import action_bytes, backward_bytes, held_stages, share_of, stage_bytes
+from labkit.plan.device_peak import peak_terms
+from labkit.plan.engine_activations import extra_parameters
+from labkit.plan.float8 import fp8_weights
+from labkit.plan.multi_token import depth_parameters
+from labkit.plan.stage_activations import held_stages, share_of
 from labkit.plan.stages import StageContents, configured_schedule
 from labkit.plan.state_bytes import Held, dense_and_experts, state_bytes
 from labkit.plan.state_tensors import second_moments, state_tensors
-from labkit.plan.weight_gradients import kept_placeholders, largest_gradient, output_gradient
+from labkit.plan.weight_gradients import placeholders
 from labkit.plan.workload import Workload
 from labkit.schedules import Schedule
-
-GRADIENTS_AT_ONCE = 2
-"""Tensors of the largest size that one operation of a backward needs: the gradients of its output and of its input."""
-FUSED_LOGIT_BYTES = 4
-"""A further float32 copy of each logit that Megatron's `fused_vocab_parallel_cross_entropy` keeps during the loss: its
-compiled parts do not write the exponentials in place. Source: megatron/core/fusions/fused_cross_entropy.py."""
 
 
 @dataclass(frozen=True)
@@ -100,19 +91,17 @@ def gpu_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedul
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", optimizer, _state_text("optimizer", optimizer, dense, experts)),
-        Term("fp8 weights", weight_bytes(config, workload.software, list(stages.values())), "beyond 16-bit weights"),
-        Term("placeholders", kept_placeholders(config, list(stages.values())), "of weight gradients in the engine"),
+        fp8_weights(config, workload.software, list(stages.values())),
+        placeholders(config, list(stages.values())),
         *workspaces(config, workload.software),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
         global_buffer(workload, share),
         inputs,
         _remainders(workload, stages, (dense.replicas, experts.replicas)),
     )
-    kept, beside = _activations(workload, share, stages, schedule, place)
-    later = sum(stage > 0 for stage in stages)
-    replaced = inputs.bytes * max(0, later - 1) // max(1, later)
-    gathered = gathered_bytes(config, list(stages.values())) if workload.fsdp else 0
-    return DeviceMemory(held, _above(kept, beside, gathered, replaced, state.update))
+    return DeviceMemory(
+        held, _above(peak_terms(workload, share, stages, schedule, place), stages, inputs, state.update)
+    )
 
 
 def _parameters(workload: Workload, stages: dict[int, StageContents], plain: tuple[Held, Held]) -> tuple[Held, Held]:
@@ -152,66 +141,11 @@ def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: 
     return Term("unused remainders", unused_bytes(tensors), f"behind the large ones of {len(tensors)} tensors")
 
 
-def _activations(
-    workload: Workload, share: Share, stages: dict[int, StageContents], schedule: Schedule, place: int
-) -> tuple[int, int]:
-    """Return the bytes that are kept at the peak, and those of the temporaries there.
-
-    The peak is where the sum of what is kept and of the temporaries of the action is largest.
-    """
-    config, extras = workload.config, workload.extras
-    kept, whole, forward, backward = np.zeros((4, schedule.num_stages))
-    keeps_all = config.replaced({"model.recompute_granularity": "none"})
-    for stage, holds in stages.items():
-        kept[stage], whole[stage] = (
-            stage_bytes(c, share, holds)
-            + extra_bytes(c.model, share, extras, holds.layers, c.moe, workload.software.megatron)
-            + saved_bytes(c, share, holds.layers)
-            + depth_bytes(workload, c, share, holds)
-            for c in (config, keeps_all)
-        )
-        forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
-        layers = backward_bytes(config, share, holds, GRADIENTS_AT_ONCE) + largest_gradient(config, holds)
-        layers += unsharded_gradients(config, holds) if workload.fsdp else 0
-        logits = _logits(workload, share, holds)
-        output = logits * share.element_bytes + output_gradient(config, holds)
-        backward[stage] = max(forward[stage], max(output, layers) - logits * share.wide)
-    changes = action_bytes(config, schedule, place, kept, whole)
-    row = slice(schedule.offsets[place], schedule.offsets[place + 1])
-    is_forward, on = schedule.kinds[row] == 0, schedule.stages[row]
-    during = np.cumsum(changes) - np.where(is_forward, 0, changes)  # a backward begins with all that it will free
-    beside = np.where(is_forward, forward[on], backward[on])
-    peak = int(np.argmax(during + beside))
-    return int(during[peak]), int(beside[peak])
-
-
-def _loss_bytes(workload: Workload, share: Share, holds: StageContents) -> int:
-    """Return the bytes that the loss of a microbatch needs beside its exponentials."""
-    each = share.element_bytes + (FUSED_LOGIT_BYTES if workload.software.fused_cross_entropy else 0)
-    return _logits(workload, share, holds) * each
-
-
-def _logits(workload: Workload, share: Share, holds: StageContents) -> int:
-    """Return the number of logits of a microbatch on this rank; 0 on a stage without the loss."""
-    model = workload.config.model
-    return share.tokens(model) * padded_vocab(model, share.tp) // share.tp if holds.loss else 0
-
-
-def _mask_bytes(workload: Workload, holds: StageContents) -> int:
-    """Return the bytes of the attention mask that a batch brings, which the first and last stage receive."""
-    if not workload.extras.attention_mask or not (holds.embedding or holds.loss):
-        return 0
-    return workload.config.train.micro_batch_size * workload.config.model.seq_length**2
-
-
-def _above(kept: int, beside: int, gathered: int, inputs: int, update: int) -> tuple[Term, ...]:
+def _above(peak: tuple[Term, ...], stages: dict[int, StageContents], inputs: Term, update: int) -> tuple[Term, ...]:
     """Return the terms of the peak. By then new stage inputs replace old ones, and masters' gradients are gone."""
-    released = inputs + update
-    if kept + beside + gathered <= released:
+    later = sum(stage > 0 for stage in stages)
+    replaced = inputs.bytes * max(0, later - 1) // max(1, later)
+    if sum(term.bytes for term in peak) <= replaced + update:
         return ()
-    return (
-        Term("activations", kept, "of all microbatches in flight"),
-        Term("temporaries", beside, "of the forward or backward at the peak"),
-        Term("gathered weights", gathered, "what is outside of layers, and two layers" if gathered else "none"),
-        Term("released", -released, f"{inputs:,} of stage inputs, {update:,} of masters' gradients"),
-    )
+    formula = f"{replaced:,} bytes of stage inputs, {update:,} of masters' gradients"
+    return (*peak, Term("released", -replaced - update, formula))

@@ -38,7 +38,9 @@ def _more_of_attention(model: ModelConfig, extras: Extras, tp: int) -> int:
     return 2 * per_norm if extras.qk_norm else 0
 
 
-def extra_bytes(model: ModelConfig, share: Share, extras: Extras, layers: range, moe: MoEConfig, megatron: bool) -> int:
+def extra_bytes(
+    model: ModelConfig, share: Share, extras: Extras, layers: range, moe: MoEConfig, *, megatron: bool
+) -> int:
     """Return the bytes that layers keep of a microbatch beyond `layers_activation_bytes`; negative if they keep less.
 
     megatron: the layers are Megatron-LM's and not labkit's.

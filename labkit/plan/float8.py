@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from labkit.config import ModelConfig, RunConfig
 from labkit.plan.activations import Share
+from labkit.plan.device_libraries import Term
 from labkit.plan.parameters import attention_parameters, mlp_parameters
 from labkit.plan.sizes import ffn_width
 from labkit.plan.stages import StageContents
@@ -26,16 +27,19 @@ def is_float8(config: RunConfig) -> bool:
     return config.optim.fp8 != "none"
 
 
-def weight_bytes(config: RunConfig, software: Software, stages: Sequence[StageContents]) -> int:
-    """Return the bytes of fp8 weights on a rank beyond the 16-bit ones; negative if they replace them."""
+def fp8_weights(config: RunConfig, software: Software, stages: Sequence[StageContents]) -> Term:
+    """Return the fp8 weights on a rank beyond the 16-bit ones; negative if they replace them."""
+    name = "fp8 weights"
     if not is_float8(config):
-        return 0
+        return Term(name, 0, "none")
     model, tp = config.model, config.parallel.tp
     biases = model.bias * (4 * model.hidden)  # at most; small beside the matrices
     layer = attention_parameters(model, tp) + mlp_parameters(model, tp) - biases
     copies = 1 if software.gpu == "b200" else 2
     replaced = ELEMENT_BYTES[config.optim.precision] if software.float8_parameters else 0
-    return sum(len(holds.layers) for holds in stages) * layer * (copies - replaced)
+    layers = sum(len(holds.layers) for holds in stages)
+    formula = f"{layers} layers x {layer:,} parameters x ({copies} - {replaced}) bytes"
+    return Term(name, layers * layer * (copies - replaced), formula)
 
 
 def saved_bytes(config: RunConfig, share: Share, layers: range) -> int:

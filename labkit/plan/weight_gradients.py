@@ -14,19 +14,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from labkit.config import RunConfig
+from labkit.plan.device_libraries import Term
 from labkit.plan.sizes import padded_vocab
 from labkit.plan.stages import StageContents
 from labkit.plan.state_tensors import layer_matrices
 from labkit.plan.zero_stages import ELEMENT_BYTES
 
 
-def kept_placeholders(config: RunConfig, stages: Sequence[StageContents]) -> int:
-    """Return the bytes of the empty tensors that Transformer Engine keeps in place of weight gradients."""
+def placeholders(config: RunConfig, stages: Sequence[StageContents]) -> Term:
+    """Return the empty tensors that Transformer Engine keeps in place of weight gradients."""
+    name, width = "placeholders", ELEMENT_BYTES[config.optim.precision]
     if config.model.transformer_impl != "transformer_engine" or not config.optim.gradient_accumulation_fusion:
-        return 0
-    return (
-        sum({size for holds in stages for size in _layer_sizes(config, holds)}) * ELEMENT_BYTES[config.optim.precision]
-    )
+        return Term(name, 0, "none")
+    sizes = {size for holds in stages for size in _layer_sizes(config, holds)}
+    return Term(name, sum(sizes) * width, f"({' + '.join(f'{size:,}' for size in sorted(sizes))}) x {width} bytes")
 
 
 def largest_gradient(config: RunConfig, holds: StageContents) -> int:
