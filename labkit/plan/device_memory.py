@@ -82,7 +82,7 @@ def gpu_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedul
     if schedule is None:
         schedule = configured_schedule(config, workload.world_size)
     place = schedule.pp - 1 if pp_rank is None else pp_rank
-    stages, share = held_stages(config, schedule, place), share_of(config, "cuda")
+    stages, share = held_stages(config, schedule, place), share_of(config, "cuda", workload.extras.expert_load)
     dense, experts = _parameters(workload, stages, dense_and_experts(config, workload.world_size, schedule, place))
     state = state_bytes(config, (dense, experts), fsdp=workload.fsdp)
     optimizer = state.optimizer - (second_moments(config, list(stages.values())) if workload.extras.muon else 0)

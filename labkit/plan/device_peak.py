@@ -64,12 +64,16 @@ def peak_terms(
 def _peak(workload: Workload, share: Share, stages: dict[int, StageContents], schedule: Schedule, place: int) -> Moment:
     """Return the moment where the sum of what is kept and of the temporaries is largest."""
     kept, whole, forward, backward = np.zeros((4, schedule.num_stages))
-    keeps_all = workload.config.replaced({"model.recompute_granularity": "none"})
+    config = workload.config
+    partly = config.model.num_microbatches_with_partial_activation_checkpoints
+    keeps_all = config.replaced({"model.recompute_granularity": "none"}) if partly else config
     for stage, holds in stages.items():
-        kept[stage], whole[stage] = (_kept(workload, c, share, holds) for c in (workload.config, keeps_all))
+        kept[stage] = whole[stage] = _kept(workload, config, share, holds)
+        if partly:
+            whole[stage] = _kept(workload, keeps_all, share, holds)
         forward[stage] = _loss_bytes(workload, share, holds) + _mask_bytes(workload, holds)
         backward[stage] = max(forward[stage], _backward_bytes(workload, share, holds))
-    changes = action_bytes(workload.config, schedule, place, kept, whole)
+    changes = action_bytes(config, schedule, place, kept, whole)
     row = slice(schedule.offsets[place], schedule.offsets[place + 1])
     is_forward, on = schedule.kinds[row] == 0, schedule.stages[row]
     during = np.cumsum(changes) - np.where(is_forward, 0, changes)  # a backward begins with all that it will free

@@ -22,10 +22,13 @@ from labkit.schedules import Schedule
 from labkit.schedules.simulator import kept_whole
 
 
-def share_of(config: RunConfig, device: Literal["cpu", "cuda"] = "cpu") -> Share:
-    """Return the share of each layer that a rank computes for a microbatch."""
+def share_of(config: RunConfig, device: Literal["cpu", "cuda"] = "cpu", expert_load: float = 1.0) -> Share:
+    """Return the share of each layer that a rank computes for a microbatch.
+
+    expert_load: rows that the rank's experts get, relative to the mean over ranks.
+    """
     parallel = config.parallel
-    return Share(
+    share = Share(
         samples=config.train.micro_batch_size,
         tp=parallel.tp,
         cp=parallel.cp,
@@ -34,6 +37,10 @@ def share_of(config: RunConfig, device: Literal["cpu", "cuda"] = "cpu") -> Share
         element_bytes=ELEMENT_BYTES[config.optim.precision],
         device=device,
     )
+    if expert_load == 1.0:
+        return share
+    mean = share.tokens_between(config.model) * config.moe.top_k * share.etp
+    return replace(share, expert_rows=round(mean * expert_load))
 
 
 def stage_bytes(config: RunConfig, share: Share, holds: StageContents) -> int:

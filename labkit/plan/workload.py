@@ -43,6 +43,8 @@ class Extras:
     """Multi-latent attention in every layer."""
     depths: int = 0
     """Depths of multi-token prediction (--mtp-num-layers)."""
+    expert_load: float = 1.0
+    """Rows that the fullest rank's experts get, relative to the mean; routing decides it."""
     muon: bool = False
     """Muon (arXiv 2502.16982) updates the matrices of layers: with one moment where Adam has two."""
     position_rows: int | None = None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """`optim.precision` -> bytes of one element."""
@@ -54,6 +55,7 @@ class BytesPerParameter:
         return self.master + self.moments + self.update_gradient
 
 
+@lru_cache(maxsize=1024)
 def bytes_per_parameter(
     *, param_dtype: str = "bf16", grad_dtype: str = "fp32", dp: int = 1, stage: int = 1
 ) -> BytesPerParameter:

@@ -159,6 +159,19 @@ def test_the_output_layer_needs_its_weight_gradient_beside_the_logits() -> None:
     assert terms(gpu_memory(Workload(config, 1)))["temporaries"] == 64 * words * (2 - 4) + 2 * words * 768
 
 
+def test_a_full_expert_keeps_more_rows() -> None:
+    """Each further row keeps its input, gate and up, fc2's input, and an fp32 weight."""
+    config = presets.mixtral_8x7b()
+    mean, full = (
+        terms(gpu_memory(Workload(config, 64, extras=Extras(expert_load=load)), 0))["activations"]
+        for load in (1.0, 1.5)
+    )
+    model, rows = config.model, config.train.micro_batch_size * config.model.seq_length * config.moe.top_k // 2
+    in_flight, layers = config.parallel.pp, model.layers // config.parallel.pp
+    row = 2 * (model.hidden + 3 * 14336) + 4
+    assert full - mean == pytest.approx(in_flight * layers * rows * row, rel=0.01)
+
+
 def test_muon_has_one_moment_for_matrices_of_layers() -> None:
     config = presets.gpt2_124m()
     adam, muon = (terms(gpu_memory(Workload(config, 1, extras=Extras(muon=on)))) for on in (False, True))
