@@ -28,7 +28,7 @@ FLAGS = re.compile(
     r"accumulate-allreduce-grads-in-fp32|num-distributed-optimizer-instances|use-tp-pp-dp-mapping|moe-aux-loss-coeff|"
     r"moe-grouped-gemm|moe-router-(dtype|load-balancing-type|score-function)|moe-shared-expert-overlap|moe-z-loss-coeff|"
     r"first-last-layers-bf16|fp8-param-gather|tp-comm-overlap|encoder-.*|decoder-.*|account-for-.*|"
-    r"defer-embedding-wgrad-compute|hybrid-.*|mamba-.*|mtp-use-repeated-layer|no-create-attention-mask-in-dataloader|"
+    r"defer-embedding-wgrad-compute|wgrad-deferral-limit|hybrid-.*|mamba-.*|mtp-use-repeated-layer|no-create-attention-mask-in-dataloader|"
     r"microbatch-group-size-per-virtual-pipeline-stage|perform-rl-step|flextron|fine-grained-activation-offloading|"
     r"bert-no-binary-head|use-precision-aware-optimizer)"
 )

@@ -92,7 +92,7 @@ def gpu_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedul
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", optimizer, _state_text("optimizer", optimizer, dense, experts)),
         fp8_weights(config, workload.software, list(stages.values())),
-        placeholders(config, list(stages.values())),
+        placeholders(workload, list(stages.values())),
         *workspaces(config, workload.software),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
         global_buffer(workload, share),

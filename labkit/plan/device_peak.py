@@ -21,7 +21,7 @@ from labkit.plan.multi_token import depth_bytes
 from labkit.plan.sizes import padded_vocab
 from labkit.plan.stage_activations import action_bytes, backward_bytes, stage_bytes
 from labkit.plan.stages import StageContents
-from labkit.plan.weight_gradients import largest_gradient, output_gradient
+from labkit.plan.weight_gradients import deferred_bytes, largest_gradient, output_gradient
 from labkit.plan.workload import Workload
 from labkit.schedules import Schedule
 
@@ -55,6 +55,8 @@ def peak_terms(
         Term("activations", moment.kept, f"microbatches in flight: {flying or 'none'}"),
         Term("temporaries", moment.beside, f"{moment.action}: {_temporaries(workload, share, stages)}"),
     ]
+    if deferred := deferred_bytes(workload, share, list(stages.values())):
+        terms.append(Term("deferred gradients", deferred, "inputs and logits' gradients that wait"))
     if workload.fsdp:
         gathered = gathered_bytes(workload.config, list(stages.values()))
         terms.append(Term("gathered weights", gathered, "what is outside of layers, and two layers"))

@@ -14,6 +14,7 @@ from labkit.config.errors import shown
 from labkit.config.foreign.conversion import Conversion
 from labkit.config.foreign.megatron import STACK
 from labkit.config.megatron_flags import derived
+from labkit.config.pipeline_layout import parse_layout
 from labkit.plan.latent_attention import Latent
 from labkit.plan.stages import configured_schedule, stage_contents
 from labkit.plan.workload import Extras, Gpu, Software, Workload
@@ -33,7 +34,6 @@ LACKING = {
     "--mtp-use-repeated-layer": "depths of multi-token prediction that share a layer are not modelled",
     "--perform-rl-step": "reinforcement learning keeps a second model for inference",
     "--flextron": "an elastic model is not modelled",
-    "--defer-embedding-wgrad-compute": "deferred embedding gradients keep activations that are not modelled",
     "--fine-grained-activation-offloading": "activations that move to the host are not modelled",
     "--first-last-layers-bf16": "layers in two precisions are not modelled",
     "--cuda-graph-impl": "buffers of CUDA graphs are not modelled",
@@ -118,7 +118,7 @@ def _config(flags: Mapping[str, Any], family: str) -> RunConfig:
     """Return the configuration that flags give, without a check by the rules of labkit's own layers."""
     given = {name: " ".join(value) if isinstance(value, list) else value for name, value in flags.items()}
     _uneven(given)
-    _without_depths(given)
+    _layout(given)
     tokenizer = given.get("--tokenizer-type", "BertWordPieceCase" if family in ("bert", "t5") else "GPT2BPETokenizer")
     if tokenizer in VOCABULARIES and "--vocab-size" not in given:
         given["--vocab-size"] = VOCABULARIES[tokenizer] + whole("--vocab-extra-ids", given.get("--vocab-extra-ids", 0))
@@ -136,10 +136,17 @@ def _config(flags: Mapping[str, Any], family: str) -> RunConfig:
     return config.replaced(values)
 
 
-def _without_depths(given: dict[str, Any]) -> None:
-    """Remove the letter of multi-token prediction from a layout: it is where the loss is."""
-    if layout := given.get("--pipeline-model-parallel-layout"):
-        given["--pipeline-model-parallel-layout"] = str(layout).replace("m", "")
+def _layout(given: dict[str, Any]) -> None:
+    """Remove the letter of multi-token prediction from a layout, as it is where the loss is, and count its stages."""
+    layout, pp = given.get("--pipeline-model-parallel-layout"), given.get("--pipeline-model-parallel-size") or 1
+    if not layout:
+        return
+    given["--pipeline-model-parallel-layout"] = str(layout).replace("m", "")
+    try:
+        stages = len(parse_layout(given["--pipeline-model-parallel-layout"]))
+    except ValueError as error:
+        raise NotExpressibleError(str(error)) from None
+    given["--num-virtual-stages-per-pipeline-rank"] = max(1, stages // whole("--pipeline-model-parallel-size", pp))
 
 
 def _uneven(given: dict[str, Any]) -> None:
@@ -148,10 +155,12 @@ def _uneven(given: dict[str, Any]) -> None:
         whole(name, given.get(name) or default)
         for name, default in (("--num-layers", 0), ("--pipeline-model-parallel-size", 1))
     )
-    if "|" in (pattern := str(given.get("--hybrid-layer-pattern", ""))):
+    pattern = str(given.get("--hybrid-layer-pattern", ""))
+    if other := set(pattern) - set("M*-|"):
+        raise NotExpressibleError(f"a hybrid pattern with the layers {' '.join(sorted(other))} is not modelled")
+    if "|" in pattern:
         stages = ["t" * len(stage) for stage in pattern.split("|")]
         given["--pipeline-model-parallel-layout"] = f"E{'|'.join(stages)}L"
-        given["--num-virtual-stages-per-pipeline-rank"] = len(stages) // pp
         given["--hybrid-layer-pattern"] = pattern.replace("|", "")
     ends = [f"--decoder-{end}-pipeline-num-layers" for end in ("first", "last")]
     first, last = (whole(end, given.pop(end, 0)) for end in ends)
@@ -174,6 +183,7 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
     learned = flags.get("--position-embedding-type", "learned_absolute") == "learned_absolute"
     rows = flags.get("--max-position-embeddings") if learned else None
     return Extras(
+        deferred_gradients=_deferred(flags),
         muon=flags.get("--optimizer") == "muon",
         depths=whole("--mtp-num-layers", flags.get("--mtp-num-layers") or 0),
         latent=_latent(flags) if flags.get("--multi-latent-attention") else None,
@@ -181,6 +191,12 @@ def _extras(flags: Mapping[str, Any]) -> Extras:
         position_rows=whole("--max-position-embeddings", rows) if rows else None,
         attention_mask=not flags.get("--no-create-attention-mask-in-dataloader"),
     )
+
+
+def _deferred(flags: Mapping[str, Any]) -> int | None:
+    if not flags.get("--defer-embedding-wgrad-compute"):
+        return None
+    return whole("--wgrad-deferral-limit", flags.get("--wgrad-deferral-limit") or 0)
 
 
 def _latent(flags: Mapping[str, Any]) -> Latent:

@@ -43,6 +43,9 @@ class Extras:
     """Multi-latent attention in every layer."""
     depths: int = 0
     """Depths of multi-token prediction (--mtp-num-layers)."""
+    deferred_gradients: int | None = None
+    """Most microbatches whose gradient of the output layer waits (--defer-embedding-wgrad-compute); 0 is all of them,
+    None is none."""
     expert_load: float = 1.0
     """Rows that the fullest rank's experts get, relative to the mean; routing decides it."""
     muon: bool = False

@@ -172,6 +172,15 @@ def test_a_full_expert_keeps_more_rows() -> None:
     assert full - mean == pytest.approx(in_flight * layers * rows * row, rel=0.01)
 
 
+@pytest.mark.parametrize("limit, waiting", [(2, 2), (0, 4), (9, 4)])
+def test_deferred_gradients_of_the_output_layer_wait_with_their_inputs(limit: int, waiting: int) -> None:
+    config = presets.gpt2_124m().override({"pp": 2, "micro_batch_size": 1, "global_batch_size": 4})
+    needs = [gpu_memory(Workload(config, 2, extras=Extras(deferred_gradients=limit)), place) for place in (0, 1)]
+    first, last = map(terms, needs)
+    assert "deferred gradients" not in first
+    assert last["deferred gradients"] == waiting * 1024 * (50304 + 768) * 2
+
+
 def test_muon_has_one_moment_for_matrices_of_layers() -> None:
     config = presets.gpt2_124m()
     adam, muon = (terms(gpu_memory(Workload(config, 1, extras=Extras(muon=on)))) for on in (False, True))
@@ -247,6 +256,7 @@ def line(**changes: str) -> dict[str, str]:
         ({"optimizer": "muon", "use-distributed-optimizer": "True"}, "muon over several ranks"),
         ({"use-megatron-fsdp": "True", "data-parallel-sharding-strategy": "optim"}, "sharding strategy optim"),
         ({"hidden-size": "wide"}, "wide"),
+        ({"pipeline-model-parallel-layout": "Et|tx|L"}, "'x' at position 4 is not a part of a stage"),
         ({"nodes": "two"}, "nodes is 'two', which is not a whole number"),
     ],
 )
