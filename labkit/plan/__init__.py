@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from labkit.plan.traffic import send_matrix as send_matrix
     from labkit.plan.traffic import send_matrix_without_copies as send_matrix_without_copies
     from labkit.plan.workload import Extras as Extras
-    from labkit.plan.workload import Software as Software
+    from labkit.plan.workload import Libraries as Libraries
     from labkit.plan.workload import Workload as Workload
     from labkit.plan.zero_stages import BytesPerParameter as BytesPerParameter
     from labkit.plan.zero_stages import bytes_per_parameter as bytes_per_parameter

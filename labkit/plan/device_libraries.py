@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from labkit.config import RunConfig
 from labkit.plan.activations import Share
-from labkit.plan.workload import Gpu, Software, Workload
+from labkit.plan.workload import Gpu, Libraries, Workload
 
 MIB = 1 << 20
 CUBLAS_THREADS = 2
@@ -36,17 +36,17 @@ class Term(NamedTuple):
     """The formula with its inputs."""
 
 
-def workspaces(config: RunConfig, software: Software) -> tuple[Term, Term]:
+def workspaces(config: RunConfig, libraries: Libraries) -> tuple[Term, Term]:
     """Return the workspaces of cuBLAS and of Transformer Engine."""
-    gpu, setting = software.gpu, software.cublas_workspace
-    default = CUBLAS_DEFAULT["a100" if gpu == "b200" and software.small_blackwell_workspace else gpu]
+    gpu, setting = libraries.gpu, libraries.cublas_workspace
+    default = CUBLAS_DEFAULT["a100" if gpu == "b200" and libraries.small_blackwell_workspace else gpu]
     each = default if setting is None else setting
     source = "torch's default" if setting is None else "CUBLAS_WORKSPACE_CONFIG"
     engines = 0
     if config.model.transformer_impl == "transformer_engine":
         engines = 1 + (GROUPED_STREAMS if config.moe.num_experts and config.moe.grouped_gemm else 0)
-        engines += USER_BUFFER_STREAMS if software.user_buffers else 0
-    elif software.megatron and config.moe.num_experts:
+        engines += USER_BUFFER_STREAMS if libraries.user_buffers else 0
+    elif libraries.megatron and config.moe.num_experts:
         engines = 1  # the router's product is the engine's in Megatron's local layers, too
     return (
         Term("cuBLAS", CUBLAS_THREADS * each, f"{CUBLAS_THREADS} threads x {each:,} bytes ({source}, {gpu})"),
@@ -62,7 +62,7 @@ def global_buffer(workload: Workload, share: Share) -> Term:
     """
     model, parallel, moe = workload.config.model, workload.config.parallel, workload.config.moe
     uses = {"nothing": 0}
-    if workload.software.megatron:
+    if workload.libraries.megatron:
         gathered = share.tokens_between(model) * model.hidden * share.element_bytes
         if model.transformer_impl == "local":
             sequence = share.tokens(model) * model.hidden * share.element_bytes

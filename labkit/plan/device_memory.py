@@ -82,7 +82,7 @@ def gpu_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedul
     if schedule is None:
         schedule = configured_schedule(config, workload.world_size)
     place = schedule.pp - 1 if pp_rank is None else pp_rank
-    stages, share = held_stages(config, schedule, place), share_of(config, "cuda", workload.extras.expert_load)
+    stages, share = held_stages(config, schedule, place), share_of(config, "cuda", workload.expert_load)
     dense, experts = _parameters(workload, stages, dense_and_experts(config, workload.world_size, schedule, place))
     state = state_bytes(config, (dense, experts), fsdp=workload.fsdp)
     optimizer = state.optimizer - (second_moments(config, list(stages.values())) if workload.extras.muon else 0)
@@ -91,9 +91,9 @@ def gpu_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedul
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", optimizer, _state_text("optimizer", optimizer, dense, experts)),
-        fp8_weights(config, workload.software, list(stages.values())),
+        fp8_weights(config, workload.libraries, list(stages.values())),
         placeholders(workload, list(stages.values())),
-        *workspaces(config, workload.software),
+        *workspaces(config, workload.libraries),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),
         global_buffer(workload, share),
         inputs,
@@ -135,7 +135,7 @@ def _stage_inputs(config: RunConfig, share: Share, stages: dict[int, StageConten
 
 
 def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: tuple[int, int]) -> Term:
-    if workload.software.expandable_segments or workload.fsdp:
+    if workload.libraries.expandable_segments or workload.fsdp:
         return Term("unused remainders", 0, "none with expandable segments, and left out with sharded weights")
     tensors = state_tensors(workload.config, list(stages.values()), replicas)
     return Term("unused remainders", unused_bytes(tensors), f"behind the large ones of {len(tensors)} tensors")

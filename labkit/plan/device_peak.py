@@ -92,7 +92,7 @@ def _kept(workload: Workload, config: RunConfig, share: Share, holds: StageConte
     return (
         stage_bytes(config, share, holds)
         + extra_bytes(
-            config.model, share, workload.extras, holds.layers, config.moe, megatron=workload.software.megatron
+            config.model, share, workload.extras, holds.layers, config.moe, megatron=workload.libraries.megatron
         )
         + saved_bytes(config, share, holds.layers)
         + depth_bytes(workload, config, share, holds)
@@ -116,7 +116,7 @@ def _temporaries(workload: Workload, share: Share, stages: dict[int, StageConten
 
 def _loss_bytes(workload: Workload, share: Share, holds: StageContents) -> int:
     """Return the bytes that the loss of a microbatch needs beside its exponentials."""
-    each = share.element_bytes + (FUSED_LOGIT_BYTES if workload.software.fused_cross_entropy else 0)
+    each = share.element_bytes + (FUSED_LOGIT_BYTES if workload.libraries.fused_cross_entropy else 0)
     return _logits(workload, share, holds) * each
 
 

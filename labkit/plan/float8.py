@@ -18,7 +18,7 @@ from labkit.plan.device_libraries import Term
 from labkit.plan.parameters import attention_parameters, mlp_parameters
 from labkit.plan.sizes import ffn_width
 from labkit.plan.stages import StageContents
-from labkit.plan.workload import Software
+from labkit.plan.workload import Libraries
 from labkit.plan.zero_stages import ELEMENT_BYTES
 
 
@@ -27,7 +27,7 @@ def is_float8(config: RunConfig) -> bool:
     return config.optim.fp8 != "none"
 
 
-def fp8_weights(config: RunConfig, software: Software, stages: Sequence[StageContents]) -> Term:
+def fp8_weights(config: RunConfig, libraries: Libraries, stages: Sequence[StageContents]) -> Term:
     """Return the fp8 weights on a rank beyond the 16-bit ones; negative if they replace them."""
     name = "fp8 weights"
     if not is_float8(config):
@@ -35,8 +35,8 @@ def fp8_weights(config: RunConfig, software: Software, stages: Sequence[StageCon
     model, tp = config.model, config.parallel.tp
     biases = model.bias * (4 * model.hidden)  # at most; small beside the matrices
     layer = attention_parameters(model, tp) + mlp_parameters(model, tp) - biases
-    copies = 1 if software.gpu == "b200" else 2
-    replaced = ELEMENT_BYTES[config.optim.precision] if software.float8_parameters else 0
+    copies = 1 if libraries.gpu == "b200" else 2
+    replaced = ELEMENT_BYTES[config.optim.precision] if libraries.float8_parameters else 0
     layers = sum(len(holds.layers) for holds in stages)
     formula = f"{layers} layers x {layer:,} parameters x ({copies} - {replaced}) bytes"
     return Term(name, layers * layer * (copies - replaced), formula)

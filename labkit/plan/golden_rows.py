@@ -148,7 +148,7 @@ def _same_memory(workload: Workload) -> str:
     optim = {name: getattr(config.optim, name) for name in MEMORY_OF_OPTIM}
     batch = config.train.micro_batch_size, config.train.global_batch_size
     parts = config.model, config.parallel, config.schedule, config.moe, optim, batch
-    return repr((parts, workload.world_size, workload.fsdp, workload.extras, workload.software))
+    return repr((parts, workload.world_size, workload.fsdp, workload.extras, workload.libraries))
 
 
 def workload_of(row: Mapping[str, str]) -> Workload:

@@ -17,7 +17,7 @@ from labkit.config.megatron_flags import derived
 from labkit.config.pipeline_layout import parse_layout
 from labkit.plan.latent_attention import Latent
 from labkit.plan.stages import configured_schedule, stage_contents
-from labkit.plan.workload import Extras, Gpu, Software, Workload
+from labkit.plan.workload import Extras, Gpu, Libraries, Workload
 
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
@@ -59,7 +59,7 @@ def megatron_workload(
 
     family: `bert`, `t5` or `hybrid` for their programs; any other is a GPT.
     variables: environment variables of the run, such as CUBLAS_WORKSPACE_CONFIG.
-    before_te_2, small_blackwell_workspace: older libraries, see `attention_kernel` and `Software`.
+    before_te_2, small_blackwell_workspace: older libraries, see `attention_kernel` and `Libraries`.
     """
     if missing := _missing(flags, family):
         raise NotExpressibleError(missing)
@@ -72,7 +72,7 @@ def megatron_workload(
         world_size,
         fsdp=bool(flags.get("--use-megatron-fsdp")),
         extras=_extras(flags),
-        software=_software(flags, given, gpu, small_blackwell_workspace),
+        libraries=_libraries(flags, given, gpu, small_blackwell_workspace),
     )
 
 
@@ -206,9 +206,9 @@ def _latent(flags: Mapping[str, Any]) -> Latent:
     return Latent(**{field: whole(field, value) for field, value in given.items() if value is not None})
 
 
-def _software(flags: Mapping[str, Any], variables: Mapping[str, str], gpu: Gpu, small_workspace: bool) -> Software:
+def _libraries(flags: Mapping[str, Any], variables: Mapping[str, str], gpu: Gpu, small_workspace: bool) -> Libraries:
     setting = variables.get("CUBLAS_WORKSPACE_CONFIG")
-    return Software(
+    return Libraries(
         megatron=True,
         gpu=gpu,
         cublas_workspace=_cublas_bytes(setting),

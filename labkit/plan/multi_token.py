@@ -55,7 +55,7 @@ def depth_bytes(workload: Workload, config: RunConfig, share: Share, holds: Stag
         return 0
     model, last = config.model, _last(config)
     layer = layers_activation_bytes(model, share, last, most_that_is_kept(config.moe))
-    layer += extra_bytes(model, share, workload.extras, last, config.moe, megatron=workload.software.megatron)
+    layer += extra_bytes(model, share, workload.extras, last, config.moe, megatron=workload.libraries.megatron)
     joined = 2 * norm_bytes(model, share) + 2 * share.tokens_between(model) * model.hidden * share.element_bytes
     loss = end_activation_bytes(model, share, pre_process=False)
     return workload.extras.depths * (layer + joined + loss)

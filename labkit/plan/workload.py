@@ -13,7 +13,7 @@ Gpu = Literal["v100", "a100", "h100", "b200"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software:
+class Libraries:
     """The libraries around a run on GPUs, as far as they decide its memory. The defaults are those of labkit."""
 
     megatron: bool = False
@@ -46,8 +46,6 @@ class Extras:
     deferred_gradients: int | None = None
     """Most microbatches whose gradient of the output layer waits (--defer-embedding-wgrad-compute); 0 is all of them,
     None is none."""
-    expert_load: float = 1.0
-    """Rows that the fullest rank's experts get, relative to the mean; routing decides it."""
     muon: bool = False
     """Muon (arXiv 2502.16982) updates the matrices of layers: with one moment where Adam has two."""
     position_rows: int | None = None
@@ -59,11 +57,28 @@ class Extras:
 
 @dataclass(frozen=True)
 class Workload:
-    """A run to plan."""
+    """A run on `world_size` ranks, of a machine that is named elsewhere."""
 
     config: RunConfig
     world_size: int
     fsdp: bool = False
     """True if weights, gradients and optimizer are sharded over data parallelism (ZeRO-3, arXiv 1910.02054)."""
+    reshard_after_forward: bool = True
+    """With `fsdp`: gather the weights once more for backward. False keeps them in between (SHARD_GRAD_OP)."""
+    expert_load: float = 1.0
+    """Rows that the fullest rank's experts get, relative to the mean over ranks; routing decides it."""
+    software: str = "megatron_core"
+    """Generation of the training code; a name in `labkit.plan.software.SOFTWARE`. It decides the times."""
     extras: Extras = field(default_factory=Extras)
-    software: Software = field(default_factory=Software)
+    libraries: Libraries = field(default_factory=Libraries)
+    """Decide the memory."""
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return self.config.data_parallel_size(self.world_size)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on one data-parallel rank."""
+        return self.config.num_microbatches(self.world_size)

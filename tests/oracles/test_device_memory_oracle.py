@@ -53,7 +53,7 @@ GROUPS = {
     "local layers": (of("gpt", "local"), 3, (0.4, 1.0), (0.2, 0.5)),
     "local layers in fp16": (of("gpt", "local", precision="fp16"), 10, (0.6, 2.5), (0.6, 1.5)),
     "fully sharded, H100 and GB200": (
-        lambda found: of("gpt", fsdp=True)(found) and found.workload.software.gpu != "a100", 2, (0.5, 0.5), (0.1, 0.1)
+        lambda found: of("gpt", fsdp=True)(found) and found.workload.libraries.gpu != "a100", 2, (0.5, 0.5), (0.1, 0.1)
     ),
     "fp8 parameters": (of("gpt", fp8=True), 4, (0.8, 1.5), (1.5, 4.0)),
     "experts": (of("moe"), 35, (0.8, 4.5), (3.0, 20.0)),

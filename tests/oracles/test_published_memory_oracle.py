@@ -19,7 +19,7 @@ from labkit.config import RunConfig
 from labkit.plan.device_memory import gpu_memory
 from labkit.plan.latent_attention import Latent
 from labkit.plan.stages import configured_schedule
-from labkit.plan.workload import Extras, Software, Workload
+from labkit.plan.workload import Extras, Libraries, Workload
 
 GIB = 1 << 30
 LLAMA_70B: dict[str, Any] = {"layers": 12, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672}
@@ -67,7 +67,7 @@ def workload(model: dict[str, Any], layout: dict[str, int], length: int) -> Work
     }
     values = {f"{section}.{name}": value for section, given in sections.items() for name, value in given.items()}
     extras = Extras(latent=Latent(query_rank=1536), qk_norm=True) if experts else Extras()
-    return Workload(RunConfig().replaced(values), 8, extras=extras, software=Software(megatron=True, gpu="b200"))
+    return Workload(RunConfig().replaced(values), 8, extras=extras, libraries=Libraries(megatron=True, gpu="b200"))
 
 
 def error(row: tuple[dict[str, Any], dict[str, int], int, float]) -> float:
@@ -115,7 +115,7 @@ def in_a_pipeline(name: str, layers: int, hidden: int, heads: int, pp: int, samp
         "parallel.pipeline_layout": "|".join(parts), "optim.precision": "fp16", "train.micro_batch_size": samples,
         "train.global_batch_size": 4 * pp * samples,
     }  # fmt: skip
-    return Workload(RunConfig().replaced(values), pp, software=Software(gpu="a100"))
+    return Workload(RunConfig().replaced(values), pp, libraries=Libraries(gpu="a100"))
 
 
 @pytest.mark.oracle

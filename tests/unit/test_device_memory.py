@@ -22,7 +22,7 @@ from labkit.plan.stage_activations import held_stages
 from labkit.plan.stages import StageContents, configured_schedule
 from labkit.plan.state_bytes import dense_and_experts
 from labkit.plan.state_tensors import state_tensors
-from labkit.plan.workload import Extras, Software, Workload
+from labkit.plan.workload import Extras, Libraries, Workload
 
 MIB = 1 << 20
 TABLE = Path(__file__).parents[1] / "oracles" / "data" / "megatron_golden.csv"
@@ -59,7 +59,7 @@ def test_workspaces_follow_the_gpu_and_the_variable() -> None:
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine"})
 
     def libraries(config: RunConfig = config, **software: Any) -> int:
-        found = terms(gpu_memory(Workload(config, 1, software=Software(**software))))
+        found = terms(gpu_memory(Workload(config, 1, libraries=Libraries(**software))))
         return found["cuBLAS"] + found["Transformer Engine"]
 
     assert libraries(gpu="a100") == 2 * (8 * MIB + MIB // 8) + 4 * MIB
@@ -127,7 +127,7 @@ def test_the_attention_of_deepseek_v2_and_v3() -> None:
 @pytest.mark.parametrize("gpu, parameters, copies", [("h100", False, 2), ("h100", True, 0), ("b200", True, -1)])
 def test_fp8_weights_are_added_or_replace_others(gpu: Any, parameters: bool, copies: int) -> None:
     config = presets.gpt2_124m().override({"transformer_impl": "transformer_engine", "fp8": "hybrid"})
-    need = terms(gpu_memory(Workload(config, 1, software=Software(gpu=gpu, float8_parameters=parameters))))
+    need = terms(gpu_memory(Workload(config, 1, libraries=Libraries(gpu=gpu, float8_parameters=parameters))))
     assert need["fp8 weights"] == pytest.approx(copies * 12 * 12 * 768**2, rel=0.01)
 
 
@@ -162,10 +162,7 @@ def test_the_output_layer_needs_its_weight_gradient_beside_the_logits() -> None:
 def test_a_full_expert_keeps_more_rows() -> None:
     """Each further row keeps its input, gate and up, fc2's input, and an fp32 weight."""
     config = presets.mixtral_8x7b()
-    mean, full = (
-        terms(gpu_memory(Workload(config, 64, extras=Extras(expert_load=load)), 0))["activations"]
-        for load in (1.0, 1.5)
-    )
+    mean, full = (terms(gpu_memory(Workload(config, 64, expert_load=load), 0))["activations"] for load in (1.0, 1.5))
     model, rows = config.model, config.train.micro_batch_size * config.model.seq_length * config.moe.top_k // 2
     in_flight, layers = config.parallel.pp, model.layers // config.parallel.pp
     row = 2 * (model.hidden + 3 * 14336) + 4
@@ -267,7 +264,7 @@ def test_a_row_without_a_workload_says_why(changes: dict[str, str], words: str) 
 
 def test_a_row_of_an_unknown_test_has_the_defaults_of_megatron() -> None:
     workload = workload_of(line(test_case="a_new_one"))
-    assert workload.software.cublas_workspace is None
+    assert workload.libraries.cublas_workspace is None
     assert workload.config.model.vocab_size == 50257
     assert (workload.config.model.hidden_dropout, workload.config.parallel.pp) == (0.1, 2)
 

@@ -1,0 +1,238 @@
+"""Predict the time of a step: the real order table with the times of its actions, and what comes after. No torch.
+
+    step = end of the pipeline (`labkit.schedules.simulate`) + exposed reduction of gradients + optimizer
+           + exposed gather of weights + host
+
+The bubble has no formula here: `simulate` runs the schedule table of the configuration. One lower bound
+(`step_lower_bound`) needs no simulation; a search uses it to leave out layouts.
+
+The parts of a step are those of the critical rank, whose computation takes longest, and add up to the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from labkit.config import RunConfig
+from labkit.plan.action_times import StageTimes, stage_times, transfer_bytes
+from labkit.plan.collectives import Group, collective_seconds
+from labkit.plan.layout import Layout, layout_of
+from labkit.plan.machine import Machine
+from labkit.plan.stages import StageContents, stage_contents
+from labkit.plan.terms import KINDS, Term
+from labkit.plan.update_times import LastPasses, update_terms
+from labkit.plan.workload import Workload
+from labkit.schedules import Costs, Schedule, Timeline, build_schedule, simulate
+from labkit.schedules.ir import KINDS as ACTIONS
+from labkit.schedules.simulator import kept_whole
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A predicted step."""
+
+    seconds: float
+    """Its time."""
+    low: float
+    """Lower end of the interval in which 80 % of measured steps are expected."""
+    high: float
+    """Upper end."""
+    parts: dict[str, float]
+    """Kind (`labkit.plan.terms.KINDS`) -> seconds on the critical rank; they add up to `seconds`."""
+    critical_rank: int
+    """Pipeline rank whose computation takes longest."""
+    stages: list[StageTimes]
+    """Times of every stage, with their terms."""
+    after: list[Term]
+    """What the critical rank does after the pipeline."""
+    timeline: Timeline
+    """The simulated pipeline."""
+
+    def __str__(self) -> str:
+        lines = [f"step {self.seconds:.4g} s, 80 % interval {self.low:.4g} to {self.high:.4g} s"]
+        width = max(map(len, KINDS.values()))
+        for kind, seconds in self.parts.items():
+            lines.append(f"  {KINDS[kind]:<{width}} {seconds:10.4f} s {seconds / self.seconds:6.1%}")
+        return "\n".join(lines)
+
+    def explain(self, stage: int = 0) -> str:
+        """Return every term of one stage's actions, with formula and inputs, and what comes after the pipeline."""
+        lines: list[str] = []
+        times = self.stages[stage]
+        for name in ("forward", "recompute", "input_grad", "weight_grad"):
+            timed = getattr(times, name)
+            lines.append(f"stage {stage}, {name}: {timed.seconds * 1e3:,.3f} ms")
+            lines += [f"  {count} x {term}" for count, term in timed.terms()]
+        lines.append("after the pipeline:")
+        return "\n".join([*lines, *(f"  {term}" for term in self.after)])
+
+
+def predict_step(workload: Workload, machine: Machine) -> StepPrediction:
+    """Return the predicted step of a workload on a machine.
+
+    Raises ValueError for what has no times here: another family than gpt, a world size that the layout does not divide,
+    and a type that the machine has no peak for.
+    """
+    plan = _plan(workload, machine)
+    timeline = simulate(plan.schedule, plan.costs)
+    ends = _rank_ends(timeline)
+    afters = [plan.after(rank) for rank in range(plan.schedule.pp)]
+    finishes = [end + sum(term.seconds for term in after) for end, after in zip(ends, afters, strict=True)]
+    seconds = float(max(finishes))
+    busy = timeline.busy + [sum(term.seconds for term in after) for after in afters]
+    critical = int(np.argmax(busy))
+    parts = plan.parts(critical, afters[critical])
+    parts["bubble"] = seconds - sum(parts.values())
+    width = machine.interval.get(workload.software, machine.interval.get("default", 0.0))
+    ordered = {kind: parts[kind] for kind in KINDS if parts.get(kind)}
+    return StepPrediction(seconds, seconds * math.exp(-width), seconds * math.exp(width), ordered, critical,
+                          plan.stages, afters[critical], timeline)  # fmt: skip
+
+
+def step_lower_bound(workload: Workload, machine: Machine) -> float:
+    """Return seconds that the step cannot fall below, without a simulation.
+
+    A rank cannot start before its first stage has its input, computes everything that it has to, and, where backwards
+    are whole, the stages before it still run one backward after its last:
+
+        head of F + busy + what it does after the pipeline
+        head of F + busy + tail of B + what the first stage's rank does after the pipeline    (whole backwards only)
+    """
+    plan = _plan(workload, machine)
+    schedule, durations = plan.schedule, plan.durations
+    forward = durations["forward"]
+    backward = [sum(both) for both in zip(durations["input_grad"], durations["weight_grad"], strict=True)]
+    bounds = []
+    for rank in range(schedule.pp):
+        stages = schedule.stages_of(rank)
+        busy = schedule.num_microbatches * sum(forward[stage] + backward[stage] for stage in stages)
+        reached = sum(forward[: min(stages)]) + busy
+        bounds.append(reached + sum(term.seconds for term in plan.after(rank)))
+        if not plan.layout.splits_backward:
+            first = schedule.placement(0)
+            bounds.append(reached + sum(backward[: min(stages)]) + sum(term.seconds for term in plan.after(first)))
+    return max(bounds)
+
+
+def _schedule(config: RunConfig, microbatches: int) -> Schedule:
+    parallel = config.parallel
+    build = build_schedule if config.schedule.path is not None else _known_schedule  # a file may have changed
+    return build(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
+
+
+_known_schedule = lru_cache(maxsize=1024)(build_schedule)
+
+
+def _has_weight_gradients(schedule: Schedule) -> bool:
+    return bool((schedule.kinds == ACTIONS.index("W")).any())
+
+
+def _kept_microbatches(config: RunConfig) -> int:
+    if config.model.recompute_granularity == "none":
+        return 0
+    return config.model.num_microbatches_with_partial_activation_checkpoints or 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A workload with its schedule and the times of its stages."""
+
+    workload: Workload
+    machine: Machine
+    layout: Layout
+    schedule: Schedule
+    contents: list[StageContents]
+    stages: list[StageTimes]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.workload.config
+
+    @property
+    def costs(self) -> Costs:
+        """Durations for `simulate`. Transfers that do not overlap are parts of the actions already."""
+        messages: dict[str, float] = {}
+        if self.config.schedule.overlap_p2p_comm and self.layout.pp.size > 1:
+            size = transfer_bytes(self.config.model, self.layout)
+            messages["latency"] = collective_seconds(self.machine, "p2p", size, Group(2, self.layout.pp.stride))
+        return Costs(**self.durations, **messages)
+
+    @property
+    def durations(self) -> dict[str, list[float]]:
+        """Seconds of each kind of action by stage; a microbatch that a rank keeps whole saves its share of repeats."""
+        return {
+            "forward": [each.forward.seconds for each in self.stages],
+            "input_grad": [
+                each.input_grad.seconds + each.recompute.seconds * share
+                for each, share in zip(self.stages, self.repeats, strict=True)
+            ],
+            "weight_grad": [each.weight_grad.seconds for each in self.stages],
+        }
+
+    @cached_property
+    def repeats(self) -> list[float]:
+        """Share of a stage's microbatches that are computed again (`kept_whole` of `labkit.schedules.simulator`)."""
+        shares, most = [1.0] * self.schedule.num_stages, _kept_microbatches(self.config)
+        for rank in range(self.schedule.pp if most else 0):
+            for stage, _ in kept_whole(self.schedule, rank, most):
+                shares[stage] -= 1 / self.schedule.num_microbatches
+        return shares
+
+    def parts(self, rank: int, after: list[Term]) -> dict[str, float]:
+        """Return seconds by kind of everything that a rank does."""
+        totals: dict[str, float] = {}
+        for stage in self.schedule.stages_of(rank):
+            times = self.stages[stage]
+            for timed in (times.forward, times.input_grad, times.weight_grad):
+                for kind, seconds in timed.by_kind.items():
+                    totals[kind] = totals.get(kind, 0.0) + seconds * self.schedule.num_microbatches
+            again = times.recompute.seconds * self.schedule.num_microbatches * self.repeats[stage]
+            totals["recompute"] = totals.get("recompute", 0.0) + again
+        for term in after:
+            totals[term.kind] = totals.get(term.kind, 0.0) + term.seconds
+        return totals
+
+    def after(self, rank: int) -> list[Term]:
+        """Return what a rank does after its last backward."""
+        stages = self.schedule.stages_of(rank)
+        times = [self.stages[stage] for stage in stages]
+        passes = LastPasses(sum(each.forward.seconds for each in times), sum(each.backward for each in times))
+        ends = self.schedule.placement(0), self.schedule.placement(self.schedule.num_stages - 1)
+        tied = not self.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1] and rank in ends
+        held = [self.contents[stage] for stage in stages]
+        return update_terms(
+            self.config, self.layout, self.machine, held, passes, fsdp=self.workload.fsdp, shares_table=tied
+        )
+
+
+def _rank_ends(timeline: Timeline) -> np.ndarray:
+    """Return the end of each rank's last action (P,)."""
+    return timeline.end[timeline.schedule.offsets[1:] - 1]
+
+
+def _plan(workload: Workload, machine: Machine) -> _Plan:
+    config = workload.config
+    if config.model.family != "gpt":
+        raise ValueError(f"model.family is {config.model.family}; times are known for gpt")
+    parallel, precision = config.parallel, config.optim.precision
+    shape = parallel.tp * parallel.cp * parallel.pp
+    if workload.world_size % shape:
+        raise ValueError(f"{workload.world_size} ranks cannot be shared by tp x cp x pp = {shape}")
+    if workload.microbatches < 1:
+        raise ValueError("a step has no whole microbatch; raise train.global_batch_size, or take fewer ranks")
+    for needed in {precision, "fp8" if config.optim.fp8 != "none" else precision}:
+        if needed not in machine.peak_flops or needed not in machine.gemm_ceiling:
+            raise ValueError(f"{machine.name} has no peak for {needed}")
+    schedule = _schedule(config, workload.microbatches)
+    layout = layout_of(workload, splits_backward=schedule.derived("has W", _has_weight_gradients))
+    contents = stage_contents(config, schedule.num_stages)
+    crossed = [schedule.placement(stage) != schedule.placement(stage + 1) for stage in range(schedule.num_stages - 1)]
+    stages = [
+        stage_times(workload, machine, layout, held, sends=(after, before))
+        for held, after, before in zip(contents, [*crossed, False], [False, *crossed], strict=True)
+    ]
+    return _Plan(workload, machine, layout, schedule, contents, stages)
