@@ -65,7 +65,7 @@ SECTIONS = {
     "evidence": Section(
         "Evidence",
         "What was compared with what, what was broken on purpose, and what was measured.",
-        "/docs/parity /docs/faults /docs/survival /docs/benchmarks *",
+        "/docs/parity /docs/faults /docs/survival /docs/benchmarks /docs/scale *",
     ),
     "teaching": Section("Teaching", "For each chapter, a page for its teacher.", "*"),
     "maintenance": Section(

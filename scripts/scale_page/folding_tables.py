@@ -1,0 +1,61 @@
+"""The foldings of arXiv 2504.14960, Tables 1 to 5: experts with a layout of their own on 64 to 1,024 H100."""
+
+from __future__ import annotations
+
+from scale_page.compared import Timed, named, percent, planned_rows, stated_rows
+from site_pages.tables import table
+
+from labkit.plan.device_memory import gpu_memory
+from labkit.plan.workload import Workload
+
+ORDER = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore folding")
+"""Strategies in the paper's order."""
+MODELS = ("Mixtral-8x22B", "Llama3-8x70B", "Qwen2-57B-A14B", "Mixtral-8x22B-G8T8")
+
+
+def strategy(each: Timed) -> str:
+    """Return a row's strategy: the beginning of its note."""
+    return each.stated["note"].partition(";")[0]
+
+
+def _place(each: Timed) -> tuple[int, int, int, int]:
+    stated = each.stated
+    return (MODELS.index(stated["model"]), ORDER.index(strategy(each)), int(stated["gpus"]), int(stated["seq"]))
+
+
+def layout(workload: Workload) -> str:
+    """Return a layout with that of the experts."""
+    parallel = workload.config.parallel
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "vpp": parallel.vpp, "ep": parallel.ep,
+             "etp": parallel.expert_tp}  # fmt: skip
+    named_sizes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    return f"{'sharded' if workload.fsdp else ''} {named_sizes}".strip() or "dp alone"
+
+
+def foldings(prefix: str) -> str:
+    """Rows of one of the paper's tables, by model, strategy and GPUs."""
+    head = ("model", "strategy", "layout as planned", "GPUs", "sequence", "published", "predicted", "error of the step",
+            "")  # fmt: skip
+    rows = []
+    for each in sorted(named(prefix), key=_place):
+        stated = each.stated
+        assert each.row.workload is not None
+        unit, rate = ("% MFU", float(stated["mfu_pct"])) if stated["mfu_pct"] else (
+            "TFLOP/s", float(stated["tflops_gpu"]))  # fmt: skip
+        rows.append([
+            stated["model"], f"{strategy(each)}{' fp8' if 'fp8' in stated['precision'] else ''}",
+            layout(each.row.workload), stated["gpus"], f"{int(stated['seq']):,}", f"{rate:.1f} {unit}",
+            f"{rate * each.ratio:.1f} {unit}", percent(each.error), each.remark,
+        ])  # fmt: skip
+    return table(head, rows)
+
+
+def out_of_memory() -> list[tuple[str, float]]:
+    """Return the rows that the paper reports as out of memory, with the predicted peak in GiB of the fullest rank."""
+    found = []
+    for name, stated in stated_rows().items():
+        workload = planned_rows()[name].workload
+        if stated["mfu_pct"] == "OOM" and workload is not None:
+            peak = max(gpu_memory(workload, place).peak for place in range(workload.config.parallel.pp))
+            found.append((f"{stated['model']}, {stated['note'].partition(';')[0]}", peak / 2**30))
+    return found

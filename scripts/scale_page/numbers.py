@@ -1,0 +1,84 @@
+"""Numbers in the page's sentences, computed from the same rows as its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from fit_plan_rates import FITS
+from scale_page.belief import coverage, held_out
+from scale_page.compared import Summary, planned_rows, summary, timed_rows
+from scale_page.folding_tables import out_of_memory
+from scale_page.megatron_tables import DAY, EPOCH, days_of
+from scale_page.memory_tables import recorded_counts, room
+from scale_page.pipeline_tables import bubble_differences, left_out
+
+from labkit.plan.flops import paper_step_flops
+
+A100 = ("arXiv 2104.04473", "arXiv 2205.05198", "MosaicML")
+"""Sources of well-specified A100 rows."""
+
+
+@cache
+def _main() -> Summary:
+    found = summary(held_out(sources=A100, gpus=("A100",)))
+    assert found is not None
+    return found
+
+
+@cache
+def _every() -> Summary:
+    found = summary(held_out())
+    assert found is not None
+    return found
+
+
+def _petaflops(*, recompute: bool) -> float:
+    """Return PFLOP/s of the 8.3B model at the days of Table 2."""
+    each = timed_rows()["1909_t2_8.3B"]
+    assert each.row.workload is not None
+    model = each.row.workload.config.model
+    return paper_step_flops(model, samples=512, recompute=recompute) / each.measured / 1e15
+
+
+def _days(which: str) -> str:
+    each = timed_rows()["1909_t2_8.3B"]
+    ends = {"low": each.step.low, "high": each.step.high}
+    value = ends[which] * EPOCH / DAY if which in ends else days_of(each)[which == "predicted"]
+    return f"{value:.2f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def numbers() -> dict[str, Callable[[], str]]:
+    """Return the numbers by the names of their markers."""
+    return {
+        "days": lambda: _days("predicted"),
+        "days low": lambda: _days("low"),
+        "days high": lambda: _days("high"),
+        "rows": lambda: str(len(planned_rows())),
+        "timed rows": lambda: str(len(timed_rows())),
+        "fitted rows": lambda: str(sum(each.fitted for each in timed_rows().values())),
+        "constants": lambda: str(sum(len(fit.rates) for fit in FITS)),
+        "main count": lambda: str(_main().count),
+        "main median": lambda: _percent(_main().median),
+        "main mean": lambda: _percent(_main().mean),
+        "main worst": lambda: _percent(_main().worst),
+        "main inside": lambda: f"{100 * _main().inside:.0f} %",
+        "every count": lambda: str(_every().count),
+        "every inside": lambda: f"{100 * _every().inside:.0f} %",
+        "2019 inside": lambda: coverage(held_out(sources=("arXiv 1909",))),
+        "PFLOP/s with": lambda: f"{_petaflops(recompute=True):.1f}",
+        "PFLOP/s without": lambda: f"{_petaflops(recompute=False):.1f}",
+        "room": lambda: f"{room() / 1e9:.1f}",
+        "bubble mean": lambda: f"{100 * sum(map(abs, bubble_differences())) / len(bubble_differences()):.1f}",
+        "bubble worst": lambda: f"{100 * max(map(abs, bubble_differences())):.1f}",
+        "bubble rows": lambda: str(len(bubble_differences())),
+        "2401 left out": lambda: str(left_out()),
+        "out of memory": lambda: "; ".join(f"{name}: {peak:,.0f} GiB" for name, peak in out_of_memory()),
+        "recorded rows": lambda: str(recorded_counts()["rows"]),
+        "recorded compared": lambda: str(recorded_counts()["compared"]),
+        "recorded configurations": lambda: str(recorded_counts()["configurations"]),
+    }

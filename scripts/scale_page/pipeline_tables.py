@@ -1,0 +1,70 @@
+"""The bubbles of arXiv 2401.10241, Tables 4 to 8: samples per second and idle share of five schedules."""
+
+from __future__ import annotations
+
+import re
+
+from scale_page.compared import Timed, named, percent, planned_rows
+from site_pages.tables import table
+
+from labkit.plan.step_time import StepPrediction
+
+ORDER = ("1F1B", "1F1B-I", "ZB-1p", "ZB-V")
+"""Schedules in the order of their bubbles; the paper's ZB-2p is not expressible."""
+
+
+def bubble(step: StepPrediction) -> float:
+    """Return the bubble as the paper defines it: 1 - m (F + I + W) / makespan, of the rank that computes most.
+
+    Transfers count as bubble. What comes after the pipeline does not count.
+    """
+    timeline = step.timeline
+    schedule = timeline.schedule
+    busy = [
+        schedule.num_microbatches * sum(
+            timed.seconds - timed.by_kind.get("pp", 0.0)
+            for stage in schedule.stages_of(rank)
+            for timed in (step.stages[stage].forward, step.stages[stage].input_grad, step.stages[stage].weight_grad)
+        )
+        for rank in range(schedule.pp)
+    ]  # fmt: skip
+    return 1 - max(busy) / timeline.makespan
+
+
+def published_bubble(each: Timed) -> float | None:
+    """Return the bubble that the paper states; None if it does not."""
+    found = re.search(r"bubble rate by calculation.*?([01]\.[0-9]+)", each.stated["note"])
+    return float(found[1]) if found else None
+
+
+def _place(each: Timed) -> tuple[float, int, int]:
+    stated = each.stated
+    return (float(each.row.model.removeprefix("GPT ").removesuffix("B")), int(stated["microbatches"]),
+            ORDER.index(stated["schedule"]))  # fmt: skip
+
+
+def pipelines(prefix: str) -> str:
+    """Rows of one of the paper's tables, by model, microbatches and schedule."""
+    head = ("model", "pp", "microbatches", "schedule", "samples/s per GPU: paper", "predicted", "error of the step",
+            "bubble: paper", "predicted", "")  # fmt: skip
+    rows = []
+    for each in sorted(named(prefix), key=_place):
+        stated, idle = each.stated, published_bubble(each)
+        rate = float(stated["samples_s_gpu"])
+        rows.append([
+            each.row.model, stated["pp"], stated["microbatches"], stated["schedule"], f"{rate:.3g}",
+            f"{rate * each.ratio:.3g}", percent(each.error), "" if idle is None else f"{idle:.1%}",
+            f"{bubble(each.step):.1%}", each.remark,
+        ])  # fmt: skip
+    return table(head, rows)
+
+
+def bubble_differences() -> list[float]:
+    """Return predicted minus published bubble of every row that states one."""
+    pairs = [(bubble(each.step), published_bubble(each)) for each in named("zb_")]
+    return [predicted - published for predicted, published in pairs if published is not None]
+
+
+def left_out() -> int:
+    """Return how many of the paper's rows are not expressible."""
+    return sum(row.workload is None for name, row in planned_rows().items() if name.startswith("zb_"))
