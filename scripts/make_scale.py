@@ -31,6 +31,8 @@ def contents() -> dict[str, Callable[[], str]]:
         "errors by source": lambda: belief.errors_by_source(specified=True),
         "errors of other sources": lambda: belief.errors_by_source(specified=False),
         "where it is wrong": belief.where_it_is_wrong,
+        "large errors": belief.large_errors,
+        "bubbles": pipeline_tables.bubbles,
         "small messages": belief.small_messages,
         "not expressible": belief.not_expressible,
         "filled in": belief.filled_in,

@@ -12,6 +12,7 @@ from labkit.plan.collectives import Group, collective_seconds
 from labkit.plan.golden_rows import RULES as GOLDEN_RULES
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import RULES, SOURCES
+from labkit.plan.terms import KINDS
 
 SourceKey = tuple[str, str, bool]
 """Source, GPU, and whether the source says enough for a comparison."""
@@ -76,38 +77,56 @@ def held_out(*, specified: bool = True, sources: tuple[str, ...] = ("",), gpus: 
 
 WRONG: tuple[tuple[str, Callable[[Timed], bool], str], ...] = (
     (
-        "MosaicML, 30B on A100 80GB, sequence 8,192",
-        lambda each: each.row.id.startswith("foundry_30b_a100_80gb_8192"),
-        "longer than the sequences that were fitted; the other rows of this model are within 15 %",
-    ),
-    (
-        "MosaicML, 70B on A100 40GB",
-        lambda each: each.row.id.startswith("foundry_70b_a100_40gb"),
-        "64 GPUs hold 70 billion sharded parameters with little room; what the allocator does then has no term",
-    ),
-    (
-        "2504.14960, fine-grained experts (G8T8)",
-        lambda each: "G8T8_MCore" in each.row.id,
-        "64 small experts: permutation, router and small products cost more than the model's terms for them",
-    ),
-    (
-        "2504.14960, FSDP with expert parallelism",
-        lambda each: each.row.id.startswith("fold_") and "FSDP+EP" in each.row.id,
-        "the paper does not say which implementation shards, nor what it overlaps",
-    ),
-    (
-        "1909.08053, 2.5B with data parallelism",
+        "arXiv 1909.08053: 2.5B with data parallelism",
         lambda each: each.row.id in ("1909_fig5_2.5B_128gpu", "1909_t2_2.5B"),
-        "measured 12 points below the same model on 2 GPUs; the paper does not say why, and our all-reduce does not "
-        "explain it",
+        (
+            "the paper's efficiency falls from 95 to 83 % when 64 replicas are added, for 1.2B from 100 to 96 % and "
+            "for 8.3B from 77 to 74 %; the model has no term that singles out 2.5B"
+        ),
+    ),
+    (
+        "arXiv 1909.08053: Table 2, 8.3B",
+        lambda each: each.row.id == "1909_t2_8.3B",
+        "the paper's own step in Figure 5 is 7 % shorter, although its 32 heads are slower than the 24 of Table 2",
+    ),
+    (
+        "MosaicML: 30B on A100 80GB, sequence 8,192",
+        lambda each: each.row.id.startswith("foundry_30b_a100_80gb_8192"),
+        "the same model on the same 8 GPUs is 6 to 8 % too slow at 4,096 and 2,048; cause unknown",
+    ),
+    (
+        "MosaicML: 70B on 64 A100 40GB",
+        lambda each: each.row.id.startswith("foundry_70b_a100_40gb"),
+        "the same model on A100 80GB is within 3 %; cause unknown, perhaps the allocator with so little room",
+    ),
+    (
+        "arXiv 2504.14960: fine-grained experts (G8T8), MCore",
+        lambda each: "G8T8_MCore" in each.row.id,
+        (
+            "64 small experts, 8 per token; exchanging tokens is up to a third of the predicted step. Without folding "
+            "the error doubles from 128 to 512 GPUs"
+        ),
+    ),
+    (
+        "arXiv 2504.14960: fully sharded",
+        lambda each: each.row.id.startswith("fold_") and "FSDP" in each.row.id,
+        (
+            "exposed gathers of weights are the largest part of the predicted step; the paper does not say what its "
+            "implementation overlaps"
+        ),
     ),
     (
         "Megatron-LM's README of 2020",
-        lambda each: each.row.id.startswith("mlm2020") or "README, September 2020" in each.row.source,
-        "its software and machine are known from the command lines alone",
+        lambda each: "README, September 2020" in each.row.source,
+        (
+            "too slow throughout; the shapes are assumed. Without recomputation two rows would be within 5 % and five "
+            "15 to 22 % too fast, so no single setting explains all"
+        ),
     ),
 )
 """Rows, which they are, and what we know about the cause."""
+LARGE = 0.15
+"""Every row with an error above this is listed."""
 
 
 def where_it_is_wrong() -> str:
@@ -121,7 +140,20 @@ def where_it_is_wrong() -> str:
     return table(("rows", "how many", "error", "what we know"), lines)
 
 
-SMALL_MESSAGES = {1 << 16: 3174.4, 1 << 20: 378.3, 1 << 24: 504.5, 1 << 28: 2270.3, 1 << 34: 87181.8}
+def large_errors() -> str:
+    """Return every row with a large error, and where the model thinks that its time goes."""
+    found = [each for each in timed_rows().values() if abs(each.error) > LARGE]
+    lines = []
+    for each in sorted(found, key=lambda each: each.error):
+        parts = sorted(each.step.parts.items(), key=lambda item: -item[1])[:3]
+        shares = ", ".join(f"{KINDS[kind]} {100 * spent / each.step.seconds:.0f} %" for kind, spent in parts)
+        counts = "" if each.row.specified else "not counted"
+        remark = ", ".join(filter(None, (each.remark, counts)))
+        lines.append([f"`{each.row.id}`", percent(each.error), shares, remark])
+    return table(("row of `published.csv`", "error", "largest parts of the predicted step", ""), lines)
+
+
+SMALL_MESSAGES = {1 << 16: 3174.4, 1 << 17: 564.3, 1 << 19: 357.7, 1 << 24: 504.5, 1 << 28: 2270.3, 1 << 34: 87181.8}
 """Bytes -> microseconds of an all-reduce on 4 nodes of 8 B200 over EFA v4; stas00/ml-engineering@744d01e,
 network/README.md."""
 
@@ -175,9 +207,8 @@ def _general(reason: str) -> str:
 
 def filled_in() -> str:
     """Return the rules that fill in what rows leave out, with how often each was used."""
-    used = Counter(rule for row in planned_rows().values() if row.workload for rule in row.filled)
-    assert set(used) <= set(RULES)
-    lines = [[rule, why, str(used[rule])] for rule, why in RULES.items()]
+    used = Counter(rule for row in planned_rows().values() if row.workload for rule in set(row.filled))
+    lines = [[rule, RULES[rule], str(count)] for rule, count in used.most_common()]
     return table(("rule", "what it fills in, and why", "rows"), lines)
 
 

@@ -90,6 +90,11 @@ def percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
+def whole(share: float) -> str:
+    """Return a share such as `77 %`."""
+    return f"{100 * share:.0f} %"
+
+
 def seconds(value: float) -> str:
     """Return seconds with four digits."""
     return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.lines import Line2D
 from scale_page.belief import by_source
 from scale_page.compared import Timed, summary
 from scale_page.megatron_tables import per_gpu, weak_scaling_rows
@@ -26,7 +27,7 @@ def _kind(each: Timed) -> str:
 def errors() -> Figure:
     """Draw the error of every row, one line per source and GPU."""
     groups = by_source()
-    names = [f"{source}, {gpu.partition(' ')[0]}" for source, gpu, _ in groups]
+    names = [f"{source}, {_short(gpu)}" for source, gpu, _ in groups]
     with styled():
         fig = new_figure(8.0, 0.27 * len(groups) + 1.2)
         axes = fig.subplots()
@@ -36,12 +37,19 @@ def errors() -> Figure:
             for kind, (mark, face, edge) in MARKS.items():
                 found = [100 * each.error for each in rows if _kind(each) == kind]
                 axes.plot(found, [place] * len(found), ls="", marker=mark, mfc=face, mec=edge, ms=4.5, mew=0.9,
-                          label=kind if place == 0 else None, alpha=0.8)  # fmt: skip
+                          alpha=0.8, zorder=4 if kind == "fitted" else 3)  # fmt: skip
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel("error of the predicted step (%); left: predicted too fast; grey: within 10 %")
         axes.legend(handles=_legend(), loc="upper center", bbox_to_anchor=(0.4, 1.0 + 0.9 / len(groups)), ncols=3)
     return Figure(fig, _sentence([each for rows in groups.values() for each in rows]))
+
+
+def _short(gpu: str) -> str:
+    """Return a GPU such as `A100 SXM4 40GB` by its name and its memory."""
+    name, *words = gpu.split(" ")
+    memory = next(word for word in words if word.endswith("GB")) if name in ("A100", "H100") else ""
+    return f"{name} {memory}".strip()
 
 
 def _sentence(rows: Sequence[Timed]) -> str:
@@ -54,8 +62,6 @@ def _sentence(rows: Sequence[Timed]) -> str:
 
 
 def _legend() -> list[Any]:
-    from matplotlib.lines import Line2D
-
     return [Line2D([], [], ls="", marker=mark, mfc=face, mec=edge, label=kind)
             for kind, (mark, face, edge) in MARKS.items()]  # fmt: skip
 

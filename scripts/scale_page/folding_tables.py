@@ -44,7 +44,7 @@ def foldings(prefix: str) -> str:
             "TFLOP/s", float(stated["tflops_gpu"]))  # fmt: skip
         rows.append([
             stated["model"], f"{strategy(each)}{' fp8' if 'fp8' in stated['precision'] else ''}",
-            layout(each.row.workload), stated["gpus"], f"{int(stated['seq']):,}", f"{rate:.1f} {unit}",
+            layout(each.row.workload), f"{int(stated['gpus']):,}", f"{int(stated['seq']):,}", f"{rate:.1f} {unit}",
             f"{rate * each.ratio:.1f} {unit}", percent(each.error), each.remark,
         ])  # fmt: skip
     return table(head, rows)

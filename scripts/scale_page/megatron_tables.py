@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from scale_page.compared import Timed, interval, named, percent, seconds, stated_rows
+from scale_page.compared import Timed, interval, named, percent, seconds, stated_rows, whole
 from site_pages.tables import table
 
 from labkit.config import RunConfig
@@ -60,7 +60,7 @@ def weak_scaling() -> str:
         count, (published, predicted) = int(each.stated["gpus"]), per_gpu(each)
         rows.append([
             each.row.model, f"{count}", _shape(each), f"{published / 1e12:.1f}", f"{predicted / 1e12:.1f}",
-            f"{published / ONE_GPU:.0%}", f"{predicted / ONE_GPU:.0%}", f"{count * published / 1e15:.3g}",
+            whole(published / ONE_GPU), whole(predicted / ONE_GPU), f"{count * published / 1e15:.3g}",
             f"{count * predicted / 1e15:.3g}", percent(each.error), each.remark,
         ])  # fmt: skip
     return table(head, rows)
@@ -78,7 +78,7 @@ def epochs() -> str:
     for each in sorted(named("1909_t2"), key=lambda each: int(each.stated["gpus"])):
         published, predicted = days_of(each)
         low, high = (end * EPOCH / DAY for end in (each.step.low, each.step.high))
-        rows.append([each.row.model, each.stated["gpus"], _shape(each), f"{published:.2f}", f"{predicted:.2f}",
+        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), f"{published:.2f}", f"{predicted:.2f}",
                      f"{low:.2f} to {high:.2f}", percent(each.error), each.remark])  # fmt: skip
     return table(head, rows)
 
@@ -86,7 +86,7 @@ def epochs() -> str:
 def heads() -> str:
     """Table 7: the number of attention heads."""
     rows = [
-        [each.stated["heads"], f"{_efficiency(each):.0%}", f"{_efficiency(each) * each.ratio:.0%}", *_step(each)]
+        [each.stated["heads"], whole(_efficiency(each)), whole(_efficiency(each) * each.ratio), *_step(each)]
         for each in sorted(named("1909_t7"), key=lambda each: int(each.stated["heads"]))
     ]
     return table(("heads", "efficiency: paper", "predicted", *_STEP), rows)
@@ -110,7 +110,7 @@ def a_trillion() -> str:
     rows = []
     for each in sorted(named("sc21_t1"), key=lambda each: int(each.stated["gpus"])):
         rate = float(each.stated["tflops_gpu"])
-        rows.append([each.row.model, each.stated["gpus"], _shape(each), f"{rate:.0f}", f"{rate * each.ratio:.0f}",
+        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), f"{rate:.0f}", f"{rate * each.ratio:.0f}",
                      *_step(each)])  # fmt: skip
     return table(head, rows)
 
@@ -125,7 +125,7 @@ def against_zero() -> str:
         assert days is not None
         steps = 300e9 / (float(stated["gbs"]) * float(stated["seq"]))
         kind = "ZeRO-3" if "ZeRO" in each.row.id else "tensor and pipeline"
-        rows.append([kind, each.row.model, stated["gpus"], stated["mbs"], days[1],
+        rows.append([kind, each.row.model, f"{_gpus(each):,}", stated["mbs"], days[1],
                      f"{steps * each.step.seconds / DAY:.0f}", *_step(each)])  # fmt: skip
     return table(head, rows)
 
@@ -183,6 +183,6 @@ def recomputation() -> str:
         stated = each.stated
         share = float(stated["mfu_pct"]) if stated["mfu_pct"] else None
         shares = ["", ""] if share is None else [f"{share:.1f}", f"{share * each.ratio:.1f}"]
-        rows.append([each.row.model, stated["gpus"], _shape(each), stated["recompute"].partition(" (")[0], *shares,
+        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), stated["recompute"].partition(" (")[0], *shares,
                      *_step(each)])  # fmt: skip
     return table(head, rows)

@@ -11,7 +11,7 @@ from scale_page.compared import Summary, planned_rows, summary, timed_rows
 from scale_page.folding_tables import out_of_memory
 from scale_page.megatron_tables import DAY, EPOCH, days_of
 from scale_page.memory_tables import recorded_counts, room
-from scale_page.pipeline_tables import bubble_differences, left_out
+from scale_page.pipeline_tables import left_out
 
 from labkit.plan.flops import paper_step_flops
 
@@ -41,6 +41,11 @@ def _petaflops(*, recompute: bool) -> float:
     return paper_step_flops(model, samples=512, recompute=recompute) / each.measured / 1e15
 
 
+def _days_at_15_1(*, recompute: bool) -> float:
+    """Return days of an epoch of the 8.3B model if 15.1 PFLOP/s count recomputation, or if they do not."""
+    return 2.10 * _petaflops(recompute=recompute) / 15.1
+
+
 def _days(which: str) -> str:
     each = timed_rows()["1909_t2_8.3B"]
     ends = {"low": each.step.low, "high": each.step.high}
@@ -56,6 +61,9 @@ def numbers() -> dict[str, Callable[[], str]]:
     """Return the numbers by the names of their markers."""
     return {
         "days": lambda: _days("predicted"),
+        "error of days": lambda: f"{100 * abs(timed_rows()['1909_t2_8.3B'].error):.0f} %",
+        "days of figure 5": lambda: f"{days_of(timed_rows()['1909_fig5_8.3B_512gpu'])[0]:.2f}",
+        "error of figure 5": lambda: f"{100 * abs(timed_rows()['1909_fig5_8.3B_512gpu'].error):.0f} %",
         "days low": lambda: _days("low"),
         "days high": lambda: _days("high"),
         "rows": lambda: str(len(planned_rows())),
@@ -72,10 +80,9 @@ def numbers() -> dict[str, Callable[[], str]]:
         "2019 inside": lambda: coverage(held_out(sources=("arXiv 1909",))),
         "PFLOP/s with": lambda: f"{_petaflops(recompute=True):.1f}",
         "PFLOP/s without": lambda: f"{_petaflops(recompute=False):.1f}",
+        "days at 15.1": lambda: f"{_days_at_15_1(recompute=True):.2f}",
+        "days at 15.1 without": lambda: f"{_days_at_15_1(recompute=False):.2f}",
         "room": lambda: f"{room() / 1e9:.1f}",
-        "bubble mean": lambda: f"{100 * sum(map(abs, bubble_differences())) / len(bubble_differences()):.1f}",
-        "bubble worst": lambda: f"{100 * max(map(abs, bubble_differences())):.1f}",
-        "bubble rows": lambda: str(len(bubble_differences())),
         "2401 left out": lambda: str(left_out()),
         "out of memory": lambda: "; ".join(f"{name}: {peak:,.0f} GiB" for name, peak in out_of_memory()),
         "recorded rows": lambda: str(recorded_counts()["rows"]),

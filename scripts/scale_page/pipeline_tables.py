@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 
 from scale_page.compared import Timed, named, percent, planned_rows
 from site_pages.tables import table
@@ -53,16 +54,22 @@ def pipelines(prefix: str) -> str:
         rate = float(stated["samples_s_gpu"])
         rows.append([
             each.row.model, stated["pp"], stated["microbatches"], stated["schedule"], f"{rate:.3g}",
-            f"{rate * each.ratio:.3g}", percent(each.error), "" if idle is None else f"{idle:.1%}",
-            f"{bubble(each.step):.1%}", each.remark,
+            f"{rate * each.ratio:.3g}", percent(each.error), "" if idle is None else f"{100 * idle:.1f} %",
+            f"{100 * bubble(each.step):.1f} %", each.remark,
         ])  # fmt: skip
     return table(head, rows)
 
 
-def bubble_differences() -> list[float]:
-    """Return predicted minus published bubble of every row that states one."""
-    pairs = [(bubble(each.step), published_bubble(each)) for each in named("zb_")]
-    return [predicted - published for predicted, published in pairs if published is not None]
+def bubbles() -> str:
+    """Predicted minus published bubbles by schedule, in points of percent."""
+    lines = []
+    for schedule in ORDER:
+        pairs = [(bubble(each.step), published_bubble(each)) for each in named("zb_")
+                 if each.stated["schedule"] == schedule]  # fmt: skip
+        points = [100 * (predicted - published) for predicted, published in pairs if published is not None]
+        lines.append([schedule, str(len(points)), f"{statistics.fmean(points):+.1f}",
+                      f"{min(points):+.1f} to {max(points):+.1f}"])  # fmt: skip
+    return table(("schedule", "rows", "mean difference, points", "from, to"), lines)
 
 
 def left_out() -> int:
