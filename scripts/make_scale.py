@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 
 from scale_page import belief, figures, folding_tables, megatron_tables, memory_tables, numbers, pipeline_tables
@@ -68,7 +69,16 @@ def page(pictures: dict[str, Figure]) -> str:
     unused = made.keys() - set(re.findall(r"\{\{(.+?)\}\}", text))
     if unused:
         raise ValueError(f"{TEMPLATE.name} has no marker for {', '.join(sorted(unused))}")
-    return re.sub(r"\{\{(.+?)\}\}", lambda found: made[found[1]]().rstrip("\n"), text)
+    return wrapped(re.sub(r"\{\{(.+?)\}\}", lambda found: made[found[1]]().rstrip("\n"), text))
+
+
+def wrapped(text: str) -> str:
+    """Return the text with its paragraphs in lines of up to 120 characters; tables and pictures stay as they are."""
+    wrapper = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
+    blocks = text.rstrip("\n").split("\n\n")
+    return (
+        "\n\n".join(block if block.startswith(("#", "|", "!", "<")) else wrapper.fill(block) for block in blocks) + "\n"
+    )
 
 
 def drawn() -> dict[str, Figure]:

@@ -85,6 +85,11 @@ def named(prefix: str) -> list[Timed]:
     return [each for name, each in timed_rows().items() if name.startswith(prefix)]
 
 
+def left_out(prefix: str) -> int:
+    """Return how many rows whose names begin with `prefix` are not expressible."""
+    return sum(row.workload is None for name, row in planned_rows().items() if name.startswith(prefix))
+
+
 def percent(share: float) -> str:
     """Return a signed error such as `+3.1 %`."""
     return f"{100 * share:+.1f} %"

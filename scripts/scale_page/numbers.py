@@ -7,11 +7,10 @@ from functools import cache
 
 from fit_plan_rates import FITS
 from scale_page.belief import coverage, held_out
-from scale_page.compared import Summary, planned_rows, summary, timed_rows
+from scale_page.compared import Summary, left_out, planned_rows, summary, timed_rows
 from scale_page.folding_tables import out_of_memory
 from scale_page.megatron_tables import DAY, EPOCH, days_of
 from scale_page.memory_tables import recorded_counts, room
-from scale_page.pipeline_tables import left_out
 
 from labkit.plan.flops import paper_step_flops
 
@@ -76,6 +75,9 @@ def numbers() -> dict[str, Callable[[], str]]:
         "main worst": lambda: _percent(_main().worst),
         "main inside": lambda: f"{100 * _main().inside:.0f} %",
         "every count": lambda: str(_every().count),
+        "every worst": lambda: _percent(_every().worst),
+        "worst guessed": lambda: f"{100 * max(abs(each.error) for each in held_out(specified=False)):.0f} %",
+        "within 10": lambda: str(sum(abs(each.error) <= 0.1 for each in held_out())),
         "every inside": lambda: f"{100 * _every().inside:.0f} %",
         "2019 inside": lambda: coverage(held_out(sources=("arXiv 1909",))),
         "PFLOP/s with": lambda: f"{_petaflops(recompute=True):.1f}",
@@ -83,7 +85,8 @@ def numbers() -> dict[str, Callable[[], str]]:
         "days at 15.1": lambda: f"{_days_at_15_1(recompute=True):.2f}",
         "days at 15.1 without": lambda: f"{_days_at_15_1(recompute=False):.2f}",
         "room": lambda: f"{room() / 1e9:.1f}",
-        "2401 left out": lambda: str(left_out()),
+        "2401 left out": lambda: str(left_out("zb_")),
+        "2504 left out": lambda: str(left_out("fold_t4_")),
         "out of memory": lambda: "; ".join(f"{name}: {peak:,.0f} GiB" for name, peak in out_of_memory()),
         "recorded rows": lambda: str(recorded_counts()["rows"]),
         "recorded compared": lambda: str(recorded_counts()["compared"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 
-from scale_page.compared import Timed, named, percent, planned_rows
+from scale_page.compared import Timed, named, percent
 from site_pages.tables import table
 
 from labkit.plan.step_time import StepPrediction
@@ -70,8 +70,3 @@ def bubbles() -> str:
         lines.append([schedule, str(len(points)), f"{statistics.fmean(points):+.1f}",
                       f"{min(points):+.1f} to {max(points):+.1f}"])  # fmt: skip
     return table(("schedule", "rows", "mean difference, points", "from, to"), lines)
-
-
-def left_out() -> int:
-    """Return how many of the paper's rows are not expressible."""
-    return sum(row.workload is None for name, row in planned_rows().items() if name.startswith("zb_"))

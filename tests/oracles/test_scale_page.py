@@ -19,7 +19,8 @@ def script(load_script, monkeypatch):
 def test_the_committed_page_and_figures_are_those_of_today(script):
     """A figure is drawn anew elsewhere, so its sentence is compared, which has its key numbers."""
     pictures = script.drawn()
-    assert script.TARGET.read_text(encoding="utf-8").splitlines() == script.page(pictures).splitlines()
+    committed = script.TARGET.read_text(encoding="utf-8")
+    assert committed.splitlines() == script.page(pictures).splitlines(), "run python scripts/make_scale.py"
     for name, picture in pictures.items():
         stored = Image.open(io.BytesIO(script.TARGET.with_name(name).read_bytes()))
         assert stored.text["Description"] == picture.sentence
