@@ -50,6 +50,7 @@ def contents() -> dict[str, Callable[[], str]]:
         "recomputation": megatron_tables.recomputation,
         "pipelines 4": lambda: pipeline_tables.pipelines("zb_t4"),
         "pipelines 6": lambda: pipeline_tables.pipelines("zb_t6"),
+        "too large": folding_tables.too_large,
         "foldings 3": lambda: folding_tables.foldings("fold_t3"),
         "foldings 2": lambda: folding_tables.foldings("fold_t2"),
         "foldings 4": lambda: folding_tables.foldings("fold_t4"),
@@ -77,7 +78,13 @@ def wrapped(text: str) -> str:
     wrapper = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
     blocks = text.rstrip("\n").split("\n\n")
     return (
-        "\n\n".join(block if block.startswith(("#", "|", "!", "<")) else wrapper.fill(block) for block in blocks) + "\n"
+        "\n\n".join(
+            block
+            if block.startswith(("#", "|", "!", "<"))
+            else wrapper.fill(block.replace(" %", "\0%")).replace("\0%", " %")
+            for block in blocks
+        )
+        + "\n"
     )
 
 

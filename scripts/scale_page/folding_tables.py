@@ -6,6 +6,7 @@ from scale_page.compared import Timed, named, percent, planned_rows, stated_rows
 from site_pages.tables import table
 
 from labkit.plan.device_memory import gpu_memory
+from labkit.plan.machine import load_machine
 from labkit.plan.workload import Workload
 
 ORDER = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore folding")
@@ -35,7 +36,7 @@ def layout(workload: Workload) -> str:
 def foldings(prefix: str) -> str:
     """Rows of one of the paper's tables, by model, strategy and GPUs."""
     head = ("model", "strategy", "layout as planned", "GPUs", "sequence", "published", "predicted", "error of the step",
-            "")  # fmt: skip
+            "peak GB, predicted", "")  # fmt: skip
     rows = []
     for each in sorted(named(prefix), key=_place):
         stated = each.stated
@@ -45,17 +46,27 @@ def foldings(prefix: str) -> str:
         rows.append([
             stated["model"], f"{strategy(each)}{' fp8' if 'fp8' in stated['precision'] else ''}",
             layout(each.row.workload), f"{int(stated['gpus']):,}", f"{int(stated['seq']):,}", f"{rate:.1f} {unit}",
-            f"{rate * each.ratio:.1f} {unit}", percent(each.error), each.remark,
+            f"{rate * each.ratio:.1f} {unit}", percent(each.error), f"{_peak(each.row.workload) / 1e9:.0f}",
+            each.remark,
         ])  # fmt: skip
     return table(head, rows)
 
 
-def out_of_memory() -> list[tuple[str, float]]:
-    """Return the rows that the paper reports as out of memory, with the predicted peak in GiB of the fullest rank."""
+def _peak(workload: Workload) -> int:
+    """Return the bytes of the fullest rank at its peak."""
+    return max(gpu_memory(workload, place).peak for place in range(workload.config.parallel.pp))
+
+
+def too_large() -> str:
+    """Return the rows whose predicted peak exceeds the GPU's memory, with what the paper says of them."""
     found = []
     for name, stated in stated_rows().items():
-        workload = planned_rows()[name].workload
-        if stated["mfu_pct"] == "OOM" and workload is not None:
-            peak = max(gpu_memory(workload, place).peak for place in range(workload.config.parallel.pp))
-            found.append((f"{stated['model']}, {stated['note'].partition(';')[0]}", peak / 2**30))
-    return found
+        row = planned_rows()[name]
+        if not name.startswith("fold_") or row.workload is None or row.machine is None:
+            continue
+        peak = _peak(row.workload)
+        if peak > load_machine(row.machine).memory_bytes:
+            published = "out of memory" if stated["mfu_pct"] == "OOM" else f"{stated['mfu_pct']} % MFU"
+            strategy_of = stated["note"].partition(";")[0]
+            found.append([stated["model"], strategy_of, stated["gpus"], f"{peak / 1e9:.0f}", published])
+    return table(("model", "strategy", "GPUs", "peak GB, predicted", "published"), found)

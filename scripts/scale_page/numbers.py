@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 
 from fit_plan_rates import FITS
 from scale_page.belief import coverage, held_out
 from scale_page.compared import Summary, left_out, planned_rows, summary, timed_rows
-from scale_page.folding_tables import out_of_memory
 from scale_page.megatron_tables import DAY, EPOCH, days_of
 from scale_page.memory_tables import recorded_counts, room
+from scale_page.pipeline_tables import bubble
 
 from labkit.plan.flops import paper_step_flops
 
@@ -52,6 +53,11 @@ def _days(which: str) -> str:
     return f"{value:.2f}"
 
 
+def _errors_of_1_5b() -> str:
+    errors = [each.error for each in timed_rows().values() if re.match("zb_t4.*_1.5B", each.row.id)]
+    return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -87,7 +93,8 @@ def numbers() -> dict[str, Callable[[], str]]:
         "room": lambda: f"{room() / 1e9:.1f}",
         "2401 left out": lambda: str(left_out("zb_")),
         "2504 left out": lambda: str(left_out("fold_t4_")),
-        "out of memory": lambda: "; ".join(f"{name}: {peak:,.0f} GiB" for name, peak in out_of_memory()),
+        "bubble of 28.3B": lambda: f"{100 * bubble(timed_rows()['zb_t6_1F1B_28.3B_96'].step):.1f} %",
+        "errors of 1.5B": _errors_of_1_5b,
         "recorded rows": lambda: str(recorded_counts()["rows"]),
         "recorded compared": lambda: str(recorded_counts()["compared"]),
         "recorded configurations": lambda: str(recorded_counts()["configurations"]),
