@@ -28,23 +28,28 @@ def by_source() -> dict[SourceKey, list[Timed]]:
     groups: defaultdict[SourceKey, list[Timed]] = defaultdict(list)
     for each in timed_rows().values():
         assert each.row.machine is not None
-        gpu = load_machine(each.row.machine).gpu
-        groups[source_of(each.row.source), gpu, each.row.specified].append(each)
+        groups[source_of(each.row.source), _short(load_machine(each.row.machine).gpu), each.row.specified].append(each)
     order = list(SOURCES)
     return dict(sorted(groups.items(), key=lambda item: (not item[0][2], order.index(item[0][0]), item[0][1])))
 
 
+def _short(gpu: str) -> str:
+    """Return a GPU such as `A100 SXM4 40GB` by its name, and by its memory where there are several."""
+    name, *words = gpu.split(" ")
+    memory = next(word for word in words if word.endswith("GB")) if name in ("A100", "H100") else ""
+    return f"{name} {memory}".strip()
+
+
 def errors_by_source(*, specified: bool) -> str:
     """Return the errors of each source, fitted rows and others apart."""
-    head = ("source", "GPU", "fitted: rows", "mean error", "other rows", "median error", "mean", "worst", "bias",
-            "in the interval")  # fmt: skip
+    head = ("source", "fitted rows", "mean error", "other rows", "median error", "mean", "worst", "bias", "inside")
     lines = []
     for (source, gpu, counts), rows in by_source().items():
         if counts != specified:
             continue
         fitted = summary(each for each in rows if each.fitted)
         other = summary(each for each in rows if not each.fitted)
-        lines.append([source, gpu, *_fitted_cells(fitted), *_other_cells(other)])
+        lines.append([f"{source}, {gpu}", *_fitted_cells(fitted), *_other_cells(other)])
     return table(head, lines)
 
 
@@ -55,7 +60,7 @@ def _fitted_cells(found: Summary | None) -> list[str]:
 def _other_cells(found: Summary | None) -> list[str]:
     if found is None:
         return ["0", "", "", "", "", ""]
-    inside = f"{round(found.inside * found.count)} of {found.count}"
+    inside = f"{round(found.inside * found.count)}/{found.count}"
     return [str(found.count), _size(found.median), _size(found.mean), _size(found.worst), percent(found.bias), inside]
 
 
@@ -148,9 +153,8 @@ def large_errors() -> str:
         parts = sorted(each.step.parts.items(), key=lambda item: -item[1])[:3]
         shares = ", ".join(f"{KINDS[kind]} {100 * spent / each.step.seconds:.0f} %" for kind, spent in parts)
         counts = "" if each.row.specified else "not counted"
-        remark = ", ".join(filter(None, (each.remark, counts)))
-        lines.append([f"`{each.row.id}`", percent(each.error), shares, remark])
-    return table(("row of `published.csv`", "error", "largest parts of the predicted step", ""), lines)
+        lines.append([f"`{each.row.id}`", ", ".join(filter(None, (each.verdict, counts))), shares])
+    return table(("row of `published.csv`", "error", "largest parts of the predicted step"), lines)
 
 
 SMALL_MESSAGES = {1 << 16: 3174.4, 1 << 17: 564.3, 1 << 19: 357.7, 1 << 24: 504.5, 1 << 28: 2270.3, 1 << 34: 87181.8}

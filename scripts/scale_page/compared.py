@@ -49,9 +49,9 @@ class Timed:
         return self.step.low <= self.measured <= self.step.high
 
     @property
-    def remark(self) -> str:
-        """Whether the row was fitted, and whether it is outside of its interval."""
-        return ", ".join(["fit"] * self.fitted + ["outside"] * (not self.inside))
+    def verdict(self) -> str:
+        """The error, whether the row was fitted, and whether it is outside of its interval."""
+        return ", ".join([percent(self.error)] + ["fit"] * self.fitted + ["outside"] * (not self.inside))
 
 
 @cache

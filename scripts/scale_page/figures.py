@@ -27,7 +27,7 @@ def _kind(each: Timed) -> str:
 def errors() -> Figure:
     """Draw the error of every row, one line per source and GPU."""
     groups = by_source()
-    names = [f"{source}, {_short(gpu)}" for source, gpu, _ in groups]
+    names = [f"{source}, {gpu}" for source, gpu, _ in groups]
     with styled():
         fig = new_figure(8.0, 0.27 * len(groups) + 1.2)
         axes = fig.subplots()
@@ -43,13 +43,6 @@ def errors() -> Figure:
         axes.set_xlabel("error of the predicted step (%); left: predicted too fast; grey: within 10 %")
         axes.legend(handles=_legend(), loc="upper center", bbox_to_anchor=(0.4, 1.0 + 0.9 / len(groups)), ncols=3)
     return Figure(fig, _sentence([each for rows in groups.values() for each in rows]))
-
-
-def _short(gpu: str) -> str:
-    """Return a GPU such as `A100 SXM4 40GB` by its name and its memory."""
-    name, *words = gpu.split(" ")
-    memory = next(word for word in words if word.endswith("GB")) if name in ("A100", "H100") else ""
-    return f"{name} {memory}".strip()
 
 
 def _sentence(rows: Sequence[Timed]) -> str:

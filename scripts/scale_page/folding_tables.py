@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scale_page.compared import Timed, named, percent, planned_rows, stated_rows
+from scale_page.compared import Timed, named, planned_rows, stated_rows
 from site_pages.tables import table
 
 from labkit.plan.device_memory import gpu_memory
@@ -35,8 +35,8 @@ def layout(workload: Workload) -> str:
 
 def foldings(prefix: str) -> str:
     """Rows of one of the paper's tables, by model, strategy and GPUs."""
-    head = ("model", "strategy", "layout as planned", "GPUs", "sequence", "published", "predicted", "error of the step",
-            "peak GB, predicted", "")  # fmt: skip
+    head = ("model", "strategy", "layout as planned", "GPUs", "sequence", "published / predicted", "peak GB, predicted",
+            "error of the step")  # fmt: skip
     rows = []
     for each in sorted(named(prefix), key=_place):
         stated = each.stated
@@ -45,9 +45,8 @@ def foldings(prefix: str) -> str:
             "TFLOP/s", float(stated["tflops_gpu"]))  # fmt: skip
         rows.append([
             stated["model"], f"{strategy(each)}{' fp8' if 'fp8' in stated['precision'] else ''}",
-            layout(each.row.workload), f"{int(stated['gpus']):,}", f"{int(stated['seq']):,}", f"{rate:.1f} {unit}",
-            f"{rate * each.ratio:.1f} {unit}", percent(each.error), f"{_peak(each.row.workload) / 1e9:.0f}",
-            each.remark,
+            layout(each.row.workload), f"{int(stated['gpus']):,}", f"{int(stated['seq']):,}",
+            f"{rate:.1f} / {rate * each.ratio:.1f} {unit}", f"{_peak(each.row.workload) / 1e9:.0f}", each.verdict,
         ])  # fmt: skip
     return table(head, rows)
 

@@ -18,11 +18,11 @@ ONE_GPU = 39e12
 EPOCH = 68_507
 """Iterations of an epoch there."""
 DAY = 86_400.0
-_STEP = ("step s: paper", "predicted", "80 % interval", "error", "")
+_STEP = ("step s: paper / predicted", "80 % interval", "error")
 
 
 def _step(each: Timed) -> list[str]:
-    return [seconds(each.measured), seconds(each.step.seconds), interval(each), percent(each.error), each.remark]
+    return [f"{seconds(each.measured)} / {seconds(each.step.seconds)}", interval(each), each.verdict]
 
 
 def _shape(each: Timed) -> str:
@@ -53,15 +53,15 @@ def per_gpu(each: Timed) -> tuple[float, float]:
 
 def weak_scaling() -> str:
     """Figure 5 as FLOP/s of a GPU, and Figure 1 as those of all GPUs."""
-    head = ("model", "GPUs", "layout", "TFLOP/s per GPU: paper", "predicted", "efficiency: paper", "predicted",
-            "PFLOP/s in all: paper", "predicted", "error of the step", "")  # fmt: skip
+    head = ("model", "GPUs", "layout", "TFLOP/s per GPU: paper / predicted", "efficiency: paper / predicted",
+            "PFLOP/s in all: paper / predicted", "error of the step")  # fmt: skip
     rows = []
     for each in weak_scaling_rows():
         count, (published, predicted) = int(each.stated["gpus"]), per_gpu(each)
         rows.append([
-            each.row.model, f"{count}", _shape(each), f"{published / 1e12:.1f}", f"{predicted / 1e12:.1f}",
-            whole(published / ONE_GPU), whole(predicted / ONE_GPU), f"{count * published / 1e15:.3g}",
-            f"{count * predicted / 1e15:.3g}", percent(each.error), each.remark,
+            each.row.model, f"{count}", _shape(each), f"{published / 1e12:.1f} / {predicted / 1e12:.1f}",
+            f"{whole(published / ONE_GPU)} / {whole(predicted / ONE_GPU)}",
+            f"{count * published / 1e15:.3g} / {count * predicted / 1e15:.3g}", each.verdict,
         ])  # fmt: skip
     return table(head, rows)
 
@@ -73,23 +73,23 @@ def days_of(each: Timed) -> tuple[float, float]:
 
 def epochs() -> str:
     """Table 2: days of an epoch."""
-    head = ("model", "GPUs", "layout", "days: paper", "predicted", "80 % interval", "error", "")
+    head = ("model", "GPUs", "layout", "days: paper / predicted", "80 % interval", "error")
     rows = []
     for each in sorted(named("1909_t2"), key=lambda each: int(each.stated["gpus"])):
         published, predicted = days_of(each)
         low, high = (end * EPOCH / DAY for end in (each.step.low, each.step.high))
-        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), f"{published:.2f}", f"{predicted:.2f}",
-                     f"{low:.2f} to {high:.2f}", percent(each.error), each.remark])  # fmt: skip
+        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), f"{published:.2f} / {predicted:.2f}",
+                     f"{low:.2f} to {high:.2f}", each.verdict])  # fmt: skip
     return table(head, rows)
 
 
 def heads() -> str:
     """Table 7: the number of attention heads."""
     rows = [
-        [each.stated["heads"], whole(_efficiency(each)), whole(_efficiency(each) * each.ratio), *_step(each)]
+        [each.stated["heads"], f"{whole(_efficiency(each))} / {whole(_efficiency(each) * each.ratio)}", *_step(each)]
         for each in sorted(named("1909_t7"), key=lambda each: int(each.stated["heads"]))
     ]
-    return table(("heads", "efficiency: paper", "predicted", *_STEP), rows)
+    return table(("heads", "efficiency: paper / predicted", *_STEP), rows)
 
 
 def strong_scaling() -> str:
@@ -97,27 +97,27 @@ def strong_scaling() -> str:
     found = sorted(named("1909_t8"), key=lambda each: int(each.stated["gpus"]))
     alone = found[0]
     rows = [
-        [each.stated["gpus"], f"{alone.measured / each.measured:.2f}",
-         f"{alone.step.seconds / each.step.seconds:.2f}", *_step(each)]
+        [each.stated["gpus"],
+         f"{alone.measured / each.measured:.2f} / {alone.step.seconds / each.step.seconds:.2f}", *_step(each)]
         for each in found
     ]  # fmt: skip
-    return table(("GPUs", "speed-up: paper", "predicted", *_STEP), rows)
+    return table(("GPUs", "speed-up: paper / predicted", *_STEP), rows)
 
 
 def a_trillion() -> str:
     """Table 1 of arXiv 2104.04473."""
-    head = ("model", "GPUs", "layout", "TFLOP/s per GPU: paper", "predicted", *_STEP)
+    head = ("model", "GPUs", "layout", "TFLOP/s per GPU: paper / predicted", *_STEP)
     rows = []
     for each in sorted(named("sc21_t1"), key=lambda each: int(each.stated["gpus"])):
         rate = float(each.stated["tflops_gpu"])
-        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), f"{rate:.0f}", f"{rate * each.ratio:.0f}",
+        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), f"{rate:.0f} / {rate * each.ratio:.0f}",
                      *_step(each)])  # fmt: skip
     return table(head, rows)
 
 
 def against_zero() -> str:
     """Table 2 of arXiv 2104.04473: days for 300 billion tokens."""
-    head = ("parallelism", "model", "GPUs", "samples per microbatch", "days: paper", "predicted", *_STEP)
+    head = ("parallelism", "model", "GPUs", "samples per microbatch", "days: paper / predicted", *_STEP)
     rows = []
     for each in sorted(named("sc21_t2"), key=lambda each: ("ZeRO" not in each.row.id, _size(each), _gpus(each))):
         stated = each.stated
@@ -125,8 +125,8 @@ def against_zero() -> str:
         assert days is not None
         steps = 300e9 / (float(stated["gbs"]) * float(stated["seq"]))
         kind = "ZeRO-3" if "ZeRO" in each.row.id else "tensor and pipeline"
-        rows.append([kind, each.row.model, f"{_gpus(each):,}", stated["mbs"], days[1],
-                     f"{steps * each.step.seconds / DAY:.0f}", *_step(each)])  # fmt: skip
+        rows.append([kind, each.row.model, f"{_gpus(each):,}", stated["mbs"],
+                     f"{days[1]} / {steps * each.step.seconds / DAY:.0f}", *_step(each)])  # fmt: skip
     return table(head, rows)
 
 
@@ -140,8 +140,8 @@ def _gpus(each: Timed) -> int:
 
 def one_layer() -> str:
     """Table 4 of arXiv 2205.05198: milliseconds of one layer of the model with 22 billion parameters."""
-    head = ("recomputation", "sequence parallel", "forward ms: paper", "predicted", "error", "backward ms: paper",
-            "predicted", "error")  # fmt: skip
+    head = ("recomputation", "sequence parallel", "forward ms: paper / predicted", "error",
+            "backward ms: paper / predicted", "error")  # fmt: skip
     rows = []
     for name, stated in stated_rows().items():
         if not name.startswith("2205_t4"):
@@ -152,7 +152,7 @@ def one_layer() -> str:
         assert found is not None
         cells = [repeated, "yes" if sharded else "no"]
         for published, predicted in zip(map(float, found.groups()), _layer_ms(repeated, sharded), strict=True):
-            cells += [f"{published:.1f}", f"{predicted:.1f}", percent(predicted / published - 1)]
+            cells += [f"{published:.1f} / {predicted:.1f}", percent(predicted / published - 1)]
         rows.append(cells)
     return table(head, rows)
 
@@ -177,12 +177,12 @@ def _layer_ms(recompute: str, sequence_parallel: bool) -> tuple[float, float]:
 def recomputation() -> str:
     """Table 5 of arXiv 2205.05198, and its run with data parallelism."""
     found = sorted(named("2205_"), key=lambda each: (_gpus(each), "full" not in each.row.id))
-    head = ("model", "GPUs", "layout", "recomputation", "MFU %: paper", "predicted", *_STEP)
+    head = ("model", "GPUs", "layout", "recomputation", "MFU %: paper / predicted", *_STEP)
     rows = []
     for each in found:
         stated = each.stated
         share = float(stated["mfu_pct"]) if stated["mfu_pct"] else None
-        shares = ["", ""] if share is None else [f"{share:.1f}", f"{share * each.ratio:.1f}"]
-        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), stated["recompute"].partition(" (")[0], *shares,
+        shares = "" if share is None else f"{share:.1f} / {share * each.ratio:.1f}"
+        rows.append([each.row.model, f"{_gpus(each):,}", _shape(each), stated["recompute"].partition(" (")[0], shares,
                      *_step(each)])  # fmt: skip
     return table(head, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 
-from scale_page.compared import Timed, named, percent
+from scale_page.compared import Timed, named
 from site_pages.tables import table
 
 from labkit.plan.step_time import StepPrediction
@@ -46,16 +46,16 @@ def _place(each: Timed) -> tuple[float, int, int]:
 
 def pipelines(prefix: str) -> str:
     """Rows of one of the paper's tables, by model, microbatches and schedule."""
-    head = ("model", "pp", "microbatches", "schedule", "samples/s per GPU: paper", "predicted", "error of the step",
-            "bubble: paper", "predicted", "")  # fmt: skip
+    head = ("model", "pp", "microbatches", "schedule", "samples/s per GPU: paper / predicted",
+            "bubble: paper / predicted", "error of the step")  # fmt: skip
     rows = []
     for each in sorted(named(prefix), key=_place):
         stated, idle = each.stated, published_bubble(each)
         rate = float(stated["samples_s_gpu"])
+        stated_idle = "not stated" if idle is None else f"{100 * idle:.1f} %"
         rows.append([
-            each.row.model, stated["pp"], stated["microbatches"], stated["schedule"], f"{rate:.3g}",
-            f"{rate * each.ratio:.3g}", percent(each.error), "" if idle is None else f"{100 * idle:.1f} %",
-            f"{100 * bubble(each.step):.1f} %", each.remark,
+            each.row.model, stated["pp"], stated["microbatches"], stated["schedule"],
+            f"{rate:.3g} / {rate * each.ratio:.3g}", f"{stated_idle} / {100 * bubble(each.step):.1f} %", each.verdict,
         ])  # fmt: skip
     return table(head, rows)
 
