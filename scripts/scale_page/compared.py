@@ -102,7 +102,7 @@ def whole(share: float) -> str:
 
 def seconds(value: float) -> str:
     """Return seconds with four digits."""
-    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+    return f"{value:#.4g}"
 
 
 def interval(each: Timed) -> str:

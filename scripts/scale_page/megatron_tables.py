@@ -61,7 +61,7 @@ def weak_scaling() -> str:
         rows.append([
             each.row.model, f"{count}", _shape(each), f"{published / 1e12:.1f} / {predicted / 1e12:.1f}",
             f"{whole(published / ONE_GPU)} / {whole(predicted / ONE_GPU)}",
-            f"{count * published / 1e15:.3g} / {count * predicted / 1e15:.3g}", each.verdict,
+            f"{count * published / 1e15:#.3g} / {count * predicted / 1e15:#.3g}", each.verdict,
         ])  # fmt: skip
     return table(head, rows)
 

@@ -55,7 +55,7 @@ def pipelines(prefix: str) -> str:
         stated_idle = "not stated" if idle is None else f"{100 * idle:.1f} %"
         rows.append([
             each.row.model, stated["pp"], stated["microbatches"], stated["schedule"],
-            f"{rate:.3g} / {rate * each.ratio:.3g}", f"{stated_idle} / {100 * bubble(each.step):.1f} %", each.verdict,
+            f"{rate:#.3g} / {rate * each.ratio:#.3g}", f"{stated_idle} / {100 * bubble(each.step):.1f} %", each.verdict,
         ])  # fmt: skip
     return table(head, rows)
 
