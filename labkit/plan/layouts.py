@@ -33,6 +33,22 @@ WORDS: Mapping[str, tuple[str, ...]] = {"schedule": SCHEDULE_NAMES, "recompute":
 """Column -> its words, of those whose numbers are not sizes."""
 AXES = tuple(name for name in COLUMNS.names or () if name != "microbatches")
 """Names that a layout in words may set."""
+FIELDS = {
+    "parallel.tp": "tp", "parallel.cp": "cp", "parallel.pp": "pp", "parallel.vpp": "vpp", "parallel.ep": "ep",
+    "parallel.etp": "etp", "parallel.sequence_parallel": "sp", "train.micro_batch_size": "micro_batch",
+    "schedule.name": "schedule", "model.recompute_granularity": "recompute", "optim.distributed_optimizer": "sharded",
+}  # fmt: skip
+"""Field of a configuration -> the column that it decides."""
+NEUTRAL = {
+    "parallel.tp": 1, "parallel.cp": 1, "parallel.pp": 1, "parallel.vpp": 1, "parallel.ep": 1, "parallel.etp": None,
+    "parallel.sequence_parallel": False, "parallel.pipeline_layout": None, "parallel.order": "tp-cp-ep-dp-pp",
+    "parallel.standalone_embedding_stage": False, "schedule.name": "auto", "schedule.overlap_p2p_comm": False,
+    "schedule.microbatch_group_size": None, "schedule.all_warmup": False, "train.micro_batch_size": 1,
+    "model.recompute_granularity": "none", "model.recompute_method": "uniform", "model.recompute_num_layers": 1,
+    "model.num_microbatches_with_partial_activation_checkpoints": None, "optim.distributed_optimizer": False,
+    "optim.overlap_param_gather": False, "optim.num_distributed_optimizer_instances": 1,
+}  # fmt: skip
+"""Fields that the search decides, with the values of no layout."""
 _PLAN_ONLY = ("tokenizer", "experts do not compute in fp8")
 """Words of rules that keep labkit from running a configuration, but not from planning it."""
 
@@ -51,16 +67,7 @@ def splits_backward(schedule: int) -> bool:
 
 def neutral(config: RunConfig) -> RunConfig:
     """Return a configuration with the defaults in every searched field."""
-    plain = RunConfig()
-    return config.replaced({
-        "parallel.tp": 1, "parallel.cp": 1, "parallel.pp": 1, "parallel.vpp": 1, "parallel.ep": 1, "parallel.etp": None,
-        "parallel.sequence_parallel": False, "parallel.pipeline_layout": None, "parallel.order": plain.parallel.order,
-        "parallel.standalone_embedding_stage": False, "schedule.name": "auto", "schedule.overlap_p2p_comm": False,
-        "schedule.microbatch_group_size": None, "schedule.all_warmup": False, "train.micro_batch_size": 1,
-        "model.recompute_granularity": "none", "model.recompute_method": "uniform", "model.recompute_num_layers": 1,
-        "model.num_microbatches_with_partial_activation_checkpoints": None, "optim.distributed_optimizer": False,
-        "optim.overlap_param_gather": False, "optim.num_distributed_optimizer_instances": 1,
-    })  # fmt: skip
+    return config.replaced(NEUTRAL)
 
 
 def rules_broken(config: RunConfig, world_size: int | None = None) -> list[str]:
@@ -80,7 +87,9 @@ def _rows(config: RunConfig, world: int) -> Iterator[tuple[Any, ...]]:
         for tp, cp in product(_tensor_sizes(config, world // pp), _context_sizes(config, world // pp)):
             if world % (pp * tp * cp) or batch % (dp := world // (pp * tp * cp)):
                 continue
-            sequence = [sp for sp in _sequence_parallel(config, tp) if not sp or config.model.seq_length // cp % tp == 0]
+            sequence = [
+                sp for sp in _sequence_parallel(config, tp) if not sp or config.model.seq_length // cp % tp == 0
+            ]
             shards = (False, True) if dp * cp > 1 else (False,)
             experts = list(_expert_sizes(config, world // pp, tp))
             for micro in divisors(batch // dp):
@@ -207,7 +216,7 @@ def parse_words(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     problems = []
     for item in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, word = item.partition("=")
+        name, _, word = item.partition("=")
         if name not in AXES:
             problems.append(f"{shown(name)} is no part of a layout; name {', '.join(AXES)}{nearest(name, AXES)}")
         elif name in WORDS:
@@ -225,6 +234,24 @@ def parse_words(text: str) -> dict[str, int]:
     if problems:
         raise ConfigError(problems, source="the layout")
     return found
+
+
+def pinned(given: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """Return the columns that fields of a configuration set, and a problem for each field that cannot be set."""
+    columns: dict[str, int] = {}
+    problems = []
+    for name, value in given.items():
+        if name in FIELDS:
+            column = FIELDS[name]
+            if column not in WORDS:
+                columns[column] = value
+            elif value in WORDS[column] and value != "auto":
+                columns[column] = WORDS[column].index(value)
+            elif value != "auto":
+                problems.append(f"{name} = {value}: not searched; choose one of {', '.join(WORDS[column])}")
+        elif name in NEUTRAL:
+            problems.append(f"{name}: the search decides it; leave it out")
+    return columns, problems
 
 
 def matching(rows: np.ndarray, columns: Mapping[str, int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Search the fastest layouts that fit: bounds of all, then the simulated step of those that may still be among the best.
+"""Search the fastest layouts that fit: bounds of all, then simulated steps of those that may be among the best.
 
     1. `legal_layouts` lists them, `memory_bounds` leaves out those that cannot fit, `time_bounds` orders the others
     2. the layout with the least bound is next: first it gets `step_lower_bound`, which is higher, and waits again
@@ -81,6 +81,13 @@ class Counts:
         """Left out by a lower bound of their time."""
         return self.legal - self.memory - self.simulated
 
+    def line(self) -> str:
+        """Return the counts in words."""
+        return (
+            f"{self.legal:,} legal layouts: {self.memory:,} left out by memory, {self.bounded:,} by a bound of their "
+            f"time, {self.simulated:,} simulated"
+        )
+
 
 def _silent(_what: str, _done: int, _all: int) -> None:
     """Report nothing."""
@@ -128,23 +135,31 @@ class Search:
         """Bytes of a GPU that a rank may use."""
         return self.machine.memory_bytes - self.reserve
 
-    def best(self, count: int = BEST, only: np.ndarray | None = None) -> list[Ranked]:
-        """Return the fastest `count` layouts that fit, the fastest first. only: a mask (N,) of those that compete."""
+    @property
+    def simulated(self) -> list[Ranked]:
+        """Every layout that was simulated so far."""
+        return [ranked for ranked in self._known.values() if ranked is not None]
+
+    def best(self, count: int = BEST, only: np.ndarray | None = None, limit: float = np.inf) -> list[Ranked]:
+        """Return the fastest `count` layouts that fit, the fastest first.
+
+        only: a mask (N,) of those that compete. limit: most bytes of a rank, if fewer than a GPU has.
+        """
         found: list[tuple[float, int]] = []
-        for bound, place in self._by_bound(only):
+        for bound, place in self._by_bound(only, limit):
             if len(found) == count and bound >= found[-1][0]:
                 break
             ranked = self._ranked(place)
-            if ranked is not None:
+            if ranked is not None and ranked.memory.bytes <= limit:
                 insort(found, (ranked.prediction.seconds, place))
                 del found[count:]
                 self.progress("simulated", self.counts.simulated, self.counts.legal)
         return [ranked for _, place in found if (ranked := self._known[place]) is not None]
 
-    def _by_bound(self, only: np.ndarray | None) -> Iterator[tuple[float, int]]:
+    def _by_bound(self, only: np.ndarray | None, limit: float) -> Iterator[tuple[float, int]]:
         """Yield bound and place of the layouts in the order of `step_lower_bound`, which is computed when needed."""
-        mask = np.isfinite(self.time_bound) if only is None else np.isfinite(self.time_bound) & only
-        places = np.flatnonzero(mask)
+        fits = np.isfinite(self.time_bound) & (self.memory_bound <= limit)
+        places = np.flatnonzero(fits if only is None else fits & only)
         waiting: list[tuple[float, int]] = []
         for place in places[np.argsort(self.time_bound[places], kind="stable")]:
             while waiting and waiting[0][0] <= self.time_bound[place]:
