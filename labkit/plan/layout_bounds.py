@@ -19,15 +19,17 @@ import numpy as np
 
 from labkit.plan.kernels import software_rate
 from labkit.plan.layout_pieces import (
+    ENDS_KEY,
+    LAYER_KEY,
     MEMORY_KEY,
     STATE_KEY,
-    TIME_KEY,
     Progress,
     distinct,
     kept_by_pieces,
     layer_kinds,
     parameters_of_pieces,
-    times_of_pieces,
+    times_of_ends,
+    times_of_layers,
 )
 from labkit.plan.layouts import SCHEDULE_NAMES, splits_backward
 from labkit.plan.machine import Machine
@@ -128,9 +130,10 @@ def time_bounds(base: Workload, machine: Machine, rows: np.ndarray, progress: Pr
     """Return seconds (N,) that a step of each layout needs at least."""
     layers = _layers(base, rows)
     splits = np.array([splits_backward(number) for number in range(len(SCHEDULE_NAMES))])[rows["schedule"]]
-    first, which = distinct([*(rows[name] for name in TIME_KEY), splits])
-    times = times_of_pieces(base, machine, rows[first], progress)[which]
-    each, embedding, loss = times[:, :-2], times[:, -2], times[:, -1]
+    first, which = distinct(rows[name] for name in LAYER_KEY)
+    each = times_of_layers(base, machine, rows[first], progress)[which, rows["recompute"]]
+    first, which = distinct(rows[name] for name in ENDS_KEY)
+    embedding, loss = times_of_ends(base, machine, rows[first])[which].swapaxes(0, 1)
     least = each.min(axis=1)
     in_stage = _times(least, layers.stage)
     turns = (rows["pp"] > 1) & np.isin(rows["schedule"], [SCHEDULE_NAMES.index(name) for name in ("zbv", "dualpipe_v")])
