@@ -12,6 +12,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import room, show
@@ -19,10 +21,11 @@ from labkit.cli.plan_output import as_json, explanation, report
 from labkit.cli.train_command import output_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
+from labkit.config.foreign.megatron_arguments import SCHEDULES_OF_MEGATRON, megatron_arguments
 from labkit.config.foreign.stacks import convert
 from labkit.output_files import appearing
 from labkit.plan.fitting import RESERVE
-from labkit.plan.layouts import in_words, matching, parse_words, pinned
+from labkit.plan.layouts import NEUTRAL, SCHEDULE_NAMES, in_words, matching, parse_words, pinned
 from labkit.plan.machine import load_machine
 from labkit.plan.ranking import GB, losers
 from labkit.plan.search import Ranked, Search
@@ -69,6 +72,8 @@ def execute(arguments: Arguments) -> int:
         reserve = arguments.options["reserve"]
         search = Search(base, machine, RESERVE if reserve is None else reserve * GB, bar)
         only = matching(search.rows, columns)
+        if arguments.options["write_megatron"] is not None:
+            only &= np.isin(search.rows["schedule"], [SCHEDULE_NAMES.index(name) for name in SCHEDULES_OF_MEGATRON])
         if not only.any():
             arguments.refuse([explanation(search, columns, None)])
         best = search.best(only=only)
@@ -79,7 +84,7 @@ def execute(arguments: Arguments) -> int:
         if not best:
             raise CommandFailedError(_nothing_fits(search, only))
         written = _write(arguments, search, best)
-        lost = losers(search, best[0], columns)
+        lost = losers(search, best[0], only, columns)
     if arguments.options["json"]:
         print(json.dumps(as_json(search, best, lost, seconds)))
     else:
@@ -144,8 +149,6 @@ def _write(arguments: Arguments, search: Search, best: list[Ranked]) -> list[str
         written.append(f"{options['out']}: train with it: labkit train --config {options['out']} on "
                        f"{winner.workload.world_size} ranks")  # fmt: skip
     if options["write_megatron"] is not None:
-        from labkit.config.foreign.megatron_arguments import megatron_arguments
-
         with appearing(options["write_megatron"]) as draft:
             draft.write_text(megatron_arguments(winner.workload.config), encoding="utf-8")
         written.append(f"written: {options['write_megatron']}")
@@ -167,7 +170,8 @@ def _yaml(winner: Ranked) -> str:
         f"labkit plan: {in_words(winner.row)} on {winner.workload.world_size} GPUs of {winner.machine.name}.",
         f"Predicted step: {step.seconds:.4g} s, 80 % interval {step.low:.4g} to {step.high:.4g} s; not measured.",
     ]
-    return as_yaml(winner.workload.config, Conversion({}, head=head))
+    origin = dict.fromkeys(NEUTRAL, "chosen by labkit plan")
+    return as_yaml(winner.workload.config, Conversion({}, head=head, origin=origin)).replace("  # \n", "\n")
 
 
 COMMAND = Command(
@@ -194,7 +198,8 @@ COMMAND = Command(
                path="any"),
         Option("out", "str", "write the winner as YAML for `labkit train --config` into this file; with --rows the "
                "table with its predictions (CSV)", path="any"),
-        Option("write-megatron", "str", "write the winner as arguments of Megatron-LM into this file", path="any"),
+        Option("write-megatron", "str", "write the winner as arguments of Megatron-LM into this file; only its "
+               "schedules are searched then", path="any"),
         Option("plot", "str", "draw the best layouts, and memory against time, into this file (png, svg, pdf)",
                path="any"),
         Option("json", "bool", "print JSON", False),

@@ -5,7 +5,7 @@ A family has one value of one column, such as `tp` 16 or `schedule` zbv. Its bes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,15 @@ class Loser:
     """Why it loses, in one line."""
 
 
-def losers(search: Search, winner: Ranked, columns: Mapping[str, int]) -> list[Loser]:
+def losers(search: Search, winner: Ranked, within: np.ndarray, fixed: Collection[str] = ()) -> list[Loser]:
     """Return a line for each family; the values of a column with which nothing fits share one.
 
-    columns: values that all layouts must have; they make no families.
+    within: a mask (N,) of the layouts that compete. fixed: columns that make no families, since all share one value.
     """
     found: list[Loser] = []
-    within = matching(search.rows, columns)
     for name in _FAMILIES:
         values = [value for value in np.unique(search.rows[name][within]) if value != winner.row[name]]
-        if name not in columns and _is_own(search, name):
+        if name not in fixed and _is_own(search, name):
             found += _of_column(search, winner, name, values, within)
     return found
 

@@ -161,7 +161,7 @@ def _predicted(workload: Workload | None, machine: str | None
 
 
 def time_errors(rows: Iterable[PredictedRow]) -> list[Errors]:
-    """Return the errors of the step by source, of rows with a measurement; and of all that are specified well enough."""
+    """Return the errors of the step by source, of rows with a measurement, and of all rows that count."""
     compared = [row for row in rows if row.step and row.measured_seconds]
     groups = {name: [row for row in compared if row.group == name] for name in sorted({row.group for row in compared})}
     counted = [row for row in compared if row.specified]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from labkit.plan.layouts import in_words
 from labkit.plan.search import Ranked
@@ -37,19 +38,18 @@ def ranked_layouts(best: Sequence[Ranked], simulated: Sequence[Ranked], front: S
     simulated: further layouts for the second panel. front: layouts that are the fastest for the memory they need.
     """
     with styled():
-        fig, (bars, plane) = new_figure(1, 2, figsize=(12.5, 1.6 + 0.36 * max(8, len(best))), width_ratios=(3, 2))
+        fig = new_figure(12.5, 2.0 + 0.36 * max(8, len(best)))
+        bars, plane = fig.subplots(1, 2, width_ratios=(3, 2))
         _bars(bars, best)
         _plane(plane, best, simulated, front)
     winner, least = best[0], front[-1]
-    sentence = (
-        f"Of {len(simulated)} simulated layouts, {in_words(winner.row)} is the fastest: {winner.prediction.seconds:.4g} "
-        f"s with {winner.memory.bytes / GB:.1f} GB on the fullest rank; the front ends at {in_words(least.row)} with "
-        f"{least.prediction.seconds:.4g} s and {least.memory.bytes / GB:.1f} GB."
-    )
+    first, last = (f"{in_words(each.row)}: {each.prediction.seconds:.4g} s and {each.memory.bytes / GB:.1f} GB on the "
+                   "fullest rank" for each in (winner, least))  # fmt: skip
+    sentence = f"Of {len(simulated)} simulated layouts the fastest is {first}; the front ends at {last}."
     return Figure(fig, sentence)
 
 
-def _bars(axes, best: Sequence[Ranked]) -> None:  # noqa: ANN001
+def _bars(axes: Any, best: Sequence[Ranked]) -> None:
     told: list[str] = []
     for place, each in enumerate(best):
         left = 0.0
@@ -70,17 +70,19 @@ def _bars(axes, best: Sequence[Ranked]) -> None:  # noqa: ANN001
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=4)
 
 
-def _plane(axes, best: Sequence[Ranked], simulated: Sequence[Ranked], front: Sequence[Ranked]) -> None:  # noqa: ANN001
+def _plane(axes: Any, best: Sequence[Ranked], simulated: Sequence[Ranked], front: Sequence[Ranked]) -> None:
     def points(layouts: Sequence[Ranked]) -> tuple[list[float], list[float]]:
         return [each.prediction.seconds for each in layouts], [each.memory.bytes / GB for each in layouts]
 
     fastest = best[0].prediction.seconds
-    near = [each for each in simulated if each.prediction.seconds <= 2.5 * fastest]
+    slowest = max(each.prediction.seconds for each in (*front, *best))
+    near = [each for each in simulated if each.prediction.seconds <= slowest]
     axes.scatter(*points(near), s=14, color=color("wait"), label="simulated")
     axes.step(*points(front), where="post", color=color("backward"), lw=1.5, label="Pareto front")
     axes.scatter(*points(front), s=20, color=color("backward"))
     axes.scatter(*points(best), s=24, color=color("forward"), label=f"the best {len(best)}", zorder=3)
-    axes.set_xlim(0.97 * fastest, 2.5 * fastest)
+    margin = 0.05 * (slowest - fastest) or 0.05 * fastest
+    axes.set_xlim(fastest - margin, slowest + margin)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds per step")
     axes.set_ylabel("GB on the fullest rank")

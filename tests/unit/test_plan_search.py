@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -154,15 +154,17 @@ def test_a_family_loses_to_the_winner_by_the_part_that_grew():
     search = Search(Workload(presets.get("table1_8_3b").replaced({"train.global_batch_size": 64}), 64),
                     load_machine("h100"))  # fmt: skip
     winner = search.best(1)[0]
-    lines = {each.family: each for each in losers(search, winner, {})}
-    assert all(each.best is None or each.best.prediction.seconds >= winner.prediction.seconds for each in lines.values())
+    lines = {each.family: each for each in losers(search, winner, np.ones(len(search.rows), bool))}
+    assert all(
+        each.best is None or each.best.prediction.seconds >= winner.prediction.seconds for each in lines.values()
+    )
     assert any("communication of tp" in line.reason and "tp leaves the node" in line.reason for line in lines.values())
     only = matching(search.rows, {"tp": 16})
     best = search.best(1, only)[0]
     assert best.row["tp"] == 16 and best.prediction.seconds > winner.prediction.seconds
     front = pareto_front(search, winner)
     assert len(front) > 2
-    for one, other in zip(front, front[1:]):
+    for one, other in pairwise(front):
         assert other.prediction.seconds >= one.prediction.seconds and other.memory.bytes < one.memory.bytes
 
 
@@ -178,7 +180,7 @@ def test_words_of_a_layout_are_read_back():
     for row in rows[:: max(1, len(rows) // 50)]:
         found = rows[matching(rows, parse_words(in_words(row)))]
         assert row in found
-    with pytest.raises(ConfigError, match="tq.*is no part of a layout.*did you mean") as caught:
+    with pytest.raises(ConfigError, match=r"tq.*is no part of a layout.*did you mean") as caught:
         parse_words("tq=4,pp=0,schedule=zb,sp=maybe")
     assert len(caught.value.problems) == 4
 
