@@ -40,7 +40,7 @@ def report(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], counts
     lines += [
         "TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank",
         "",
-        "why others lose, by the best layout with this value:",
+        "why others lose, by the best layout that was found with this value:",
     ]
     return lines + [f"  {each.family}: {each.reason}" for each in lost]
 
@@ -115,7 +115,9 @@ def explanation(search: Search, columns: Mapping[str, int], winner: Ranked | Non
 
 def _forbidden(search: Search, columns: Mapping[str, int]) -> str:
     """Return the rules that forbid every layout with these values."""
-    row, world = np.ones((), COLUMNS), search.base.world_size
+    row, world = search.rows[0].copy(), search.base.world_size
+    for name in COLUMNS.names or ():
+        row[name] = 1
     row["schedule"] = row["recompute"] = row["sp"] = row["sharded"] = 0
     for name, value in columns.items():
         row[name] = value
@@ -126,7 +128,7 @@ def _forbidden(search: Search, columns: Mapping[str, int]) -> str:
     shape = int(row["tp"]) * int(row["cp"]) * int(row["pp"])
     if "dp" in columns and shape * columns["dp"] != world:
         return f"forbidden: tp x cp x pp x dp = {shape} x {columns['dp']}, but there are {world} GPUs"
-    if broken := rules_broken(workload_of(search.base, row[()]).config, world):
+    if broken := rules_broken(workload_of(search.base, row).config, world):
         return f"forbidden: {'; '.join(broken)}"
     return (
         "not searched: at least one of these values does not go with the others, or a stage would have no layer; give "

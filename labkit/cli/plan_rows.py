@@ -74,7 +74,7 @@ def _table(errors: Sequence[Errors]) -> list[str]:
         return ["  no row states a measurement"]
     rows = [["", "n", "median", "mean", "worst", "inside the interval"]]
     rows += [
-        [f"  {each.group}", str(each.count), *(f"{value:.1%}" for value in each[2:5]),
+        [f"  {each.group}", str(each.rows), *(f"{value:.1%}" for value in each[2:5]),
          "" if math.isnan(each.inside) else f"{each.inside:.0%}"]
         for each in errors
     ]  # fmt: skip

@@ -42,7 +42,7 @@ _EVERY = 64
 
 def distinct(columns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the first rows (K,) of distinct combinations, and the combination of every row (N,)."""
-    key = np.zeros(len(next(iter(columns := list(columns)))), dtype=np.int64)
+    key, first = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for column in columns:
         values, places = np.unique(column, return_inverse=True)
         _, first, key = np.unique(key * len(values) + places, return_index=True, return_inverse=True)

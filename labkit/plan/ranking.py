@@ -1,6 +1,7 @@
 """Why layouts lose: the best of each family of layouts next to the winner, term by term. No torch.
 
-A family has one value of one column, such as `tp` 16 or `schedule` zbv. Its best layout is found by the same search.
+A family has one value of one column, such as `tp` 16 or `schedule` zbv. The same search finds its best layout, but it
+tries only the most promising ones, because a family that loses by much would cost more than the winner.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _FAMILIES = tuple(name for name in AXES if name != "dp")
 """Columns whose values make a family; dp follows from the others."""
 _FAR = 1.0
 """Families that are slower by more than this share of the winner's step are in one line."""
+_TRIES = 16
+"""Layouts of a family that are tried: those with the least bounds, of which the fastest is shown."""
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp"}
 """Kind of a part of the step -> the group of ranks that communicates."""
 
@@ -63,7 +66,7 @@ def _of_column(search: Search, winner: Ranked, name: str, values: list[Any], wit
     too_large: list[tuple[str, float]] = []
     for value in values:
         only, text = within & matching(search.rows, {name: int(value)}), word(name, value)
-        if not (best := search.best(1, only)):
+        if not (best := search.best(1, only, tries=_TRIES)):
             too_large.append((text, float(search.memory_bound[only].min())))
         elif best[0].prediction.seconds > (1 + _FAR) * winner.prediction.seconds:
             far.append((text, best[0]))

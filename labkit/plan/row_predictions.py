@@ -66,7 +66,7 @@ class Errors(NamedTuple):
     """Relative errors of a group of rows."""
 
     group: str
-    count: int
+    rows: int
     median: float
     mean: float
     worst: float

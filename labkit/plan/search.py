@@ -140,14 +140,17 @@ class Search:
         """Every layout that was simulated so far."""
         return [ranked for ranked in self._known.values() if ranked is not None]
 
-    def best(self, count: int = BEST, only: np.ndarray | None = None, limit: float = np.inf) -> list[Ranked]:
+    def best(self, count: int = BEST, only: np.ndarray | None = None, *, limit: float = np.inf,
+             tries: int | None = None) -> list[Ranked]:  # fmt: skip
         """Return the fastest `count` layouts that fit, the fastest first.
 
-        only: a mask (N,) of those that compete. limit: most bytes of a rank, if fewer than a GPU has.
+        only: a mask (N,) of those that compete. limit: most bytes of a rank, if fewer than a GPU has. tries: most
+        layouts whose memory is computed, in the order of their bounds, once some fit; None is as many as it takes.
         """
         found: list[tuple[float, int]] = []
-        for bound, place in self._by_bound(only, limit):
-            if len(found) == count and bound >= found[-1][0]:
+        for tried, (bound, place) in enumerate(self._by_bound(only, limit)):
+            settled = bound >= found[-1][0] if len(found) == count else False
+            if settled or (found and tries is not None and tried >= tries):
                 break
             ranked = self._ranked(place)
             if ranked is not None and ranked.memory.bytes <= limit:
