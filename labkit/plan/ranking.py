@@ -23,7 +23,7 @@ _FAMILIES = tuple(name for name in AXES if name != "dp")
 """Columns whose values make a family; dp follows from the others."""
 _FAR = 1.0
 """Families that are slower by more than this share of the winner's step are in one line."""
-_TRIES = 16
+_TRIES = 24
 """Layouts of a family that are tried: those with the least bounds, of which the fastest is shown."""
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp"}
 """Kind of a part of the step -> the group of ranks that communicates."""
@@ -46,12 +46,16 @@ def losers(search: Search, winner: Ranked, within: np.ndarray, fixed: Collection
 
     within: a mask (N,) of the layouts that compete. fixed: columns that make no families, since all share one value.
     """
-    found: list[Loser] = []
-    for name in _FAMILIES:
-        values = [value for value in np.unique(search.rows[name][within]) if value != winner.row[name]]
-        if name not in fixed and _is_own(search, name):
-            found += _of_column(search, winner, name, values, within)
-    return found
+    families = [
+        (name, [value for value in np.unique(search.rows[name][within]) if value != winner.row[name]])
+        for name in _FAMILIES
+        if name not in fixed and _is_own(search, name)
+    ]
+    for name, values in families:
+        for value in values:
+            search.best(1, within & matching(search.rows, {name: int(value)}), tries=_TRIES)
+    # each family now has the fastest of all that were simulated, for whatever family
+    return [line for name, values in families for line in _of_column(search, winner, name, values, within)]
 
 
 def _is_own(search: Search, name: str) -> bool:
@@ -66,12 +70,12 @@ def _of_column(search: Search, winner: Ranked, name: str, values: list[Any], wit
     too_large: list[tuple[str, float]] = []
     for value in values:
         only, text = within & matching(search.rows, {name: int(value)}), word(name, value)
-        if not (best := search.best(1, only, tries=_TRIES)):
+        if (best := search.fastest_simulated(only)) is None:
             too_large.append((text, float(search.memory_bound[only].min())))
-        elif best[0].prediction.seconds > (1 + _FAR) * winner.prediction.seconds:
-            far.append((text, best[0]))
+        elif best.prediction.seconds > (1 + _FAR) * winner.prediction.seconds:
+            far.append((text, best))
         elif text != "auto":  # pp 1 says the same
-            near.append(Loser(f"{name} {text}", best[0], compared(winner, best[0])))
+            near.append(Loser(f"{name} {text}", best, compared(winner, best)))
     if far:
         best_of = min((each for _, each in far), key=lambda each: each.prediction.seconds)
         near.append(Loser(f"{name} {', '.join(text for text, _ in far)}", best_of, compared(winner, best_of)))

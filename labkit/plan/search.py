@@ -140,6 +140,11 @@ class Search:
         """Every layout that was simulated so far."""
         return [ranked for ranked in self._known.values() if ranked is not None]
 
+    def fastest_simulated(self, only: np.ndarray) -> Ranked | None:
+        """Return the fastest of the layouts in a mask (N,) that were simulated so far; None if none was."""
+        known = [ranked for place, ranked in self._known.items() if ranked is not None and only[place]]
+        return min(known, key=lambda ranked: ranked.prediction.seconds, default=None)
+
     def best(self, count: int = BEST, only: np.ndarray | None = None, *, limit: float = np.inf,
              tries: int | None = None) -> list[Ranked]:  # fmt: skip
         """Return the fastest `count` layouts that fit, the fastest first.
