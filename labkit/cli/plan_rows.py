@@ -16,7 +16,7 @@ from labkit.config.errors import counted, no_file, shown
 from labkit.output_files import appearing
 from labkit.plan.row_predictions import Errors, PredictedTable, memory_errors, predict_table, time_errors
 
-_IDLE = ("machine", "gpus", "only", "why", "reserve", "megatron_args", "hf", "write_megatron", "plot")
+_IDLE = ("machine", "gpus", "only", "why", "software", "reserve", "megatron_args", "hf", "write_megatron", "plot")
 _MOST_REASONS = 12
 """Reasons that are printed; the file has all."""
 

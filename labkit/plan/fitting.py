@@ -18,6 +18,8 @@ RESERVE = CUDA_BYTES + (1536 << 20)
 holds but cannot use. The second number is assumed, not measured."""
 _GPUS: dict[str, Gpu] = {"V100": "v100", "A100": "a100", "H100": "h100", "H200": "h100", "B200": "b200", "B300": "b200"}
 """Word in `Machine.gpu` -> the generation whose libraries it runs; GB200 and GB300 contain the last two."""
+_MAKERS = ("NVIDIA", "Tesla", "AMD Instinct")
+"""How the names of other GPUs begin; anything else is a CPU."""
 
 
 class Fullest(NamedTuple):
@@ -30,13 +32,13 @@ class Fullest(NamedTuple):
 
 
 def generation(machine: Machine) -> Gpu | None:
-    """Return the generation of a machine's GPUs; None for a CPU."""
+    """Return the generation of a machine's GPUs; None for a CPU, and for GPUs that are not known."""
     return next((gpu for word, gpu in _GPUS.items() if word in machine.gpu), None)
 
 
 def device_of(machine: Machine) -> Literal["cpu", "cuda"]:
     """Return the device whose bytes count."""
-    return "cpu" if generation(machine) is None else "cuda"
+    return "cuda" if generation(machine) or machine.gpu.startswith(_MAKERS) else "cpu"
 
 
 def on_machine(workload: Workload, machine: Machine) -> Workload:

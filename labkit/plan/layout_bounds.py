@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from labkit.plan.kernels import software_rate
+from labkit.plan.kernels import memory_bound, software_rate
 from labkit.plan.layout_pieces import (
     ENDS_KEY,
     LAYER_KEY,
@@ -166,5 +166,5 @@ def _after(base: Workload, machine: Machine, rows: np.ndarray, layers: _Layers) 
     parameters = parameters_of_pieces(base, rows[first])[which][:, :-1].min(axis=1)
     count = (_times(parameters, layers.least) / replicas(base, rows)).sum(axis=1)
     software = software_of(base.software)
-    rate = machine.memory_bandwidth * machine.memory_efficiency
-    return count * software.optimizer_bytes / rate + software_rate(machine, software.name, "host")
+    each = memory_bound(machine, "optimizer", 1.0, software.optimizer_bytes, kind="optimizer").seconds
+    return count * each + software_rate(machine, software.name, "host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 
@@ -43,8 +44,8 @@ def silent(*_: object) -> None:
     pass
 
 
-def base_of(fields: dict, world: int) -> Workload:
-    return Workload(RunConfig().replaced(fields), world)
+def base_of(fields: dict, world: int, software: str = "megatron_core") -> Workload:
+    return Workload(RunConfig().replaced(fields), world, software=software)
 
 
 def brute_force(base: Workload) -> set[str]:
@@ -83,8 +84,8 @@ def test_the_layouts_are_those_that_the_rules_of_labkit_accept(fields, world):
 
 
 @cache
-def bounds_of(kind: int, world: int, machine: str):
-    base = base_of((DENSE, EXPERTS, MIXED, LONG)[kind], world)
+def bounds_of(kind: int, world: int, machine: str, software: str):
+    base = base_of((DENSE, EXPERTS, MIXED, LONG)[kind], world, software)
     rows = legal_layouts(base.config, world)
     device = device_of(load_machine(machine))
     return base, rows, memory_bounds(base, device, rows, silent), time_bounds(
@@ -95,10 +96,10 @@ def bounds_of(kind: int, world: int, machine: str):
 @settings(max_examples=150, deadline=None)
 @given(
     kind=st.integers(0, 3), world=st.sampled_from([1, 4, 8, 12, 24]), machine=st.sampled_from(["a100", "h100"]),
-    pick=st.integers(0, 10**6),
+    pick=st.integers(0, 10**6), software=st.sampled_from(["megatron_core", "megatron_2022", "foundry_2023"]),
 )  # fmt: skip
-def test_no_bound_exceeds_what_it_bounds(kind, world, machine, pick):
-    base, rows, memory, seconds = bounds_of(kind, world, machine)
+def test_no_bound_exceeds_what_it_bounds(kind, world, machine, pick, software):
+    base, rows, memory, seconds = bounds_of(kind, world, machine, software)
     assume(len(rows))
     place = pick % len(rows)
     workload = workload_of(base, rows[place])
@@ -129,6 +130,19 @@ def test_bounds_of_a_large_model_are_close():
 @cache
 def searched(kind: int, world: int = 8, memory_gb: float = 80.0) -> Search:
     return Search(base_of((DENSE, EXPERTS)[kind], world), load_machine("h100"), 80e9 - memory_gb * 1e9)
+
+
+def test_a_machine_without_gpus_counts_the_bytes_of_a_cpu():
+    """No bound exceeds `rank_memory` there, and no reserve of a GPU's libraries is known."""
+    laptop = replace(load_machine("h100"), gpu="Intel(R) Xeon(R) Processor")
+    assert device_of(laptop) == "cpu" and device_of(replace(laptop, gpu="NVIDIA L40S")) == "cuda"
+    base = base_of(DENSE | {"optim.precision": "fp32"}, 4)
+    rows = legal_layouts(base.config, 4)[::7]
+    memory = memory_bounds(base, "cpu", rows, silent)
+    for place, row in enumerate(rows):
+        workload = workload_of(base, row)
+        need = fullest(workload, laptop, schedule_of(workload.config, workload.microbatches))
+        assert 0 < memory[place] <= need.bytes
 
 
 @pytest.mark.parametrize("kind", [0, 1])
