@@ -22,27 +22,45 @@ def report(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], counts
            width: int | None) -> list[str]:  # fmt: skip
     """Return the lines of a plan."""
     lines = [title(search), f"{counts}; {seconds:.1f} s", ""]
-    names = [name for name in AXES if any(_is_told(each.row, name) for each in best)]
-    rows = [["", *names, *_MEASURES]]
-    for number, each in enumerate(best, start=1):
-        step = each.prediction
-        rows.append([
-            str(number),
-            *(word(name, each.row[name]) for name in names),
-            f"{step.seconds:.4g}",
-            f"{step.low:.3g} to {step.high:.3g}",
-            f"{each.flops_per_gpu / 1e12:.0f}",
-            f"{each.mfu:.1%}",
-            f"{each.memory.bytes / GB:.1f}",
-            f"{each.bubble:.1%}",
-        ])  # fmt: skip
-    lines += table(rows, right=range(len(rows[0])), width=width)
+    lines += _ranking(best, width)
     lines += [
         "TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank",
         "",
         "why others lose, by the best layout that was found with this value:",
     ]
     return lines + [f"  {each.family}: {each.reason}" for each in lost]
+
+
+def _ranking(best: Sequence[Ranked], width: int | None) -> list[str]:
+    """Return the table of the best: a column for each field of a layout, or where that is too wide all in words."""
+    names = [name for name in AXES if any(_is_told(each.row, name) for each in best)]
+    rows = [["", *names, *_MEASURES]]
+    rows += [
+        [str(number), *(word(name, each.row[name]) for name in names), *_measures(each)]
+        for number, each in enumerate(best, start=1)
+    ]
+    lines = table(rows, right=range(len(rows[0])))
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    rows = [["", *_MEASURES, "layout"]]
+    rows += [
+        [str(number), *_measures(each), in_words(each.row).replace(",", " ")]
+        for number, each in enumerate(best, start=1)
+    ]
+    return table(rows, right=range(len(rows[0]) - 1), width=width)
+
+
+def _measures(each: Ranked) -> list[str]:
+    """Return the cells of `_MEASURES`."""
+    step = each.prediction
+    return [
+        f"{step.seconds:.4g}",
+        f"{step.low:.3g} to {step.high:.3g}",
+        f"{each.flops_per_gpu / 1e12:.3g}",
+        f"{each.mfu:.1%}",
+        f"{each.memory.bytes / GB:.1f}",
+        f"{each.bubble:.1%}",
+    ]
 
 
 def title(search: Search) -> str:
