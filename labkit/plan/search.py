@@ -58,7 +58,7 @@ class Ranked:
     @property
     def bubble(self) -> float:
         """Share of the step in which the critical rank waits."""
-        return self.prediction.parts.get("bubble", 0.0) / self.prediction.seconds
+        return max(0.0, self.prediction.parts.get("bubble", 0.0)) / self.prediction.seconds
 
 
 def computed_type(workload: Workload) -> str:
