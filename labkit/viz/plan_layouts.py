@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from labkit.plan.layouts import in_words
+from labkit.plan.ranking import GB
 from labkit.plan.search import Ranked
 from labkit.plan.terms import KINDS
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, color, handle, hatch, new_figure, styled
 
-GB = 1e9
 _LOOKS = {
     "gemm": (color("forward"), ""),
     "attention": (color("graph_replay"), ""),
