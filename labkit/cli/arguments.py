@@ -69,6 +69,8 @@ class Command:
     """First word of the command line: `labkit`, or `python` before the name of a script."""
     preset: str | None = None
     """Preset that is used if the command line names neither a preset nor a file."""
+    sources: tuple[str, ...] = ()
+    """Keys of options that say what to run in place of a preset, a file or fields."""
     actions: Mapping[str, Action] = field(default_factory=dict)
     """The actions of a command that has several, by the word that names them."""
     extra_args_provider: type | None = None
@@ -98,6 +100,8 @@ class Arguments:
     print_config: bool = False
     ignored: list[str] = field(default_factory=list)
     """Flags of Megatron-LM that change nothing here."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """Fields of the configuration that the command line itself sets, by dotted name."""
     typed: dict[str, str] = field(default_factory=dict)
     """Name in a message, such as `parallel.tp` or `world_size` -> the name that the user typed, `--tp` or `--nproc`."""
 
@@ -330,7 +334,8 @@ def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -
         for dotted, value in sets.items() if flags[name] else ():
             entries.append(Entry(f"--{name.replace('_', '-')}", dotted, value))
             arguments.typed[dotted] = f"{entries[-1].key}, so {dotted} ="
-    if path is None and preset is None and not entries and not problems:  # a problem may be a field misspelt
+    elsewhere = any(options[name] is not None for name in command.sources)
+    if path is None and preset is None and not (entries or problems or elsewhere):  # a problem may be a field misspelt
         problems.append(
             "--config: nothing to run; give a preset (--preset tiny), a file (--config f.yaml) or fields of the "
             "configuration (--num-layers 12)"
@@ -341,4 +346,4 @@ def _read_config(arguments: Arguments, entries: list[Entry], command: Command) -
     more, bad = megatron_flags.derived(flags, config)
     problems += bad
     problems += [f"{name}: a flag of Megatron-LM sets it as well; give one of them" for name in more if name in newer]
-    arguments.config = config.replaced(more)
+    arguments.config, arguments.given = config.replaced(more), newer | more

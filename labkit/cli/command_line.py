@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": ("doctor_command", "check that this machine can launch ranks"),
     "groups": ("groups_command", "print the rank groups of a layout of any size"),
     "order": ("order_command", "print a pipeline schedule, or check your own"),
+    "plan": ("plan_command", "rank every layout of a model on a machine by its predicted step"),
     "data": ("data_command", "make datasets from text: clean, tokenise, show, merge"),
     "config": ("config_command", "convert configurations of Megatron-LM, torchtitan and others"),
     "train": ("train_command", "train a model under a layout"),

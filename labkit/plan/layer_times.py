@@ -42,7 +42,7 @@ def layer_passes(model: ModelConfig, moe: MoEConfig | None, layout: Layout, mach
         add_experts(pieces, moe)
     _residual(pieces, "mlp")
     made = pieces.passes()
-    return Passes(made.forward, made.input_grad, made.weight_grad, _repeated(model, layout, made.forward))
+    return Passes(made.forward, made.input_grad, made.weight_grad, repeated_terms(model, layout, made.forward))
 
 
 _AFTER_LAST_SAVED = (
@@ -57,7 +57,7 @@ _AFTER_LAST_SAVED = (
 """Terms of a forward whose results no backward reads."""
 
 
-def _repeated(model: ModelConfig, layout: Layout, forward: Terms) -> Terms:
+def repeated_terms(model: ModelConfig, layout: Layout, forward: Terms) -> Terms:
     """Return what the backward computes again of a layer that recomputation covers."""
     if model.recompute_granularity == "full":
         left_out = _AFTER_LAST_SAVED if layout.software.stops_recomputation_early else ()

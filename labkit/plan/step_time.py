@@ -118,7 +118,7 @@ def step_lower_bound(workload: Workload, machine: Machine) -> float:
     return max(bounds)
 
 
-def _schedule(config: RunConfig, microbatches: int) -> Schedule:
+def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
     parallel = config.parallel
     build = build_schedule if config.schedule.path is not None else _known_schedule  # a file may have changed
     return build(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
@@ -227,7 +227,7 @@ def _plan(workload: Workload, machine: Machine) -> _Plan:
     for needed in {precision, "fp8" if config.optim.fp8 != "none" else precision}:
         if needed not in machine.peak_flops or needed not in machine.gemm_ceiling:
             raise ValueError(f"{machine.name} has no peak for {needed}")
-    schedule = _schedule(config, workload.microbatches)
+    schedule = schedule_of(config, workload.microbatches)
     layout = layout_of(workload, splits_backward=schedule.derived("has W", _has_weight_gradients))
     contents = stage_contents(config, schedule.num_stages)
     crossed = [schedule.placement(stage) != schedule.placement(stage + 1) for stage in range(schedule.num_stages - 1)]

@@ -1,0 +1,191 @@
+"""What `labkit plan` prints: the table of the best layouts, why others lose, and the explanation of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from labkit.cli.output import table
+from labkit.plan.fitting import memory_terms
+from labkit.plan.layouts import AXES, COLUMNS, in_words, matching, rules_broken, workload_of
+from labkit.plan.ranking import GB, Loser, compared, word
+from labkit.plan.search import Ranked, Search
+from labkit.plan.step_time import schedule_of
+from labkit.plan.terms import KINDS
+
+_MEASURES = ("s/step", "80 % interval", "TFLOP/s", "MFU", "GB", "bubble")
+
+
+def report(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], counts: str, seconds: float,
+           width: int | None) -> list[str]:  # fmt: skip
+    """Return the lines of a plan."""
+    lines = [title(search), f"{counts}; {seconds:.1f} s", ""]
+    lines += _ranking(best, width)
+    lines += [
+        "TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank",
+        "",
+        "why others lose, by the best layout that was found with this value:",
+    ]
+    return lines + [f"  {each.family}: {each.reason}" for each in lost]
+
+
+def _ranking(best: Sequence[Ranked], width: int | None) -> list[str]:
+    """Return the table of the best: a column for each field of a layout, or where that is too wide all in words."""
+    names = [name for name in AXES if any(_is_told(each.row, name) for each in best)]
+    rows = [["", *names, *_MEASURES]]
+    rows += [
+        [str(number), *(word(name, each.row[name]) for name in names), *_measures(each)]
+        for number, each in enumerate(best, start=1)
+    ]
+    lines = table(rows, right=range(len(rows[0])))
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    rows = [["", *_MEASURES, "layout"]]
+    rows += [
+        [str(number), *_measures(each), in_words(each.row).replace(",", " ")]
+        for number, each in enumerate(best, start=1)
+    ]
+    return table(rows, right=range(len(rows[0]) - 1), width=width)
+
+
+def _measures(each: Ranked) -> list[str]:
+    """Return the cells of `_MEASURES`."""
+    step = each.prediction
+    return [
+        f"{step.seconds:.4g}",
+        f"{step.low:.3g} to {step.high:.3g}",
+        f"{each.flops_per_gpu / 1e12:.3g}",
+        f"{each.mfu:.1%}",
+        f"{each.memory.bytes / GB:.1f}",
+        f"{each.bubble:.1%}",
+    ]
+
+
+def title(search: Search) -> str:
+    """Return a line on what is planned."""
+    model, config = search.base.config.model, search.base.config
+    experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
+    return (
+        f"{model.layers} layers, hidden {model.hidden}{experts}, sequence {model.seq_length}, global batch "
+        f"{config.train.global_batch_size} on {search.base.world_size} GPUs of {search.machine.name} "
+        f"({search.available / GB:.1f} of {search.machine.memory_bytes / GB:.1f} GB usable), {search.base.software}"
+    )
+
+
+def _is_told(row: np.void, name: str) -> bool:
+    """Return True if a column of the table is worth its place."""
+    if name == "etp":
+        return row["etp"] != row["tp"]
+    return bool(row[name]) if name in ("sp", "sharded", "recompute", "schedule") else row[name] > 1
+
+
+def as_json(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], seconds: float) -> dict[str, Any]:
+    """Return the plan as plain values."""
+    counts = search.counts
+    return {
+        "machine": search.machine.name,
+        "gpus": search.base.world_size,
+        "counts": {"legal": counts.legal, "memory": counts.memory, "bound": counts.bounded,
+                   "simulated": counts.simulated},
+        "search_seconds": seconds,
+        "best": [_ranked(each) for each in best],
+        "losers": [
+            {"family": each.family, "reason": each.reason, "best": _ranked(each.best) if each.best else None}
+            for each in lost
+        ],
+    }  # fmt: skip
+
+
+def _ranked(each: Ranked) -> dict[str, Any]:
+    step = each.prediction
+    layout = {name: each.row[name].item() for name in COLUMNS.names or ()}
+    return {
+        "layout": layout | {name: word(name, each.row[name]) for name in ("schedule", "recompute")},
+        "seconds": step.seconds,
+        "low": step.low,
+        "high": step.high,
+        "parts": step.parts,
+        "flops_per_gpu": each.flops_per_gpu,
+        "mfu": each.mfu,
+        "bubble": each.bubble,
+        "memory_bytes": each.memory.bytes,
+        "fullest_place": each.memory.place,
+    }
+
+
+def explanation(search: Search, columns: Mapping[str, int], winner: Ranked | None) -> str:
+    """Return why a layout is illegal, or what it lacks, or its terms next to the winner's."""
+    only = matching(search.rows, columns)
+    asked = ",".join(f"{name}={word(name, value)}" for name, value in columns.items())
+    if not only.any():
+        return f"{asked}: {_forbidden(search, columns)}"
+    found = search.best(1, only)
+    if found and winner is not None:
+        return "\n".join([f"{asked}: legal, and fits", *_beside(found[0], winner), "", *_terms(search, found[0])])
+    row, need = search.smallest(only)
+    lacking = f"{need.bytes / GB:.1f} GB of {search.available / GB:.1f} GB"
+    lines = [f"{asked}: {int(only.sum()):,} legal layouts, none of which fits; the smallest is {in_words(row)}"]
+    lines += [f"memory of the ranks at place {need.place} of the pipeline: {lacking}"]
+    return "\n".join([*lines, *_memory(search, row, need.place)])
+
+
+def _forbidden(search: Search, columns: Mapping[str, int]) -> str:
+    """Return the rules that forbid every layout with these values."""
+    row, world = search.rows[0].copy(), search.base.world_size
+    for name in COLUMNS.names or ():
+        row[name] = 1
+    row["schedule"] = row["recompute"] = row["sp"] = row["sharded"] = 0
+    for name, value in columns.items():
+        row[name] = value
+    row["etp"] = columns.get("etp", row["tp"])
+    row["schedule"] = columns.get("schedule", 0)
+    row["vpp"] = columns.get("vpp", 2 if row["schedule"] in (4, 5) else 1)
+    row["sp"] = columns.get("sp", search.base.config.moe.num_experts > 0 and row["tp"] > 1)
+    shape = int(row["tp"]) * int(row["cp"]) * int(row["pp"])
+    if "dp" in columns and shape * columns["dp"] != world:
+        return f"forbidden: tp x cp x pp x dp = {shape} x {columns['dp']}, but there are {world} GPUs"
+    if broken := rules_broken(workload_of(search.base, row).config, world):
+        return f"forbidden: {'; '.join(broken)}"
+    return (
+        "not searched: at least one of these values does not go with the others, or a stage would have no layer; give "
+        "fewer of them"
+    )
+
+
+def _beside(each: Ranked, winner: Ranked) -> list[str]:
+    """Return the parts of a layout's step next to the winner's."""
+    rows = [["", "this layout", "the winner", "more"]]
+    ours, theirs = each.prediction, winner.prediction
+    for kind, name in KINDS.items():
+        here, there = ours.parts.get(kind, 0.0), theirs.parts.get(kind, 0.0)
+        if here or there:
+            rows.append([name, f"{here:.4f} s", f"{there:.4f} s", f"{(here - there) * 1e3:+,.1f} ms"])
+    rows.append(["step", f"{ours.seconds:.4f} s", f"{theirs.seconds:.4f} s",
+                 f"{(ours.seconds - theirs.seconds) * 1e3:+,.1f} ms"])  # fmt: skip
+    rows.append(["memory", f"{each.memory.bytes / GB:.1f} GB", f"{winner.memory.bytes / GB:.1f} GB",
+                 f"{(each.memory.bytes - winner.memory.bytes) / GB:+.1f} GB"])  # fmt: skip
+    head = [f"this layout: {in_words(each.row)}", f"the winner:  {in_words(winner.row)}"]
+    reason = [] if each is winner else [compared(winner, each)]
+    return [*head, *reason, "", *table(rows, right=(1, 2, 3))]
+
+
+def _terms(search: Search, each: Ranked) -> list[str]:
+    """Return every term of time of the critical rank's first stage, and the memory of the fullest rank."""
+    stage = min(each.prediction.timeline.schedule.stages_of(each.prediction.critical_rank))
+    return [
+        f"memory of the ranks at place {each.memory.place} of the pipeline, which need most:",
+        *_memory(search, each.row, each.memory.place),
+        "",
+        each.prediction.explain(stage),
+    ]
+
+
+def _memory(search: Search, row: np.void, place: int) -> list[str]:
+    """Return the terms of a rank's memory, the largest first."""
+    workload = workload_of(search.base, row)
+    schedule = schedule_of(workload.config, workload.microbatches)
+    terms = memory_terms(workload, search.machine, schedule, place)
+    rows = [[f"  {name}", f"{size / GB:,.2f} GB"] for name, size in sorted(terms.items(), key=lambda item: -item[1])]
+    return table([*rows, ["  in all", f"{sum(terms.values()) / GB:,.2f} GB"]], right=(1,))
