@@ -9,7 +9,6 @@ Shapes: T tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,9 +49,8 @@ def in_turn(make: Callable[[], tuple[Tensor, ...]], call: Callable[..., Any]) ->
 def shapes(device: str, dtype: str) -> Iterator[tuple[int, int, int]]:
     """Yield the measured m, n, k: a grid. Of types that labkit trains in less often, without the largest size."""
     sizes = SIZES[device] if dtype in ("fp32", "bf16") and (device, dtype) != ("cpu", "bf16") else SIZES[device][:-1]
-    for shape in itertools.product(sizes, repeat=3):
-        if math.prod(shape) <= SIZES[device][-1] ** 3 / 4:  # the largest ones are as fast as those before them
-            yield shape
+    most = SIZES[device][-1] ** 3 / 4  # the largest ones are as fast as those before them
+    yield from ((m, n, k) for m, n, k in itertools.product(sizes, repeat=3) if m * n * k <= most)
 
 
 def product(device: torch.device, dtype: str, shape: tuple[int, int, int], watch: Stopwatch) -> Sample:
@@ -183,10 +181,9 @@ def _loss(device: torch.device, made: dict[str, Any], tokens: int, watch: Stopwa
 
 def _optimizer(device: torch.device, count: int, watch: Stopwatch) -> Sample:
     """Return the rate of an update of `count` fp32 parameters: their norm, clipping, AdamW."""
-    weights = [torch.zeros(count // 16, device=device) for _ in range(16)]
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    grads = [weight.grad for weight in weights]
+    weights, grads = ([torch.randn(count // 16, device=device) for _ in range(16)] for _ in range(2))
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad
     adamw = torch.optim.AdamW(weights, lr=1e-4, fused=True)
 
     def update() -> None:

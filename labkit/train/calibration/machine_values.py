@@ -123,19 +123,21 @@ def _level(host: Host, samples: Samples, source: str) -> dict[str, Any]:
 
 
 def _interval(samples: Samples) -> dict[str, Any]:
-    """Return the half width of a prediction's interval: the error of the formulas, and the widest typical spread."""
+    """Return the half width of a prediction's interval: the error of the formulas, and the mean of typical spreads."""
     spreads = typical_spreads(samples)
-    width = math.hypot(FORMULAS, max(spreads.values()))
+    width = math.hypot(FORMULAS, statistics.fmean(spreads.values()))
     listed = ", ".join(f"{kind} {spread:.2f}" for kind, spread in spreads.items())
-    return {"value": _rounded(width), "source": f"{FORMULAS:g} for the formulas (assumed), and the widest of: {listed}"}
+    source = f"{FORMULAS:g} for the formulas (assumed), and the mean of the spreads of {listed}"
+    return {"value": _rounded(width), "source": source}
 
 
 def typical_spreads(samples: Samples) -> dict[str, float]:
-    """Return the median spread of each kind of measurement."""
-    kinds: dict[str, list[float]] = {}
+    """Return the median spread of products, of kernels that move bytes, and of transfers."""
+    kinds: dict[str, list[float]] = {kind: [] for kind in ("products", "memory", "transfers")}
     for key, sample in samples.items():
-        kinds.setdefault(str(key[0]), []).append(sample.spread)
-    return {kind: statistics.median(spreads) for kind, spreads in kinds.items()}
+        if key[0] in kinds:
+            kinds[str(key[0])].append(sample.spread)
+    return {kind: statistics.median(spreads) for kind, spreads in kinds.items() if spreads}
 
 
 def _constant(sample: Sample, source: str) -> dict[str, Any]:
@@ -158,6 +160,11 @@ def _rounded(value: float) -> float:
 def text_of(values: dict[str, Any], notes: Sequence[str]) -> str:
     """Return the file's text: notes as comments, then each constant and each row on a line of its own."""
     head = "".join(f"# {note}\n" for note in notes)
-    dumper = yaml.SafeDumper
-    dumper.ignore_aliases = lambda *_: True
-    return head + yaml.dump(values, Dumper=dumper, sort_keys=False, default_flow_style=None, width=1 << 20)
+    return head + yaml.dump(values, Dumper=_WithoutAliases, sort_keys=False, default_flow_style=None, width=1 << 20)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Writes an equal constant again where it occurs again."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
