@@ -54,8 +54,8 @@ def test_a_stopwatch_times_batches_of_short_calls_and_single_long_ones() -> None
     assert Stopwatch(long, budget=0.02).sample(long.work).value == 1.0 and long.calls == 2 + LEAST
 
 
-def test_the_spread_is_half_of_what_lies_between_the_quartiles() -> None:
-    assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, pytest.approx(1 / 3))
+def test_a_sample_is_the_lower_quartile_and_its_spread_half_of_what_lies_between_the_quartiles() -> None:
+    assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 0.5)
     assert spread_of([2.0]) == (2.0, 0.0)
     assert joined([Sample(1.0, 0.1), Sample(3.0, 0.2)]) == (2.0, 0.5)
     assert joined([Sample(2.0, 0.1), Sample(2.0, 0.3)]) == (2.0, 0.3)
