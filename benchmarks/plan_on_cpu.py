@@ -41,6 +41,7 @@ from labkit.plan.step_time import StepPrediction, predict_step
 from labkit.plan.workload import Workload
 from labkit.schedules import Costs, Schedule, build_schedule
 from labkit.train import pretrain
+from labkit.train.calibration.timing import spread_of
 
 STEPS, WARM_UP = 14, 4
 """Steps of each layout, and those of them that do not count."""
@@ -215,7 +216,8 @@ def single_actions(stages: Sequence[tuple[RunConfig, StageContents]]) -> Times:
         key = held, config.train.micro_batch_size, config.model.recompute_granularity
         if key not in found:
             samples = [_action_seconds(*made) for made in [_stage(config, held)] * SINGLE]
-            found[key] = tuple(statistics.median(row[i] for row in samples[2:]) for i in range(3))  # type: ignore
+            forward, input_grad, weight_grad = (spread_of(seconds).value for seconds in zip(*samples[2:], strict=True))
+            found[key] = forward, input_grad, weight_grad
     return found
 
 

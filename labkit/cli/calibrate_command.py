@@ -54,13 +54,14 @@ def _summary(values: dict) -> list[str]:
     """Return the main numbers, in the units of data sheets."""
     level = values["levels"][0]
     bandwidth, latency = level["bandwidth"]["value"] / 1e9, level["latency"]["value"] * 1e6
+    between = f"{bandwidth:,.2f} GB/s, from {latency:,.0f} us" if latency else "not measured, since there is one rank"
     peaks = ", ".join(f"{dtype} {entry['value'] / 1e9:,.0f}" for dtype, entry in values["peak_flops"].items())
     return [
         f"products, best of a rank   {peaks} GFLOP/s",
         f"memory, a rank             {values['memory_bandwidth']['value'] / 1e9:,.1f} GB/s",
         f"a kernel, beyond its work  {_kernel_seconds(values) * 1e6:,.1f} us",
         f"a step, beyond its kernels {values['software']['default host']['value'] * 1e3:,.2f} ms",
-        f"between ranks              {bandwidth:,.2f} GB/s, from {latency:,.0f} us",
+        f"between ranks              {between}",
         f"interval of a prediction   +- {values['interval']['default']['value']:.0%}",
     ]
 

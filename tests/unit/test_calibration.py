@@ -142,12 +142,6 @@ def test_of_two_ranks_the_faster_rate_counts_and_the_longer_transfer() -> None:
     assert found["memory", "copy"].value == 8e9 and found["transfers", "p2p", 4096] == Sample(3e-4, 0.1)
 
 
-def test_one_rank_is_a_machine_too() -> None:
-    alone = {key: sample for key, sample in samples().items() if key[0] != "transfers"}
-    found = Calibration(machine_values(replace(HOST, ranks=1), alone, "measured"), [], 0.0).machine
-    assert found.levels[0].measured == {}
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -175,13 +169,18 @@ def test_bad_tables_are_named(tmp_path: Path, text: str, words: str) -> None:
 # ---- the command ----
 
 
-def calibrated(monkeypatch: pytest.MonkeyPatch, load: float = 0.1, error: type[BaseException] | None = None) -> None:
+def calibrated(
+    monkeypatch: pytest.MonkeyPatch,
+    load: float = 0.1,
+    error: type[BaseException] | None = None,
+    found: Samples | None = None,
+) -> None:
     """Let the ranks return the samples above, and the small steps take 5 and 11 ms."""
 
     def run(*_: Any, **__: Any) -> list[Samples]:
         if error is not None:
             raise error
-        return [samples(), samples()]
+        return [found or samples()] * 2
 
     monkeypatch.setattr(calibrating, "run", run)
     monkeypatch.setattr(calibrating, "host_of", lambda device: HOST)
@@ -206,6 +205,16 @@ def test_the_command_writes_a_machine_that_the_plan_reads(
     assert main(["calibrate", "--out", str(path)]) == 2
     assert "exists; --overwrite replaces it" in capsys.readouterr().err
     assert main(["calibrate", "--out", str(path), "--overwrite", "--device", "cpu"]) == 0
+
+
+def test_one_rank_is_a_machine_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrated(monkeypatch, found={key: sample for key, sample in samples().items() if key[0] != "transfers"})
+    path = tmp_path / "mine.yaml"
+    assert main(["calibrate", "--out", str(path), "--device", "cpu"]) == 0
+    assert "between ranks              not measured, since there is one rank" in capsys.readouterr().out
+    assert load_machine(str(path)).levels[0].measured == {}
 
 
 def test_a_busy_machine_is_named_in_the_file_and_on_the_screen(

@@ -1,4 +1,7 @@
-"""Measure this machine's ranks, work out what a step costs beyond its arithmetic, write the machine's file."""
+"""Measure this machine's ranks, work out what a step costs beyond its arithmetic, write the machine's file.
+
+The part for GPUs has never run on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from labkit.config import ParallelConfig
 from labkit.launch.info import report_progress
 from labkit.train.calibration import kernels
 from labkit.train.calibration.timing import Sample, Stopwatch, joined, nothing
-from labkit.train.calibration.transfers import MESSAGES, transfers
+from labkit.train.calibration.transfers import transfers
 
 Key = tuple[str | int, ...]
 """What was measured: `("products", "fp32", 128, 512, 128)`, `("memory", "norm")`, `("transfers", "p2p", 4096)`, ..."""
@@ -51,9 +51,9 @@ def measure(types: Types) -> Samples:
         report_progress({"message": "memory-bound kernels"})
         found |= _kernels(device, types.main, watch, found)
         collectives.barrier(groups.tp)
-        report_progress({"message": f"collectives between {world} ranks"})
-        for kind, size, sample in transfers(groups.tp, device, watch) if world > 1 else ():
-            found["transfers", kind, size] = Sample(sample.value / MESSAGES.get(kind, 1), sample.spread)
+        if world > 1:
+            report_progress({"message": f"collectives between {world} ranks"})
+            found |= {("transfers", kind, size): sample for kind, size, sample in transfers(groups.tp, device, watch)}
     return found
 
 

@@ -27,7 +27,9 @@ def transfers(group: Group, device: torch.device, watch: Stopwatch) -> Iterator[
     """Yield (kind, bytes, seconds) of each collective and size. Every rank of the group calls this."""
     for kind, make in _CALLS.items():
         for size in SIZES:
-            yield kind, size, _timed(make(torch.zeros(size // 4, device=device), group), group, watch)
+            sample = _timed(make(torch.zeros(size // 4, device=device), group), group, watch)
+            messages = group.size if kind == "p2p" else 1
+            yield kind, size, Sample(sample.value / messages, sample.spread)
 
 
 def _timed(call: Callable[[], Any], group: Group, watch: Stopwatch) -> Sample:
@@ -65,7 +67,7 @@ def _all_to_all(x: Tensor, group: Group) -> Callable[[], Any]:
 
 
 def _message(x: Tensor, group: Group) -> Callable[[], Any]:
-    """Return a call in which each rank sends to the next and then receives, as stages of a pipeline do."""
+    """Return a call in which a message goes once around the ranks, each waiting for it before it sends."""
     after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
     came = torch.empty_like(x)
 
@@ -88,5 +90,3 @@ _CALLS: dict[str, Callable[[Tensor, Group], Callable[[], Any]]] = {
     "p2p": _message,
 }
 """Kind, as the plan names it -> a function that makes the call for a tensor of the given bytes."""
-MESSAGES = {"p2p": 2}
-"""Kind -> messages, one after the other, in a call of two ranks."""
