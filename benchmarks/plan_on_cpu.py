@@ -168,7 +168,7 @@ SLEEPERS = {"model.layers": 8, "model.hidden": 256, "model.heads": 4, "model.seq
             "train.global_batch_size": 16}  # fmt: skip
 NAMES = {"1f1b": {}, "interleaved": {"parallel.vpp": 2}, "zero_bubble_h1": {"schedule.name": "zero_bubble_h1"},
          "zbv": {"schedule.name": "zbv"}}  # fmt: skip
-SINGLE, SLEPT = 9, 3
+SINGLE, SLEPT = 9, 2
 """Repetitions of an action that is measured singly, the first two of which do not count, and of a sleeping step."""
 
 
@@ -205,15 +205,23 @@ def sleepers() -> list[Sleeper]:
     return found
 
 
-Times = dict[tuple[StageContents, int, str], tuple[float, float, float]]
-"""(contents, micro batch, recomputation) -> seconds of F, I and W."""
+Kind = tuple[int, bool, bool, int, str]
+"""A kind of stage: its layers, whether it embeds and has the loss, micro batch, recomputation."""
+Times = dict[Kind, tuple[float, float, float]]
+"""Seconds of F, I and W."""
+
+
+def kind_of(config: RunConfig, held: StageContents) -> Kind:
+    """The kind of a stage; all layers are alike."""
+    batch, again = config.train.micro_batch_size, config.model.recompute_granularity
+    return len(held.layers), held.embedding, held.loss, batch, again
 
 
 def single_actions(stages: Sequence[tuple[RunConfig, StageContents]]) -> Times:
     """Measure F, I and W of each kind of stage on this one rank."""
     found: Times = {}
     for config, held in stages:
-        key = held, config.train.micro_batch_size, config.model.recompute_granularity
+        key = kind_of(config, held)
         if key not in found:
             samples = [_action_seconds(*made) for made in [_stage(config, held)] * SINGLE]
             forward, input_grad, weight_grad = (spread_of(seconds).value for seconds in zip(*samples[2:], strict=True))
@@ -247,8 +255,7 @@ def _action_seconds(chunk: GPTModel, x: Tensor, ids: Tensor) -> tuple[float, flo
 def costs_of(sleeper: Sleeper, times: Times) -> Costs:
     """The measured actions as the costs of each stage."""
     config, schedule = sleeper.config, sleeper.schedule
-    key = config.train.micro_batch_size, config.model.recompute_granularity
-    rows = [times[held, *key] for held in stage_contents(config, schedule.num_stages)]
+    rows = [times[kind_of(config, held)] for held in stage_contents(config, schedule.num_stages)]
     forward, input_grad, weight_grad = (list(column) for column in zip(*rows, strict=True))
     return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from labkit.train.calibration.machine_values import Host, machine_values
 from labkit.train.calibration.rank import Samples, of_all_ranks
 from labkit.train.calibration.small_steps import overhead, small_config
 from labkit.train.calibration.timing import LEAST, Sample, Stopwatch, joined, spread_of
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import plan_on_cpu
 
 HOST = Host("here", "a CPU of 2026", 1, 8 << 30, "cpu", 2, "gloo")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -253,3 +258,25 @@ def test_bad_input_is_missed_before_anything_is_measured(
     calibrated(monkeypatch, error=AssertionError)
     assert main(["calibrate", *(word.format(tmp_path) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+# ---- the benchmark that compares the plan with this machine ----
+
+
+def test_every_layout_of_the_benchmark_can_run_and_be_planned() -> None:
+    assert len(plan_on_cpu.LAYOUTS) >= 12
+    for model, world, changes in plan_on_cpu.LAYOUTS:
+        work = plan_on_cpu.workload(model, world, changes, machine())
+        work.config.validate(world)
+        assert predict_step(work, machine()).seconds > 0
+    pipelines = plan_on_cpu.sleepers()
+    assert len({each.name for each in pipelines}) == len(pipelines) >= 24
+    for each in pipelines:
+        each.config.validate(each.pp)
+        assert predict_step(Workload(each.config, each.pp, software="labkit_cpu"), machine()).timeline.makespan > 0
+
+
+def test_kendall_tau_counts_pairs_in_the_same_order() -> None:
+    assert plan_on_cpu.kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1.0
+    assert plan_on_cpu.kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1.0
+    assert plan_on_cpu.kendall_tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)

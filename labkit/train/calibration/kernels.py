@@ -54,11 +54,15 @@ def shapes(device: str, dtype: str) -> Iterator[tuple[int, int, int]]:
 
 
 def product(device: torch.device, dtype: str, shape: tuple[int, int, int], watch: Stopwatch) -> Sample:
-    """Return the FLOP/s of x W^T, [m, k] x [n, k], as a linear layer computes it."""
+    """Return the FLOP/s of the two products of a linear layer, x W^T of its forward and dy W of its backward."""
     m, n, k = shape
     made: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
-    call = in_turn(lambda: (torch.randn(m, k, **made), torch.randn(n, k, **made)), F.linear)
-    return watch.sample(call).inverted(2.0 * m * n * k)
+
+    def operands() -> tuple[Tensor, ...]:
+        return torch.randn(m, k, **made), torch.randn(n, k, **made), torch.randn(k, n, **made)
+
+    call = in_turn(operands, lambda x, ahead, back: (F.linear(x, ahead), x @ back))
+    return watch.sample(call).inverted(2 * 2.0 * m * n * k)
 
 
 def weight_gradient(device: torch.device, dtype: str, shape: tuple[int, int, int], watch: Stopwatch) -> Sample:
