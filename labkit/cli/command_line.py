@@ -20,6 +20,7 @@ from labkit.config.errors import nearest, shown
 
 COMMANDS = {
     "doctor": ("doctor_command", "check that this machine can launch ranks"),
+    "calibrate": ("calibrate_command", "measure this machine, for `labkit plan`"),
     "groups": ("groups_command", "print the rank groups of a layout of any size"),
     "order": ("order_command", "print a pipeline schedule, or check your own"),
     "plan": ("plan_command", "rank every layout of a model on a machine by its predicted step"),

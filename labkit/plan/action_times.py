@@ -28,7 +28,7 @@ from labkit.plan.workload import Workload
 _GRAPH_LAUNCH = 0.55
 """Gap between kernels inside a CUDA graph over the gap between launches: (3.4 - 2.9) / (3.8 - 2.9) us in NVIDIA's blog
 "Getting Started with CUDA Graphs" (from memory, unverified)."""
-_LOSS_BYTES = (26, 14)
+LOSS_BYTES = (26, 14)
 """Bytes that the vocabulary-parallel loss moves per logit, forward and backward: a copy in fp32 (6), maximum (4),
 subtraction (8), exponential (8); then its gradient and the copy back."""
 
@@ -186,8 +186,8 @@ def loss_passes(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:
     kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
     hidden = weight_grad if layout.software.overlaps_input_gradient and not layout.splits_backward else 0.0
     pieces.sends(pieces.input_grad, "logits, sum of input gradients", "tp", kind, size, layout.tp, hidden=hidden)
-    pieces.moves(pieces.forward, "loss", rows * columns, _LOSS_BYTES[0], launches=8)
-    pieces.moves(pieces.input_grad, "loss, backward", rows * columns, _LOSS_BYTES[1], launches=4)
+    pieces.moves(pieces.forward, "loss", rows * columns, LOSS_BYTES[0], launches=8)
+    pieces.moves(pieces.input_grad, "loss, backward", rows * columns, LOSS_BYTES[1], launches=4)
     pieces.sends(pieces.forward, "loss, maximum", "tp", "all_reduce", rows * 4, layout.tp)
     pieces.sends(pieces.forward, "loss, sums", "tp", "all_reduce", rows * 8, layout.tp)
     return pieces.passes()

@@ -17,6 +17,8 @@ A long message is sent in chunks, so that all hops work at once. With the best n
 2 sqrt(latency x bytes / bandwidth); measured curves show less (`Level.ramp`).
 
 In an all-to-all a rank sends (r - 1) / n of its bytes over the link and (n - r) / n through its adapter, both at once.
+
+A level whose collectives were measured (`Level.measured`) has their times by size instead.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from labkit.plan.machine import Level, Machine
+from labkit.plan.measured import ring_seconds, transfer_seconds
 from labkit.plan.terms import Term
 
 
@@ -60,6 +63,9 @@ def collective_seconds(machine: Machine, kind: str, size: float, group: Group) -
     if group.size <= 1 or size <= 0:
         return 0.0
     per_node, nodes = group.per_node(machine), group.nodes(machine)
+    measured = _outermost(machine, nodes).measured.get(kind)
+    if measured:
+        return transfer_seconds(measured, size) if kind == "p2p" else ring_seconds(measured, size, group.size)
     if kind == "all_to_all":
         return _all_to_all(machine, size, group.size, per_node)
     if kind == "p2p":

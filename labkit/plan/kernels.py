@@ -13,6 +13,9 @@ and tiles at the edge compute nothing useful. cuBLAS chooses the tile, and may c
 best of `TILES` and of `SPLITS` counts. `depth` is the start and the end of a tile, in elements of k. On the 183 shapes
 that SimuMax measured on an A100 PCIe, these factors leave a mean error of 3.5 %, where one number leaves 6.0 %; on 432
 of a B200 9.7 % and 11.5 % (MooreThreads/SimuMax@4dcaae5).
+
+A machine that was measured has a table of efficiencies by shape instead (`Machine.products`), in which memory counts
+already, and its own rate for kinds of kernels that only move bytes (`Machine.memory_rates`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from labkit.plan.machine import Machine
+from labkit.plan.measured import product_efficiency
 from labkit.plan.terms import Term
 
 TILES = (
@@ -75,7 +79,9 @@ def gemm(
     shape: m, n, k. precision: type of the operands. weight_gradient: the result is added into fp32.
     """
     m, n, k = shape
-    operand = {"fp8": 1, "fp32": 4}.get(precision, 2)
+    if precision in machine.products:
+        return _measured_gemm(machine, name, shape, precision, weight_gradient, groups, part)
+    operand = {"fp8": 1, "fp32": 4, "fp64": 8}.get(precision, 2)
     result = 8 if weight_gradient else max(operand, 2)
     moved = groups * (operand * (m * k + k * n) + result * m * n)
     flops = 2.0 * groups * m * n * k
@@ -90,6 +96,18 @@ def gemm(
         ("efficiency", efficiency), ("bytes", moved),
     )  # fmt: skip
     return Term(name, "gemm", max(compute, memory), formula, inputs, part)
+
+
+def _measured_gemm(machine: Machine, name: str, shape: tuple[int, int, int], precision: str, weight_gradient: bool,
+                   groups: int, part: str) -> Term:  # fmt: skip
+    """Return the time of products by the machine's own table; memory is in its efficiencies."""
+    m, n, k = shape
+    efficiency = product_efficiency(machine.products[precision], m, n, k)
+    efficiency *= machine.weight_gradient_efficiency if weight_gradient else 1.0
+    peak = machine.peak_flops[precision]
+    inputs = (("g", groups), ("m", m), ("n", n), ("k", k), ("peak", peak), ("efficiency", efficiency))
+    formula = "2 g m n k / (peak x measured efficiency)"
+    return Term(name, "gemm", 2.0 * groups * m * n * k / (peak * efficiency), formula, inputs, part)
 
 
 def software_rate(machine: Machine, software: str, of: str = "") -> float:
@@ -133,5 +151,16 @@ def memory_bound(machine: Machine, name: str, elements: float, per_element: floa
                  part: str = "", launches: int = 1) -> Term:  # fmt: skip
     """Return the time of kernels that read and write `per_element` bytes for each of `elements`."""
     rate = machine.memory_bandwidth * machine.memory_efficiency
+    if machine.memory_rates:
+        rate *= machine.memory_rates.get(kernel_kind(name), 1.0)
     inputs = (("elements", elements), ("bytes each", per_element), ("rate", rate))
     return Term(name, kind, elements * per_element / rate, "elements x bytes each / rate", inputs, part, launches)
+
+
+def kernel_kind(name: str) -> str:
+    """Return the kind of a memory-bound kernel, a key of `Machine.memory_rates`: its name without its place.
+
+    `attention norm, backward` is of the kind `norm, backward`.
+    """
+    head, comma, tail = name.partition(",")
+    return head.rpartition(" ")[2] + comma + tail

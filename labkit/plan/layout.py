@@ -41,7 +41,7 @@ class Layout:
     @property
     def element_bytes(self) -> int:
         """Bytes of an activation."""
-        return 4 if self.precision == "fp32" else 2
+        return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
 
 
 def layout_of(workload: Workload, *, splits_backward: bool = False) -> Layout:

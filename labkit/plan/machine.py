@@ -14,6 +14,17 @@ from another machine, except the tables that `without` lists.
         ...
 
 Units are FLOP/s, bytes, bytes/s and seconds.
+
+A machine that `labkit calibrate` has measured, such as a laptop, has tables besides (`labkit.plan.measured`):
+
+    memory_rates:
+      norm: {value: 0.4, source: ...}               # of memory_bandwidth x memory_efficiency, for one kind of kernel
+    products:
+      fp32: {source: ..., rows: [{m: 256, n: 256, k: 64, efficiency: 0.5, spread: 0.02}, ...]}
+    levels:
+      - ...
+        measured:
+          all_reduce: {source: ..., rows: [{bytes: 4096, seconds: 1e-4, spread: 0.1}, ...]}
 """
 
 from __future__ import annotations
@@ -29,6 +40,8 @@ from typing import Any
 import yaml
 
 from labkit.config.errors import ConfigError, no_file
+from labkit.plan.measured import Product, Products, Transfer, Transfers
+from labkit.plan.software import SOFTWARE
 
 _FOLDER = files("labkit.plan") / "machines"
 
@@ -52,16 +65,18 @@ class Level:
     """Cost of filling the ring's pipeline: c in c sqrt(latency x bytes / bandwidth)."""
     all_reduce_bandwidth: float
     """Bus bandwidth of a large all-reduce, which the switch may speed up (NVLS, SHARP); else `bandwidth`."""
+    measured: Mapping[str, Transfers] = field(default_factory=dict)
+    """Collective -> its times between two ranks by size, which count instead of the constants above."""
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """One kind of GPU and the network around it."""
+    """One kind of GPU, or the cores of a rank of a CPU, and the network around it."""
 
     name: str
     gpu: str
     sms: int
-    """Streaming multiprocessors, over which the tiles of a GEMM are shared out."""
+    """Streaming multiprocessors, over which the tiles of a GEMM are shared out. On a CPU the cores of a rank."""
     memory_bytes: float
     """HBM of one GPU."""
     memory_bandwidth: float
@@ -89,8 +104,17 @@ class Machine:
     `attention_ceiling`; `NAME host` -> seconds of a step in which no kernel runs (data, logging, the loss)."""
     interval: Mapping[str, float]
     """Generation of software -> half width of the interval of a prediction, as log(measured / predicted)."""
+    default_software: str = "megatron_core"
+    """Generation of software that a run on this machine has, unless another is named."""
+    memory_rates: Mapping[str, float] = field(default_factory=dict)
+    """Kind of a kernel that moves bytes (`labkit.plan.kernels.kernel_kind`) -> its rate over that of the memory. A CPU
+    computes while it moves; what is not here has the rate 1."""
+    products: Mapping[str, Products] = field(default_factory=dict)
+    """Type -> measured efficiencies of GEMMs by shape, which count instead of ceiling and tiles."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Constant by dotted name, such as `levels.0.bandwidth` -> its source."""
+    spreads: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """Constant by dotted name -> its spread, where the file states one."""
 
     @property
     def node(self) -> Level:
@@ -110,12 +134,18 @@ def load_machine(name: str) -> Machine:
     Raises:
         ConfigError: no such machine, or a file with missing, unknown or impossible constants; all of them in one error.
     """
-    values = _read(name)
+    return machine_of(_read(name), name)
+
+
+def machine_of(values: Mapping[str, Any], source: str) -> Machine:
+    """Return the machine of a file's mapping, which extends no other.
+
+    source: the name of the file, for an error. Raises ConfigError as `load_machine`.
+    """
     problems: list[str] = []
-    sources: dict[str, str] = {}
-    machine = _Reader(values, sources, problems).machine()
+    machine = _Reader(values, {}, problems).machine()
     if problems:
-        raise ConfigError(problems, source=name)
+        raise ConfigError(problems, source=source)
     assert machine is not None
     return machine
 
@@ -163,6 +193,7 @@ class _Reader:
     def __init__(self, values: Mapping[str, Any], sources: dict[str, str], problems: list[str]) -> None:
         self.values, self.sources, self.problems = values, sources, problems
         self.read: set[str] = set()
+        self.spreads: dict[str, float] = {}
 
     def machine(self) -> Machine | None:
         """Return the machine, or None after a problem."""
@@ -181,9 +212,14 @@ class _Reader:
         made["gemm_ceiling"] = dict(self.table("gemm_ceiling", high=1.0))
         attention = dict(self.table("attention_ceiling", high=1.0))
         made["attention_ceiling"] = (attention.get("forward", 0.5), attention.get("backward", 0.4))
+        if "default_software" in self.values:
+            made["default_software"] = self.generation("default_software")
+        if "memory_rates" in self.values:
+            made["memory_rates"] = dict(self.table("memory_rates"))
+        made["products"] = dict(self.products())
         unknown = set(self.values) - self.read
         self.problems += [f"{name} is no constant of a machine" for name in sorted(unknown)]
-        return None if self.problems else Machine(**made, sources=self.sources)
+        return None if self.problems else Machine(**made, sources=self.sources, spreads=self.spreads)
 
     def word(self, name: str) -> str:
         self.read.add(name)
@@ -191,6 +227,12 @@ class _Reader:
         if not isinstance(value, str):
             self.problems.append(f"{name} is missing; give a text")
             return ""
+        return value
+
+    def generation(self, name: str) -> str:
+        value = self.word(name)
+        if value and value not in SOFTWARE:
+            self.problems.append(f"{name} is {value!r}; choose one of {', '.join(SOFTWARE)}")
         return value
 
     def count(self, name: str) -> int:
@@ -229,7 +271,49 @@ class _Reader:
             boosted = self.constant(f"{where}.all_reduce_bandwidth", boosted, 0.0, math.inf)
         if not isinstance(entry.get("name"), str):
             self.problems.append(f"{where}.name is missing; give a text")
-        return Level(entry.get("name", ""), **found, all_reduce_bandwidth=boosted or found["bandwidth"])
+        measured = self.transfers(f"{where}.measured", entry.get("measured"))
+        boosted = boosted or found["bandwidth"]
+        return Level(entry.get("name", ""), **found, all_reduce_bandwidth=boosted, measured=measured)
+
+    def products(self) -> Iterator[tuple[str, Products]]:
+        """Yield the measured products of each type."""
+        self.read.add("products")
+        for kind, rows in self.rows("products", self.values.get("products"), ("m", "n", "k", "efficiency")):
+            yield kind, tuple(Product(int(row[0]), int(row[1]), int(row[2]), row[3]) for row in rows)
+
+    def transfers(self, where: str, entries: Any) -> dict[str, Transfers]:
+        """Return the measured times of each collective, in the order of their sizes."""
+        found = self.rows(where, entries, ("bytes", "seconds"))
+        return {kind: tuple(sorted(Transfer(*row) for row in rows)) for kind, rows in found}
+
+    def rows(self, where: str, entries: Any, columns: tuple[str, ...]) -> Iterator[tuple[str, list[list[float]]]]:
+        """Yield the rows of each measured table in `entries`: a mapping from a name to {source: ..., rows: [...]}."""
+        if entries is None:
+            return
+        if not isinstance(entries, dict):
+            self.problems.append(f"{where} is no mapping; give NAME: {{source: ..., rows: [...]}}")
+            return
+        for kind, entry in entries.items():
+            name = f"{where}.{kind}"
+            rows = entry.get("rows") if isinstance(entry, dict) else None
+            if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+                self.problems.append(f"{name} has no rows; give {{source: ..., rows: [{{{', '.join(columns)}}}, ...]}}")
+                continue
+            source = entry.get("source")
+            cells = [
+                [self.constant(f"{name}.{number}.{column}", self.cell(row, column, source), 0.0, math.inf)
+                 for column in columns]
+                for number, row in enumerate(rows)
+            ]  # fmt: skip
+            yield kind, cells
+
+    @staticmethod
+    def cell(row: dict[str, Any], column: str, source: Any) -> dict[str, Any] | None:
+        """Return a cell of a measured table as a constant, with the table's source; the spread is the last column's."""
+        if column not in row:
+            return None
+        spread = {"spread": row["spread"]} if "spread" in row and column in ("efficiency", "seconds") else {}
+        return {"value": row[column], "source": source, **spread}
 
     def constant(self, name: str, entry: Any, low: float, high: float) -> float:
         """Return the value of a constant, and keep its source."""
@@ -246,12 +330,24 @@ class _Reader:
             self.problems.append(f"{name} is {shown}; give a number {limits}")
             return math.nan
         self.sources[name] = str(source)
+        if "spread" in entry:
+            self.spread(name, entry["spread"])
         return value
+
+    def spread(self, name: str, given: Any) -> None:
+        """Keep the spread of a constant."""
+        spread = _as_number(given)
+        if spread is None or not 0 <= spread < math.inf:
+            self.problems.append(
+                f"{name} has the spread {given!r}; give its relative half width, a number of at least 0"
+            )
+        else:
+            self.spreads[name] = spread
 
 
 def _must_be_positive(name: str) -> bool:
     may_be_zero = ("latency", "hop", "ramp", "kernel_launch", "host_launch", "gemm_depth")
-    return name.rpartition(".")[2] not in may_be_zero
+    return name.rpartition(".")[2] not in may_be_zero and not name.endswith(" host")
 
 
 def _as_number(value: Any) -> float | None:

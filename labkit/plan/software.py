@@ -53,6 +53,9 @@ class Software:
 TITAN_SHARE = 0.37
 """torchtitan's selective recomputation repeats every second product of a layer (wk, wo, w3; its rule from memory,
 unverified): of a Llama 3.1 8B (1/4 + 1 + 3.5) / (2.5 + 10.5) of the operations."""
+OPTIMIZER_BYTES_IN_PLACE = 44
+"""Bytes per parameter of an update without a cast and without a copy: of the 50 of `Software.optimizer_bytes` less
+unscaling (4) and the new weight in 16 bits (2)."""
 SOFTWARE = {
     row.name: row
     for row in (
@@ -103,6 +106,14 @@ SOFTWARE = {
             "DeepSpeed's ZeRO-3 of 2021 around Megatron-LM's kernels",
             overlaps_input_gradient=False,
             gathers_tensor_by_tensor=True,
+        ),
+        Software(
+            "labkit_cpu",
+            "labkit on CPUs: eager torch, gloo",
+            fused_softmax=False,
+            fused_elementwise=False,
+            overlap_slowdown=1.0,  # gloo's threads and the ranks share the cores, so what is hidden is computed later
+            optimizer_bytes=OPTIMIZER_BYTES_IN_PLACE,
         ),
         Software(
             "torchtitan",
