@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chromium import executable, why_not
+from chromium import executable, free_port, own_settings, why_not
 
 PATIENCE = 120.0
 """Seconds for what takes a few on a machine that does nothing else."""
@@ -35,15 +34,13 @@ pytestmark = [
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     """The address that `labkit lab` prints in an empty folder, for a user without any settings of Jupyter."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = {name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
-    command = [sys.executable, "-m", "labkit", "lab", "--browser", "false", "--port", str(port)]
+    command = [sys.executable, "-m", "labkit", "lab", "--browser", "false", "--port", str(free_port())]
     log = tmp_path / "lab.log"
     with (
         log.open("w") as said,
-        subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said, env={**os.environ, **own}) as server,
+        subprocess.Popen(
+            command, cwd=tmp_path, stdout=said, stderr=said, env={**os.environ, **own_settings(tmp_path)}
+        ) as server,
     ):
         try:
             yield printed_address(log, server)

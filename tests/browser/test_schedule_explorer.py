@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chromium import executable, why_not
+from chromium import executable, free_port, own_settings, why_not
 
 TOKEN = "explorer"
 CELL = "from labkit.viz import explore_schedule\n\nexplore_schedule(builder='1f1b', pp=4, microbatches=8)"
@@ -69,13 +68,8 @@ def lab(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(getattr(request, "param", CELL))])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "explorer.ipynb")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port, settings = free_port(), own_settings(tmp_path)
     address = f"http://127.0.0.1:{port}"
-    settings = {
-        name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
-    }
     options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": tmp_path, "allow_root": True}
     words = [f"--ServerApp.{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--IdentityProvider.token={TOKEN}", *words]

@@ -120,7 +120,7 @@ def test_a_layout_that_cannot_be_is_refused_in_a_sentence():
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "launch 4 ranks" in done.stderr
     assert "--frozen-layers -1: must be at least 0" in done.stderr
-    assert '--frozen-layer: unknown option; did you mean "--frozen_layers"?' in done.stderr
+    assert '--frozen-layer: unknown option; did you mean "--frozen-layers"?' in done.stderr
 
 
 def test_an_example_refuses_a_family_that_it_does_not_train():
@@ -164,12 +164,12 @@ def test_an_option_of_a_script_trains_is_written_and_survives_a_resume(tmp_path:
 def test_the_help_of_a_script_has_its_fields_and_a_file_may_set_them(tmp_path: Path) -> None:
     said = called("pretrain_gpt", "--help").stdout
     assert said.startswith(f"usage: python {EXAMPLES / 'pretrain_gpt.py'} [options]")
-    row = "--extra.frozen_layers INT The first so many layers keep their initial weights. (default: 0) [>= 0]"
+    row = "--extra.frozen_layers INT How many of the first layers keep their initial weights. (default: 0) [>= 0]"
     assert row in " ".join(said.split())
     assert "extra." not in called("pretrain_t5", "--help").stdout
     (tmp_path / "own.yaml").write_text("extra: {frozen_layers: 3}\nmodel: {layers: 4}\n", encoding="utf-8")
     printed = called("pretrain_gpt", "--config", str(tmp_path / "own.yaml"), "--print-config").stdout
-    assert "  # The first so many layers keep their initial weights. [>= 0]\n  frozen_layers: 3\n" in printed
+    assert "  # How many of the first layers keep their initial weights. [>= 0]\n  frozen_layers: 3\n" in printed
     over = called(
         "pretrain_gpt", "--config", str(tmp_path / "own.yaml"), "--frozen-layers", "2", "--print-config"
     ).stdout

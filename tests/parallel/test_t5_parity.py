@@ -121,7 +121,7 @@ def test_an_encoder_decoder_of_ones_own_trains_alike_on_any_split():
     for pp, split in ((2, 1), (3, 1)):
         losses = run(own_losses, pp, config.override({"pp": pp, "split_rank": split}))
         assert losses == [pytest.approx(alone, rel=1e-12)] * pp
-    with pytest.raises(ConfigError, match=r"model_type = 'encoder_and_decoder': model\.family = gpt is none"):
+    with pytest.raises(ConfigError, match=r"model_type = 'encoder_and_decoder': model\.family = gpt has no decoder"):
         run(partial(pretrain, model_type="encoder_and_decoder"), 1, config)
 
 
