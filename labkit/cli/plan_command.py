@@ -32,8 +32,6 @@ from labkit.plan.search import Ranked, Search
 from labkit.plan.software import SOFTWARE
 from labkit.plan.workload import Workload
 
-_SOFTWARE = "megatron_core"
-"""Generation of the training software, unless --software names another."""
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -69,7 +67,8 @@ def execute(arguments: Arguments) -> int:
     machine = load_machine(arguments.options["machine"])
     columns = _columns(arguments)
     started = time.perf_counter()
-    base = Workload(_config(arguments), arguments.options["gpus"], software=arguments.options["software"] or _SOFTWARE)
+    software = arguments.options["software"] or machine.default_software
+    base = Workload(_config(arguments), arguments.options["gpus"], software=software)
     with closing(_Bar()) as bar:
         reserve = arguments.options["reserve"]
         search = Search(base, machine, RESERVE if reserve is None else reserve * GB, bar)
@@ -191,7 +190,7 @@ COMMAND = Command(
         Option("why", "str", "explain one layout, as in tp=4,pp=8: the rule that forbids it, or what it lacks, or its "
                "time term by term next to the winner's; what you leave out is chosen as the best"),
         Option("software", "str", "generation of the training software, which decides overlap and efficiency",
-               choices=tuple(SOFTWARE), unset=f"default: {_SOFTWARE}"),
+               choices=tuple(SOFTWARE), unset="default: the machine's, megatron_core for a GPU"),
         Option("reserve", "float", "GB of each GPU that stay free", ge=0, unset=f"default: {RESERVE / GB:.1f}"),
         Option("megatron-args", "str", "plan the run of these arguments of Megatron-LM (a script, a list or YAML)",
                path="any"),
