@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from harness import report
 from torch import Tensor
 
 from labkit.config import ParallelConfig, RunConfig
@@ -146,20 +147,22 @@ def real_rows(machine: Machine, only: str) -> Iterator[Row]:
         yield row
 
 
-def report_real(rows: Sequence[Row]) -> None:
-    """Print the errors, the coverage of the intervals, and what the predicted winners lose."""
+def summary_real(rows: Sequence[Row]) -> list[str]:
+    """Return the errors, the coverage of the intervals, and what the predicted winners lose, in words."""
     errors = [abs(row.error) for row in rows]
     inside = sum(row.predicted.low <= row.measured <= row.predicted.high for row in rows)
-    print(f"\n{len(rows)} layouts: median error {statistics.median(errors):.1%} (aim 15 %), mean "
-          f"{statistics.fmean(errors):.1%}, worst {max(errors):.1%}; {inside} inside their interval")  # fmt: skip
+    median, mean = statistics.median(errors), statistics.fmean(errors)
+    error = f"median error {median:.1%} (aim 15 %), mean {mean:.1%}, worst {max(errors):.1%}"
+    said = [f"{len(rows)} layouts: {error}; {inside} inside their interval."]
     for model in MODELS:
         of_model = [row for row in rows if row.model == model]
         if len(of_model) > 1:
             winner = min(of_model, key=lambda row: row.predicted.seconds)
             fastest = min(of_model, key=lambda row: row.measured)
             lost = winner.measured / fastest.measured - 1
-            print(f"{model}: the predicted winner, {winner.layout}, is {lost:.1%} slower than the fastest, "
-                  f"{fastest.layout} (aim: at most 10 %)")  # fmt: skip
+            said.append(f"{model}: the predicted winner, {winner.layout}, is {lost:.1%} slower than the fastest, "
+                        f"{fastest.layout} (aim: at most 10 %).")  # fmt: skip
+    return said
 
 
 # ---- sleeping ranks ----
@@ -270,8 +273,8 @@ def slept(schedule: Schedule, costs: Costs) -> list[tuple[float, float]]:
     return ends
 
 
-def sleeping_rows(machine: Machine, only: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) seconds of the pipeline of each layout."""
+def sleeping_rows(machine: Machine, only: str) -> Iterator[tuple[str, float, list[float]]]:
+    """Yield (name, predicted seconds, measured seconds) of the pipeline of each layout."""
     chosen = [sleeper for sleeper in sleepers() if only in sleeper.name]
     kinds = [(each.config, held) for each in chosen for held in stage_contents(each.config, each.schedule.num_stages)]
     (times,) = run(single_actions, 1, kinds, device="cpu")
@@ -283,7 +286,7 @@ def sleeping_rows(machine: Machine, only: str) -> Iterator[tuple[str, float, flo
                 work = Workload(each.config, pp, software=machine.default_software)
                 predicted = predict_step(work, machine).timeline.makespan
                 show(each.name, predicted, spans)
-                yield each.name, predicted, statistics.median(spans)
+                yield each.name, predicted, spans
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -292,18 +295,27 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
 
 
-def report_sleeping(rows: Sequence[tuple[str, float, float]]) -> None:
-    """Print the agreement of the two rankings, and what the predicted winner loses."""
-    tau = kendall_tau([row[1:] for row in rows])
-    errors = [abs(predicted / measured - 1) for _, predicted, measured in rows]
-    print(f"\n{len(rows)} layouts: Kendall tau {tau:.3f} (aim 0.7), median error {statistics.median(errors):.1%}")
+def summary_sleeping(rows: Sequence[tuple[str, float, list[float]]]) -> list[str]:
+    """Return the agreement of the two rankings, and what the predicted winner loses, in words."""
+    medians = [(name, predicted, statistics.median(steps)) for name, predicted, steps in rows]
+    tau = kendall_tau([row[1:] for row in medians])
+    errors = [abs(predicted / measured - 1) for _, predicted, measured in medians]
+    said = [f"{len(rows)} layouts: Kendall tau {tau:.3f} (aim 0.7), median error {statistics.median(errors):.1%}."]
     for ranks in ("pp 2", "pp 4", "pp 8"):  # more ranks are faster anyway, so the order among as many tells more
-        pairs = [row[1:] for row in rows if row[0].startswith(ranks)]
+        pairs = [row[1:] for row in medians if row[0].startswith(ranks)]
         if len(pairs) > 1:
-            print(f"  {ranks}: {len(pairs)} layouts, Kendall tau {kendall_tau(pairs):.3f}")
-    winner, fastest = min(rows, key=lambda row: row[1]), min(rows, key=lambda row: row[2])
+            said.append(f"{ranks}: {len(pairs)} layouts, Kendall tau {kendall_tau(pairs):.3f}.")
+    winner, fastest = min(medians, key=lambda row: row[1]), min(medians, key=lambda row: row[2])
     lost = winner[2] / fastest[2] - 1
-    print(f"the predicted winner, {winner[0]}, is {lost:.1%} slower than the fastest, {fastest[0]} (aim: 10 %)")
+    said.append(f"The predicted winner, {winner[0]}, is {lost:.1%} slower than the fastest, {fastest[0]} (aim: 10 %).")
+    return said
+
+
+def stored(case: str, predicted: float, steps: Sequence[float]) -> dict[str, Any]:
+    """Return a row of the stored table."""
+    measured = statistics.median(steps)
+    return {"case": case, "predicted_ms": round(predicted * 1e3, 2), "measured_ms": round(measured * 1e3, 2),
+            "error": round(predicted / measured - 1, 3), "noise": round(measured / min(steps), 3)}  # fmt: skip
 
 
 def main() -> None:
@@ -311,15 +323,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--machine", required=True, help="file that labkit calibrate has written")
     parser.add_argument("--sleeping", action="store_true", help="pipelines of sleeping ranks")
-    parser.add_argument("--only", default="", help="layouts whose line contains this")
+    parser.add_argument("--only", default="", help="layouts whose line contains this; nothing is stored then")
     args = parser.parse_args()
     machine = load_machine(args.machine)
+    names = [s.name for s in sleepers()] if args.sleeping else [f"{m} {words(n, changes)}" for m, n, changes in LAYOUTS]
+    if not any(args.only in name for name in names):
+        parser.error(f"--only {args.only!r}: no layout contains it; the layouts are\n  " + "\n  ".join(names))
     print(f"{machine.name}: load average {os.getloadavg()[0]:.2f} before")
     print("layout, predicted, measured, error, median / fastest step", flush=True)
     if args.sleeping:
-        report_sleeping(list(sleeping_rows(machine, args.only)))
+        slept_rows = list(sleeping_rows(machine, args.only))
+        rows, notes = [stored(*row) for row in slept_rows], summary_sleeping(slept_rows)
     else:
-        report_real(list(real_rows(machine, args.only)))
+        real = list(real_rows(machine, args.only))
+        rows = [stored(f"{row.model} {row.layout}", row.predicted.seconds, row.steps) for row in real]
+        notes = summary_real(real)
+    report(
+        f"plan_on_cpu{'_sleeping' * args.sleeping}",
+        rows=rows,
+        title=f"The plan against this machine{', on sleeping ranks' * args.sleeping}",
+        notes=[*notes, "Predicted after `labkit calibrate`; noise is the median step over the fastest."],
+        write=not args.only,
+    )
 
 
 if __name__ == "__main__":
