@@ -22,8 +22,8 @@ sweep = pytest.mark.sweep
 QUICK = presets.tiny().override(
     {"layers": 4, "hidden": 16, "heads": 2, "seq_length": 16, "global_batch_size": 4, "record_events": False}
 )
-LONG = 60
-"""Steps of the runs that a command trains: they take several seconds."""
+LONG = 240
+"""Steps of the runs that a command trains: several seconds, longer than the wait for a random moment in them."""
 
 
 @pytest.fixture(scope="module")
