@@ -3,8 +3,8 @@
 Failures are independent, and each GPU fails at a constant rate; a failure of anything around it (host, network,
 software) counts for its GPUs. One failure stops all ranks, so a run on n GPUs is interrupted every MTBF / n.
 
-    MTBF of a GPU       54 days x 16,384 GPUs / 419 interruptions = 50,680 hours        (arXiv 2407.21783, section 3.3.4)
-    MTBF of a cluster   MTBF of a GPU / GPUs
+    MTBF of a GPU    54 days x 16,384 GPUs / 419 interruptions = 50,680 hours    (arXiv 2407.21783, section 3.3.4)
+    MTBF of a run    MTBF of a GPU / GPUs
 """
 
 from __future__ import annotations
