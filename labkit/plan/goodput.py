@@ -46,8 +46,8 @@ _DRAWS = 60_000
 """Lives that are simulated, at least; many runs of few failures, or few runs of many."""
 _RUNS = (8, 4000)
 """Least and most simulated runs."""
-_SHORTEST = 60.0
-"""Least seconds between failures that are simulated."""
+_MOST_FAILURES = 20_000
+"""Failures after which a simulated run ends; what follows would not differ."""
 _WIDTH = 8.0
 """The curve of intervals ends at this many times Daly's, and begins at its reciprocal."""
 
@@ -63,27 +63,41 @@ class ClusterRun:
     """Share of the planned step that is exposed communication."""
 
     def __post_init__(self) -> None:
+        if problems := self._impossible() or self._without_progress():
+            raise ConfigError(problems, source="the run on a cluster")
+
+    def _impossible(self) -> list[str]:
+        problems = []
+        if self.gpus < 1:
+            problems.append(f"{self.gpus} GPUs: give at least 1")
+        if not 0 < self.checkpoint.blocking < math.inf:
+            problems.append(f"a checkpoint blocks training for {self.checkpoint.blocking:g} s; give a time above 0")
+        if min(self.checkpoint.background, self.checkpoint.load) < 0:
+            problems.append("a checkpoint is written or loaded in less than 0 s; give 0 or more")
+        if not 0 <= self.communication <= 1:
+            problems.append(f"communication is {self.communication:g} of a step; give a share from 0 to 1")
+        return problems
+
+    def _without_progress(self) -> list[str]:
         writing = self.checkpoint.blocking + self.checkpoint.background
         every = f"and {self.gpus:,} GPUs fail every {duration(self.mtbf)}, so the run makes no progress"
-        ways = "take fewer GPUs, faster storage (storage_gb_s) or a longer gpu_mtbf_hours"
-        problems = []
-        if self.mtbf < _SHORTEST:
-            problems.append(f"{self.gpus:,} GPUs fail every {duration(self.mtbf)}, and a simulation needs at least "
-                            f"{_SHORTEST:.0f} s; take fewer GPUs or a longer gpu_mtbf_hours")  # fmt: skip
-        elif writing >= self.mtbf:
-            problems.append(f"a checkpoint takes {duration(writing)}, {every}; {ways}")
-        elif self.restart >= 5 * self.mtbf:
-            problems.append(f"a restart takes {duration(self.restart)}, {every}; take fewer GPUs, a shorter "
-                            "restart_seconds or a longer gpu_mtbf_hours")  # fmt: skip
-        if self.checkpoint.blocking <= 0:
-            problems.append(f"a checkpoint blocks training for {self.checkpoint.blocking:g} s; give a number above 0")
-        if problems:
-            raise ConfigError(problems, source="the run on a cluster")
+        if writing >= self.mtbf:
+            ways = "take fewer GPUs, faster storage (storage_gb_s) or a longer gpu_mtbf_hours"
+            return [f"a checkpoint takes {duration(writing)}, {every}; {ways}"]
+        if self.restart >= 5 * self.mtbf:
+            ways = "take fewer GPUs, a shorter restart_seconds or a longer gpu_mtbf_hours"
+            return [f"a restart takes {duration(self.restart)}, {every}; {ways}"]
+        return []
 
     @property
     def mtbf(self) -> float:
         """Mean seconds between two failures."""
         return self.cluster.mtbf(self.gpus)
+
+    @property
+    def seconds(self) -> float:
+        """Simulated wall time."""
+        return min(self.cluster.days * 86400, _MOST_FAILURES * self.mtbf)
 
     @property
     def restart(self) -> float:
@@ -93,7 +107,7 @@ class ClusterRun:
     @property
     def least_interval(self) -> float:
         """Seconds below which a save would start before the last one is written."""
-        return max(0.0, self.checkpoint.background - self.checkpoint.blocking)
+        return self.checkpoint.background
 
 
 def cluster_run(workload: Workload, step: StepPrediction, cluster: Cluster) -> ClusterRun:
@@ -146,8 +160,7 @@ class _Lives:
 def _lives(run: ClusterRun, seed: int) -> _Lives:
     """Return the same lives for the same seed, whatever the interval."""
     random = np.random.default_rng(seed)
-    end = run.cluster.days * 86400
-    mean = end / run.mtbf
+    end, mean = run.seconds, run.seconds / run.mtbf
     count = math.ceil(mean + 8 * math.sqrt(mean)) + 8
     runs = int(np.clip(_DRAWS // count, *_RUNS))
     lengths = random.exponential(run.mtbf, (runs, count))
@@ -189,19 +202,19 @@ def _simulated(run: ClusterRun, lives: _Lives, interval: float) -> Goodput:
         "stragglers": useful * straggling,
         "jitter": useful * jittering,
     }
-    end = run.cluster.days * 86400
-    shares = {name: float(each.sum(axis=1).mean()) / end for name, each in seconds.items()}
-    low, high = np.quantile(useful.sum(axis=1), (0.1, 0.9)) / end
-    return Goodput(run.gpus, interval, shares, float(low), float(high), float(lives.failed.sum(axis=1).mean()))
+    shares = {name: float(each.sum(axis=1).mean()) / run.seconds for name, each in seconds.items()}
+    low, high = np.quantile(useful.sum(axis=1), (0.1, 0.9)) / run.seconds
+    failures = lives.failed.sum(axis=1).mean() * run.cluster.days * 86400 / run.seconds
+    return Goodput(run.gpus, interval, shares, float(low), float(high), float(failures))
 
 
 def _check(run: ClusterRun, interval: float) -> None:
-    if interval <= 0:
+    if not 0 < interval < math.inf:
         suggestion = duration(suggested_interval(run))
         problem = f"an interval of {interval:g} s: give a time above 0, such as {suggestion}, which is Daly's"
     elif interval < run.least_interval:
-        least, write = duration(run.least_interval), duration(run.checkpoint.background)
-        problem = f"an interval of {duration(interval)}: writing a checkpoint takes {write}; give at least {least}"
+        least = duration(run.least_interval)
+        problem = f"an interval of {duration(interval)}: writing a checkpoint takes {least}; give at least that"
     else:
         return
     raise ConfigError([problem], source="the run on a cluster")

@@ -144,6 +144,13 @@ def test_every_second_has_one_use_and_a_seed_repeats(gpus: int, checkpoint: Chec
         assert found == simulate_goodput(run, interval, seed=3)
 
 
+def test_a_run_with_very_many_failures_is_cut_short_and_counts_all_of_them():
+    run = ClusterRun(1024, Checkpoint(0.1), every(20, restart_seconds=1))
+    found = simulate_goodput(run, 2)
+    assert found.failures == pytest.approx(365 * 86400 / 20, rel=0.01)
+    assert found.goodput == pytest.approx(1 / daly_seconds(1, 2, 0.1, 1, 20), rel=0.01)
+
+
 def test_goodput_falls_with_scale():
     run = ClusterRun(8, Checkpoint(30), Cluster(), 0.1)
     found = [each.goodput for each in goodput_by_size(run, [8, 64, 512, 4096, 16384, 131072])]
@@ -242,17 +249,24 @@ def test_runs_without_progress():
         (Checkpoint(1000), every(900), "a checkpoint takes 16.7 min, and 1,024 GPUs fail every 15 min, so the run"),
         (Checkpoint(1, background=1000), every(900), "a checkpoint takes 16.7 min"),
         (Checkpoint(1), every(100), "a restart takes 10 min, and 1,024 GPUs fail every 100 s, so the run makes no"),
-        (Checkpoint(1), every(20), "1,024 GPUs fail every 20 s, and a simulation needs at least 60 s"),
-        (Checkpoint(0), every(900), "a checkpoint blocks training for 0 s; give a number above 0"),
+        (Checkpoint(0), every(900), "a checkpoint blocks training for 0 s; give a time above 0"),
+        (Checkpoint(1, load=-1), every(900), "loaded in less than 0 s; give 0 or more"),
     ):
         with pytest.raises(ConfigError) as raised:
             ClusterRun(1024, checkpoint, cluster)
         assert len(raised.value.problems) == 1 and words in str(raised.value)
+    with pytest.raises(ConfigError, match="2 problems") as raised:
+        ClusterRun(0, Checkpoint(1), Cluster(), communication=3)
+    assert "0 GPUs: give at least 1" in str(raised.value) and "give a share from 0 to 1" in str(raised.value)
 
 
 def test_intervals_that_cannot_be():
     run = ClusterRun(1024, Checkpoint(10, background=600), every(7200))
-    for interval, words in ((0, "an interval of 0 s: give a time above 0"), (60, "give at least 9.83 min")):
+    for interval, words in (
+        (0, "an interval of 0 s: give a time above 0"),
+        (math.nan, "an interval of nan s"),
+        (60, "writing a checkpoint takes 10 min; give at least that"),
+    ):
         with pytest.raises(ConfigError, match=words):
             simulate_goodput(run, interval)
     assert suggested_interval(run) == run.least_interval == min(each.interval for each in interval_curve(run))
