@@ -89,7 +89,7 @@ def test_goodput_is_dalys_exact_time(interval: float, restart: float):
 
 def test_an_asynchronous_checkpoint_counts_once_it_is_written():
     """A cycle of training and copy is kept only if its write ends before the failure, so the exact time has R + W."""
-    run = ClusterRun(1024, Checkpoint(2, background=300, load=60), every(7200, restart_seconds=540))
+    run = ClusterRun(1024, Checkpoint(2, background=300, load=400), every(7200, restart_seconds=200))
     expected = 1 / daly_seconds(1, 900, 2, 600 + 300, 7200)
     assert simulate_goodput(run, 900).goodput == pytest.approx(expected, rel=0.01)
 
@@ -186,6 +186,9 @@ def test_stragglers_slow_the_computing_share_of_a_step():
     run = ClusterRun(8, Checkpoint(1), Cluster(straggler_share=1, straggler_factor=1.5, jitter=0.3), 0.25)
     found = simulate_goodput(run, 3600)
     assert found.shares["stragglers"] / found.goodput == pytest.approx(0.5 * 0.75)
+    some = simulate_goodput(ClusterRun(1000, Checkpoint(1), every(7200, 1000, straggler_share=1e-3)), 600)
+    slow_lives = straggler_chance(1000, 1e-3)  # 63 %, each of which takes 1.05 times as long for a step
+    assert some.shares["stragglers"] / some.effective_time == pytest.approx(slow_lives * 0.05 / 1.05, rel=0.02)
     assert found.shares["jitter"] / found.goodput == pytest.approx(0.25 * (jitter_factor(8, 0.3) - 1))
 
 
