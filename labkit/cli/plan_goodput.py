@@ -76,6 +76,7 @@ def goodput_lines(found: PlannedGoodput, width: int | None) -> list[str]:
         "",
         "the same step and the same checkpoint on other numbers of GPUs, each with Daly's interval:",
         *_by_size(found, width),
+        *_without_progress(found),
     ]
 
 
@@ -83,10 +84,11 @@ def _losses(found: PlannedGoodput, width: int | None) -> list[str]:
     run, chosen, step = found.run, found.chosen, found.layout.prediction
     cluster, checkpoint = run.cluster, run.checkpoint
     mode = f", and {duration(checkpoint.background)} in the background" if cluster.asynchronous else ""
+    size = checkpoint.bytes / 1e9
     notes = {
         "useful": f"steps of {step.seconds:.4g} s",
-        "checkpoints": f"{checkpoint.bytes / 1e9:,.0f} GB block for {duration(checkpoint.blocking)}{mode}; one every "
-        f"{duration(chosen.interval)}",
+        "checkpoints": f"{size:,.{0 if size >= 10 else 2}f} GB block for {duration(checkpoint.blocking)}{mode}; one "
+        f"every {duration(chosen.interval)}",
         "lost": f"{chosen.failures:.1f} failures, one every {duration(run.mtbf)}",
         "restarts": f"{duration(run.restart)} each, {duration(checkpoint.load)} of it to load the checkpoint",
         "stragglers": f"{cluster.straggler_share:.3%} of GPUs take {cluster.straggler_factor:g} times as long",
@@ -116,13 +118,19 @@ def _intervals(found: PlannedGoodput, width: int | None) -> list[str]:
 
 def _by_size(found: PlannedGoodput, width: int | None) -> list[str]:
     losses = [name for name in SHARES if name != "useful"]
-    rows = [["GPUs", "fail every", "interval", "goodput", *losses]]
+    rows = [["GPUs", "fail every", "interval", "goodput", "saves", *losses[1:]]]  # in 80 columns
     rows += [
         [f"{each.gpus:,}", duration(found.run.cluster.mtbf(each.gpus)), duration(each.interval),
          f"{each.goodput:.1%}", *(f"{each.shares[name]:.1%}" for name in losses)]
         for each in found.sizes
     ]  # fmt: skip
     return table(rows, right=range(len(rows[0])), width=width)
+
+
+def _without_progress(found: PlannedGoodput) -> list[str]:
+    """Return a line about the sizes that are not in the table."""
+    sizes = [f"{size:,}" for size in _SIZES if size not in {each.gpus for each in found.sizes}]
+    return [f"no progress on {', '.join(sizes)} GPUs: failures leave no time to restart and save"] if sizes else []
 
 
 def goodput_json(found: PlannedGoodput) -> dict[str, Any]:

@@ -288,6 +288,9 @@ def test_the_plan_of_a_layout_ends_with_its_goodput(capsys: pytest.CaptureFixtur
     code, text = run_command(capsys, "--cluster", "interval_minutes=30")
     assert code == 0 and "goodput of 14 days on 8 GPUs" in text
     assert all(words in text for words in ("given", "simulated best", "Young (1974)", "Daly (2006)", "16,384"))
+    assert "no progress" not in text
+    code, text = run_command(capsys, "--cluster", "gpu_mtbf_hours=300")  # 132 s between failures of 8,192
+    assert code == 0 and "no progress on 16,384 GPUs" in text
     code, text = run_command(capsys, "--why", "tp=2,pp=2", "--goodput")
     assert code == 0 and "tp=2,pp=2: legal, and fits" in text and "goodput of 14 days on 8 GPUs, tp=2,pp=2" in text
     code, text = run_command(capsys, "--why", "tp=3", "--goodput")
