@@ -143,8 +143,8 @@ def _doubts(run: RunOfFolder, machine: Machine, found: Waterfall) -> list[str]:
     """Return sentences on what limits the comparison."""
     said = []
     if not _sees_waits(run.device):
-        said.append("on a GPU Events do not show how long NCCL waits, so communication inside actions is measured "
-                    "together with them, and idle time together with the gaps of the host")  # fmt: skip
+        rule = "communication inside actions is measured with them, and gaps of the host as idle time of the pipeline"
+        said.append(f"on a GPU Events do not show how long NCCL waits: {rule}")
     if machine.node.measured and run.world_size > 2:
         ranks = f"{machine.name} was measured with 2 ranks at once, and the run has {run.world_size}"
         said.append(f"{ranks}; if they share cores, all of it takes longer than predicted")

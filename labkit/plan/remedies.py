@@ -13,11 +13,13 @@ from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import counted
 from labkit.plan.machine import Machine
 from labkit.plan.step_time import predict_step
-from labkit.plan.waterfall import ROWS, Row, Waterfall, predicted_rows
+from labkit.plan.waterfall import COMPUTE, ROWS, Row, Waterfall, predicted_rows
 from labkit.plan.workload import Workload
 
 _STRAGGLER = 1.1
 """A rank is named as slow if its actions take this many times as long as the lower median of its peers."""
+_SLOW = 1.5
+"""Computation is called slow if it takes this many times as long as predicted."""
 _UNEVEN = 1.05
 """A stage is named as long if its actions take this many times as long as the mean of the stages."""
 
@@ -34,7 +36,7 @@ def headline(workload: Workload, machine: Machine, found: Waterfall) -> str:
     """Return one sentence: the largest loss, its share of the measured step, and what to try."""
     row = found.largest
     share = f"{row.measured / found.measured:.0%} of the step is {_loss(row, workload)}"
-    advice = _advice(row, found) or _best_remedy(row, workload, machine, found)
+    advice = _slow_computation(row, found) or _advice(row, found) or _best_remedy(row, workload, machine, found)
     return f"{share}; {advice}" if advice else f"{share}."
 
 
@@ -46,6 +48,19 @@ def _loss(row: Row, workload: Workload) -> str:
              "actions": "waits for single slow actions of other stages", "stages": "waits for longer stages",
              "pp": "messages between stages, and waits for them", "host": "the host's, between actions"}  # fmt: skip
     return named.get(row.key, ROWS[row.key])
+
+
+def _slow_computation(row: Row, found: Waterfall) -> str:
+    """Return what to look at if the row belongs to a computation that is far slower than predicted."""
+    keys = next((keys for keys in found.joint if row.key in keys), ())
+    rows = [each for each in found.rows if each.key in ("ideal", *keys)]
+    ratio = sum(each.measured for each in rows) / max(sum(each.predicted for each in rows), 1e-12)
+    if row.key not in COMPUTE or ratio < _SLOW:
+        return ""
+    return (
+        f"all computation takes {ratio:.1f} times as long as predicted, so look at clocks, cores and other programs "
+        "first, and whether the file of the machine is of this one."
+    )
 
 
 def _advice(row: Row, found: Waterfall) -> str:
@@ -119,6 +134,7 @@ def _remedies(key: str, workload: Workload) -> Iterator[Remedy]:
         if key == "attention" and config.model.attention_backend in ("unfused", "math"):
             yield Remedy({"model.attention_backend": "fused"}, "a fused kernel")
         yield wider
+        yield Remedy({**wider.fields, "train.global_batch_size": 2 * batch}, wider.words)
 
 
 def _less_communication(axis: str, config: RunConfig) -> Iterator[Remedy]:

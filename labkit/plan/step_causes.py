@@ -12,6 +12,9 @@ simulated several times, each time with one more fact of what was measured:
 What a simulated step gets longer by is the cost of that fact; the part of it that is no computation is idle time. What
 is measured beyond the fifth is messages, and waits for them.
 
+A part below zero makes the fill and drain shorter: actions that happened to be short where the pipeline fills, or ranks
+that used their idle time, for example to reduce gradients.
+
 A rank is slow if its actions compute longer than the same actions of its peers, the ranks of its stage. It costs the
 difference to the (lower) median of the peers. Ranks that share the slow one's collectives lose the same time inside
 them, and data-parallel replicas lose it when gradients are reduced; all of this counts as stragglers. A rank without
@@ -24,7 +27,7 @@ Legend: C = pipelines (one for each position in tp, cp and dp), A = actions of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,34 +76,53 @@ class Idle(NamedTuple):
     """Seconds that data-parallel replicas wait for one with a slow rank."""
 
 
-def step_causes(ranks: Sequence[RankStep], schedule: Schedule, pipelines: Pipelines) -> dict[str, float]:
+def step_causes(ranks: Sequence[RankStep], schedule: Schedule, pipelines: Pipelines, *,
+                sees_waits: bool = True) -> dict[str, float]:  # fmt: skip
     """Return the seconds of a step by cause; they add up to the longest `RankStep.total`.
 
-    ranks: steps of all global ranks in their order. Keys: compute, tp, cp, ep, dp, fill, stages, actions, pp,
-    stragglers, update, host, unexplained. Raises ValueError for a rank that ran other actions than the schedule's.
+    ranks: steps of all global ranks in their order. sees_waits: as in `rank_step`; without it, what a rank idles
+    between actions counts as idle time of the pipeline, and so does the simulated end of the others after its own.
+    Raises ValueError for a rank that ran other actions than the schedule's.
     """
-    found = idle_by_cause(all_actions(ranks, schedule, pipelines), schedule, pipelines.in_step)
-    mean = {axis: float(np.mean([rank.blocked[axis] for rank in ranks])) for axis in AXES}
-    inside = {axis: float(np.mean([rank.blocked_inside[axis] for rank in ranks])) for axis in INNER}
+    actions = all_actions(ranks, schedule, pipelines)
+    mean = {axis: _mean(rank.blocked[axis] for rank in ranks) for axis in AXES}
+    inside = {axis: _mean(rank.blocked_inside[axis] for rank in ranks) for axis in INNER}
+    update, after, gaps = (
+        _mean(float(np.sum(getattr(rank, name))) for rank in ranks) for name in ("update", "after", "gaps")
+    )
+    if not sees_waits and schedule.pp > 1:
+        drain = min(_drain(actions, schedule), update + after)
+        mean["pp"] += gaps + drain
+        update, after = max(0.0, update - drain), after - max(0.0, drain - update)
+        actions, gaps = actions._replace(gaps=np.zeros_like(actions.gaps)), 0.0
+    found = idle_by_cause(actions, schedule, pipelines.in_step)
     share = found.slow_waiting / sum(inside.values()) if found.slow_waiting else 0.0
     late = min(found.late_replicas, mean["dp"])
-    idle = found.fill + found.stages + found.stragglers + found.actions + found.host
-    messages = mean["pp"] - idle
-    longest, own = max(rank.total for rank in ranks), float(np.mean([rank.total for rank in ranks]))
+    messages = mean["pp"] - (found.fill + found.stages + found.stragglers + found.actions + found.host)
     return {
-        "compute": float(np.mean([rank.computing.sum() for rank in ranks])) - found.slow_computing,
+        "compute": _mean(float(rank.computing.sum()) for rank in ranks) - found.slow_computing,
         **{axis: mean[axis] - inside[axis] * share for axis in INNER},
         "dp": mean["dp"] - late,
-        "fill": found.fill + min(0.0, messages),  # ranks used that much of their idle time, for example to reduce
+        "fill": found.fill + min(0.0, messages) + min(0.0, found.actions),
         "stages": found.stages,
-        "actions": found.actions,
+        "actions": max(0.0, found.actions),
         "pp": max(0.0, messages),
         "stragglers": found.slow_computing + found.slow_waiting + found.stragglers + late,
-        "update": float(np.mean([rank.update for rank in ranks])),
-        "after": float(np.mean([rank.after for rank in ranks])),
-        "host": float(np.mean([rank.gaps.sum() for rank in ranks])) + found.host,
-        "unexplained": longest - own,
+        "update": update,
+        "after": after,
+        "host": gaps + found.host,
+        "unexplained": max(rank.total for rank in ranks) - _mean(rank.total for rank in ranks),
     }
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def _drain(actions: Actions, schedule: Schedule) -> float:
+    """Return the simulated time from a rank's last action to the end of its pipeline, mean over ranks."""
+    ends = [earliest(schedule, row)[1] for row in actions.computing + actions.waiting]
+    return float(np.mean([end.max() - end[schedule.offsets[1:] - 1] for end in ends]))
 
 
 def all_actions(ranks: Sequence[RankStep], schedule: Schedule, pipelines: Pipelines) -> Actions:

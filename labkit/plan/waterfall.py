@@ -110,7 +110,7 @@ def waterfall(workload: Workload, machine: Machine, steps: Mapping[int, Sequence
     pipelines = pipelines_of(workload)
     predicted = predicted_rows(workload, machine, prediction)
     chosen = middle_half({number: max(rank.total for rank in ranks) for number, ranks in steps.items()})
-    causes = [step_causes(steps[number], schedule, pipelines) for number in chosen]
+    causes = [step_causes(steps[number], schedule, pipelines, sees_waits=sees_waits) for number in chosen]
     mean = {cause: fmean(each[cause] for each in causes) for cause in causes[0]}
     phases = all(rank.has_phases for number in chosen for rank in steps[number])
     joint = _joint(predicted, workload, phases=phases, sees_waits=sees_waits)

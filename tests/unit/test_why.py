@@ -82,14 +82,15 @@ def recorded(rank: int, actions: list[Event], waits: float, finish: float, repli
     return events
 
 
-def causes(work: Workload, costs: Costs, **more) -> dict[str, float]:
+def causes(work: Workload, costs: Costs, *, sees_waits: bool = True, **more) -> dict[str, float]:
     events = events_of(work, costs, **more)
     axis = axis_of(work.config.parallel, work.world_size)
     ranks = [
-        rank_step([event for event in events if event.rank == rank], axis, sees_waits=True)
+        rank_step([event for event in events if event.rank == rank], axis, sees_waits=sees_waits)
         for rank in range(work.world_size)
     ]
-    found = step_causes(ranks, schedule_of(work.config, work.microbatches), pipelines_of(work))
+    schedule = schedule_of(work.config, work.microbatches)
+    found = step_causes(ranks, schedule, pipelines_of(work), sees_waits=sees_waits)
     assert sum(found.values()) == pytest.approx(max(rank.total for rank in ranks))
     assert found["update"] == pytest.approx(UPDATE) and found["after"] == pytest.approx(HOST)
     return {cause: round(seconds, 9) for cause, seconds in found.items() if abs(seconds) > 1e-9}
@@ -99,9 +100,11 @@ def equal(pp: int) -> Costs:
     return Costs(forward=[F] * pp, input_grad=[B / 2] * pp, weight_grad=[B / 2] * pp)
 
 
+@pytest.mark.parametrize("sees_waits", [True, False])
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8)])
-def test_fill_and_drain_are_p_minus_1_over_m_of_the_computation(pp, m):
-    found = causes(workload(pp, m, parallel__pp=pp), equal(pp))
+def test_fill_and_drain_are_p_minus_1_over_m_of_the_computation(pp, m, sees_waits):
+    """Also where the host does not see waits, as on a GPU."""
+    found = causes(workload(pp, m, parallel__pp=pp), equal(pp), sees_waits=sees_waits)
     assert found["compute"] == pytest.approx(m * (F + B))
     assert found["fill"] == pytest.approx((pp - 1) / m * found["compute"])
     assert set(found) == {"compute", "fill", "update", "after"}
@@ -220,7 +223,7 @@ LAYOUTS = [
 ]
 
 
-def steps_of(work: Workload, **more):
+def steps_of(work: Workload, *, sees_waits: bool = True, **more):
     axis, costs = (
         axis_of(work.config.parallel, work.world_size),
         equal(work.config.parallel.pp * work.config.parallel.vpp),
@@ -228,7 +231,7 @@ def steps_of(work: Workload, **more):
     found = {}
     for number in (3, 4, 5, 6):
         events = events_of(work, costs, step=number, **more)
-        found[number] = [rank_step([e for e in events if e.rank == rank], axis, sees_waits=True)
+        found[number] = [rank_step([e for e in events if e.rank == rank], axis, sees_waits=sees_waits)
                          for rank in range(work.world_size)]  # fmt: skip
     return found
 
@@ -236,7 +239,7 @@ def steps_of(work: Workload, **more):
 @pytest.mark.parametrize("work", LAYOUTS[:3], ids=["pp", "tp x pp", "tp x dp"])
 @pytest.mark.parametrize("sees_waits", [True, False])
 def test_both_columns_add_up_to_their_step(work, sees_waits):
-    found = waterfall(work, H100, steps_of(work), sees_waits=sees_waits)
+    found = waterfall(work, H100, steps_of(work, sees_waits=sees_waits), sees_waits=sees_waits)
     assert [row.key for row in found.rows] == list(ROWS)
     assert found.predicted == pytest.approx(found.prediction.seconds)
     assert found.measured == pytest.approx(found.median)
