@@ -30,11 +30,24 @@ def report(folder: Path, workload: Workload, machine: Machine, found: Waterfall,
 
 
 def _of(folder: Path, workload: Workload, machine: Machine) -> str:
+    words = ", ".join(filter(None, [counted(workload.world_size, "rank"), _axes(workload)]))
+    return f"{folder}: {words}, {counted(workload.microbatches, 'microbatch')}; predicted for {machine.name}"
+
+
+def _axes(workload: Workload) -> str:
     parallel = workload.config.parallel
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "pp": parallel.pp, "dp": workload.dp}
-    layout = sizes_in_words({axis: size for axis, size in sizes.items() if size > 1})
-    words = ", ".join(filter(None, [counted(workload.world_size, "rank"), layout]))
-    return f"{folder}: {words}, {counted(workload.microbatches, 'microbatch')}; predicted for {machine.name}"
+    return sizes_in_words({axis: size for axis, size in sizes.items() if size > 1})
+
+
+def _layout(workload: Workload) -> str:
+    """Return what decides the rate of a run beside its size: axes, batches, recomputation, precision, sharding."""
+    train, model = workload.config.train, workload.config.model
+    return ", ".join(filter(None, [
+        _axes(workload) or "one of each axis", "FSDP" if workload.fsdp else "",
+        f"micro batch {train.micro_batch_size}", f"global batch {train.global_batch_size}",
+        f"recomputation {model.recompute_granularity}", workload.config.optim.precision, workload.software,
+    ]))  # fmt: skip
 
 
 def _about_steps(found: Waterfall) -> str:
@@ -95,13 +108,11 @@ def _seconds(seconds: float) -> str:
 
 
 def _joint_words(found: Waterfall) -> list[str]:
-    lines = []
-    for keys in found.joint:
-        names = ", ".join(ROWS[key] for key in keys)
-        total = sum(row.measured for row in found.rows if row.key in keys)
-        if total:
-            lines.append(f"~ measured together, and split as predicted: {names}")
-    return lines
+    """Return a line for each set of rows that was measured together, unless another set has all of them."""
+    sets = [set(keys) for keys in found.joint]
+    alone = [keys for keys in found.joint if not any(set(keys) < other for other in sets)]
+    names = [", ".join(ROWS[key] for key in keys) for keys in alone]
+    return [f"~ measured together, and split as predicted: {each}" for each in names]
 
 
 def flops_per_rank(workload: Workload, seconds: float) -> float:
@@ -121,9 +132,13 @@ def _near_words(workload: Workload, machine: Machine, found: Waterfall, near: Ne
     assert near.row.workload is not None
     theirs, row = near.flops_per_gpu / 1e12, near.row
     there = f"{row.model} on {counted(near.row.workload.world_size, 'GPU')} of {row.machine} ({row.source})"
+    doubt = [] if row.specified else ["  its source leaves out so much that a difference says little"]
     lines = [
         f"nearest published run: {row.id}, {there}, {near.distance:.1f} doublings away",
         f"  TFLOP/s for each GPU: {ours:.1f} here, {theirs:.1f} there",
+        f"  layout there: {_layout(near.row.workload)}",
+        f"  layout here:  {_layout(workload)}",
+        *doubt,
     ]
     return lines + [f"  not stated there: {words}" for words in near.not_stated]
 

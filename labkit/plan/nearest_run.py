@@ -35,7 +35,7 @@ class NearRun(NamedTuple):
     @property
     def not_stated(self) -> list[str]:
         """What its source does not say, and how it was filled in."""
-        return [f"{rule}: {RULES[rule]}" for rule in self.row.filled]
+        return [f"{rule}: {RULES[rule]}" for rule in dict.fromkeys(self.row.filled)]
 
 
 def family(machine: Machine) -> str | None:

@@ -44,6 +44,8 @@ class RankStep(NamedTuple):
     """Seconds for which each action is blocked (A,)."""
     gaps: np.ndarray
     """Seconds before each action (A,) in which the rank is neither blocked nor in an action."""
+    products: float
+    """Seconds of the computation in which linear layers compute gradients: two of their three products."""
     blocked: dict[str, float]
     """Axis -> seconds, inside and outside of actions."""
     blocked_inside: dict[str, float]
@@ -88,8 +90,9 @@ def rank_step(events: Iterable[Event], axis: Callable[[str], str], *, sees_waits
     inside = [event for event in recorded if event.start < whole.end and event.end > whole.start and event is not whole]
     actions = [event for event in inside if _is_action(event)]
     blocking = _blocking(inside) if sees_waits else []
+    products = [event for event in inside if _is_product(event)] if sees_waits else []
     phases = [event for event in inside if event.kind == "timer" and event.name in UPDATE]
-    edges = [time for event in (*actions, *blocking, *phases) for time in (event.start, event.end)]
+    edges = [time for event in (*actions, *blocking, *products, *phases) for time in (event.start, event.end)]
     bounds = np.unique(np.clip([whole.start, whole.end, *edges], whole.start, whole.end))
     seconds, count = np.diff(bounds), len(actions)
 
@@ -99,6 +102,7 @@ def rank_step(events: Iterable[Event], axis: Callable[[str], str], *, sees_waits
     in_gap = (place < 0) & (bounds[:-1] < last)
     ended = (place < 0) & ~in_gap
     free = cause < 0
+    multiplying = _painted(bounds, products, [0] * len(products)) >= 0
     updating = _painted(bounds, phases, [0] * len(phases)) >= 0
     next_action = np.searchsorted([event.start for event in actions], bounds[:-1])
 
@@ -111,6 +115,7 @@ def rank_step(events: Iterable[Event], axis: Callable[[str], str], *, sees_waits
         computing=by(place, (place >= 0) & free, count),
         waiting=by(place, (place >= 0) & ~free, count),
         gaps=by(next_action, in_gap & free, count),
+        products=float(seconds[(place >= 0) & free & multiplying].sum()),
         blocked=dict(zip(AXES, by(cause, ~free, len(AXES)).tolist(), strict=True)),
         blocked_inside=dict(zip(AXES, by(cause, ~free & (place >= 0), len(AXES)).tolist(), strict=True)),
         update=float(seconds[ended & free & updating].sum()),
@@ -122,6 +127,13 @@ def rank_step(events: Iterable[Event], axis: Callable[[str], str], *, sees_waits
 def _is_action(event: Event) -> bool:
     found = ACTION.fullmatch(event.name)
     return found is not None and event.kind == EVENT_KINDS[found[2]]
+
+
+def _is_product(event: Event) -> bool:
+    """Return True for a gradient of a linear layer, such as `layers.0.mlp.fc1 weight_grad`. That of a word embedding
+    adds rows; it multiplies nothing."""
+    is_gradient = event.kind in ("input_grad", "weight_grad") and event.name.endswith(f" {event.kind}")
+    return is_gradient and not event.name.startswith("embedding.")
 
 
 def _blocking(events: Sequence[Event]) -> list[Event]:

@@ -1,7 +1,8 @@
 """What to try against the largest loss of a step, and what the prediction says it would bring. No torch.
 
-A remedy changes fields of the configuration. It is named only if the changed run is legal and is predicted to take less
-time for each sample. Whether it fits into memory is not checked here; `labkit plan` does that.
+A remedy changes fields of the configuration. It is named only if the changed run is legal, and is predicted to take
+less time for each sample and to lose a smaller share. Whether it fits into memory is not checked here; `labkit plan`
+does that.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def _loss(row: Row, workload: Workload) -> str:
 
 def _slow_computation(row: Row, found: Waterfall) -> str:
     """Return what to look at if the row belongs to a computation that is far slower than predicted."""
-    keys = next((keys for keys in found.joint if row.key in keys), ())
-    rows = [each for each in found.rows if each.key in ("ideal", *keys)]
+    rows = [each for each in found.rows if each.key in ("ideal", *COMPUTE)]
     ratio = sum(each.measured for each in rows) / max(sum(each.predicted for each in rows), 1e-12)
     if row.key not in COMPUTE or ratio < _SLOW:
         return ""
@@ -84,6 +84,7 @@ def _advice(row: Row, found: Waterfall) -> str:
 def _best_remedy(row: Row, workload: Workload, machine: Machine, found: Waterfall) -> str:
     """Return the first remedy that the prediction likes, in words; an empty text if none is."""
     before = found.prediction.seconds / workload.config.train.global_batch_size
+    had = row.predicted / found.predicted
     for remedy in _remedies(row.key, workload):
         try:
             config = workload.config.replaced(remedy.fields)
@@ -94,13 +95,13 @@ def _best_remedy(row: Row, workload: Workload, machine: Machine, found: Waterfal
         except (ConfigError, ValueError):  # not legal, or without times
             continue
         after = step.seconds / config.train.global_batch_size
-        if after >= before:
-            continue
         share = predicted_rows(changed, machine, step)[row.key] / step.seconds
+        if after >= before or share >= had:
+            continue
         options = " ".join(f"--{name} {str(value).lower()}" for name, value in remedy.fields.items())
         return (
-            f"try {options} ({remedy.words}): predicted to bring it from {row.predicted / found.predicted:.0%} to "
-            f"{share:.0%}, and the time of a sample down by {1 - after / before:.0%}."
+            f"try {options} ({remedy.words}): predicted to bring it from {had:.0%} to {share:.0%}, "
+            f"and the time of a sample down by {1 - after / before:.0%}."
         )
     return ""
 

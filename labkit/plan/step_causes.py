@@ -36,8 +36,8 @@ from labkit.plan.rank_steps import AXES, RankStep
 from labkit.schedules import Schedule
 from labkit.schedules.simulator import earliest
 
-INNER = ("tp", "cp", "ep")
-"""Axes that communicate inside actions."""
+INNER = ("tp", "cp", "ep", "dp")
+"""Axes that communicate inside actions; dp in the last backward."""
 
 
 class Pipelines(NamedTuple):
@@ -97,12 +97,11 @@ def step_causes(ranks: Sequence[RankStep], schedule: Schedule, pipelines: Pipeli
         actions, gaps = actions._replace(gaps=np.zeros_like(actions.gaps)), 0.0
     found = idle_by_cause(actions, schedule, pipelines.in_step)
     share = found.slow_waiting / sum(inside.values()) if found.slow_waiting else 0.0
-    late = min(found.late_replicas, mean["dp"])
+    late = min(found.late_replicas, mean["dp"] - inside["dp"] * share)
     messages = mean["pp"] - (found.fill + found.stages + found.stragglers + found.actions + found.host)
     return {
         "compute": _mean(float(rank.computing.sum()) for rank in ranks) - found.slow_computing,
-        **{axis: mean[axis] - inside[axis] * share for axis in INNER},
-        "dp": mean["dp"] - late,
+        **{axis: mean[axis] - inside[axis] * share - late * (axis == "dp") for axis in INNER},
         "fill": found.fill + min(0.0, messages) + min(0.0, found.actions),
         "stages": found.stages,
         "actions": max(0.0, found.actions),

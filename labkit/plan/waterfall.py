@@ -4,8 +4,10 @@ The first row is the ideal step, model FLOPs / (ranks x peak), so ideal / step i
 cause adds, and the last is the step. All rows are means over ranks, since a rank that waits is as much a loss as one
 that computes; both columns add up to their step.
 
-Events do not tell products from the kernels between them, which run in one action. Such rows are measured together and
-split in the proportions of the prediction (`Waterfall.joint`). What is measured of them is only their sum.
+An action is one Event, whatever runs in it. Only the gradients of linear layers have Events of their own, where the
+host waits for them (on a CPU). These are two of a layer's three products, so the row of GEMMs is 1.5 times their time.
+The other rows of computation are measured together and split in the proportions of the prediction
+(`Waterfall.joint`): what is measured of them is only their sum.
 
 A run has many steps, and medians of rows do not add up. So the rows are means over the middle half of the steps, those
 between the quartiles of the step time.
@@ -50,6 +52,8 @@ ROWS = {
     "unexplained": "not explained",
 }
 """Row of a waterfall -> its name in tables, in order."""
+PRODUCTS = 1.5
+"""All products of linear layers over those of their gradients: each layer has three of the same size."""
 COMPUTE = ("gemm", "attention", "memory", "launch", "recompute")
 """Rows that an action's computation is made of."""
 
@@ -113,8 +117,11 @@ def waterfall(workload: Workload, machine: Machine, steps: Mapping[int, Sequence
     causes = [step_causes(steps[number], schedule, pipelines, sees_waits=sees_waits) for number in chosen]
     mean = {cause: fmean(each[cause] for each in causes) for cause in causes[0]}
     phases = all(rank.has_phases for number in chosen for rank in steps[number])
-    joint = _joint(predicted, workload, phases=phases, sees_waits=sees_waits)
-    measured = _measured_rows(mean, predicted, joint, _ideal(workload, machine))
+    joint = _joint(predicted, phases=phases, sees_waits=sees_waits)
+    ranks = [rank for number in chosen for rank in steps[number]]
+    products = sum(rank.products for rank in ranks) / sum(float(rank.computing.sum()) for rank in ranks)
+    joint = _without_products(joint, products)
+    measured = _measured_rows(mean, predicted, joint, _ideal(workload, machine), PRODUCTS * products)
     rows = [Row(key, predicted[key], measured[key]) for key in ROWS]
     times = [max(rank.total for rank in ranks) for ranks in steps.values()]
     seconds = [all_actions(steps[number], schedule, pipelines) for number in chosen]
@@ -182,7 +189,7 @@ def _ideal(workload: Workload, machine: Machine) -> tuple[float, float]:
     return (flops.total - flops.attention) / linear / workload.world_size + attention, attention
 
 
-def _joint(predicted: Mapping[str, float], workload: Workload, *, phases: bool, sees_waits: bool) -> dict[str, tuple]:
+def _joint(predicted: Mapping[str, float], *, phases: bool, sees_waits: bool) -> dict[str, tuple[str, ...]]:
     """Return measured cause -> rows that it holds, of which some are predicted to take time."""
     inner = [] if sees_waits else ["tp", "cp", "ep"]
     outer = [] if sees_waits else ["dp"]
@@ -192,10 +199,23 @@ def _joint(predicted: Mapping[str, float], workload: Workload, *, phases: bool, 
     return {"compute": tuple(compute), "update": tuple(update), "after": tuple(after)}
 
 
+def _without_products(joint: dict[str, tuple[str, ...]], products: float) -> dict[str, tuple[str, ...]]:
+    """Return `joint` without the row of GEMMs, if these were measured and are not all of the computation."""
+    others = tuple(key for key in joint["compute"] if key != "gemm")
+    measured = 0 < PRODUCTS * products < 1 and others
+    return joint | {"compute": others} if measured else joint
+
+
 def _measured_rows(mean: Mapping[str, float], predicted: Mapping[str, float], joint: Mapping[str, tuple[str, ...]],
-                   ideals: tuple[float, float]) -> dict[str, float]:  # fmt: skip
-    """Return the measured seconds of every row, from those of every cause."""
+                   ideals: tuple[float, float], products: float) -> dict[str, float]:  # fmt: skip
+    """Return the measured seconds of every row, from those of every cause.
+
+    products: share of the computation that GEMMs take, if it was measured.
+    """
     ideal, of_attention = ideals
+    if "gemm" not in joint["compute"]:
+        of_products = mean["compute"] * products
+        mean = {**mean, "gemm": of_products, "compute": mean["compute"] - of_products}
     weights = dict(predicted)
     weights["gemm"] += ideal - of_attention
     weights["attention"] += of_attention

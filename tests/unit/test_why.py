@@ -10,6 +10,7 @@ import pytest
 from labkit.cli.command_line import main
 from labkit.config import RunConfig
 from labkit.events import Event, write_jsonl
+from labkit.plan.flops import step_flops
 from labkit.plan.machine import load_machine
 from labkit.plan.machine_names import machine_of_gpu
 from labkit.plan.nearest_run import FURTHEST, nearest_run
@@ -17,7 +18,7 @@ from labkit.plan.rank_steps import axis_of, rank_step
 from labkit.plan.remedies import headline
 from labkit.plan.step_causes import step_causes
 from labkit.plan.step_time import schedule_of
-from labkit.plan.waterfall import ROWS, middle_half, pipelines_of, waterfall
+from labkit.plan.waterfall import COMPUTE, ROWS, middle_half, pipelines_of, waterfall
 from labkit.plan.workload import Workload
 from labkit.schedules import Costs, simulate
 from labkit.schedules.ir import EVENT_KINDS
@@ -195,6 +196,7 @@ def test_every_moment_belongs_to_one_cause():
     assert found.blocked["tp"] == found.blocked_inside["tp"] == pytest.approx(0.75)
     assert (found.blocked["dp"], found.update, found.after) == pytest.approx((0.25, 0.75, 1.0))
     blind = rank_step(events, axis, sees_waits=False)
+    assert (found.products, blind.products) == (pytest.approx(1.0), 0.0)
     assert blind.computing.tolist() == pytest.approx([4.0, 2.5]) and not any(blind.blocked.values())
     assert rank_step(events[1:], axis, sees_waits=True) is None
 
@@ -236,7 +238,7 @@ def steps_of(work: Workload, *, sees_waits: bool = True, **more):
     return found
 
 
-@pytest.mark.parametrize("work", LAYOUTS[:3], ids=["pp", "tp x pp", "tp x dp"])
+@pytest.mark.parametrize("work", LAYOUTS, ids=["pp", "tp x pp", "tp x dp", "pp x dp, two chunks"])
 @pytest.mark.parametrize("sees_waits", [True, False])
 def test_both_columns_add_up_to_their_step(work, sees_waits):
     found = waterfall(work, H100, steps_of(work, sees_waits=sees_waits), sees_waits=sees_waits)
@@ -244,10 +246,23 @@ def test_both_columns_add_up_to_their_step(work, sees_waits):
     assert found.predicted == pytest.approx(found.prediction.seconds)
     assert found.measured == pytest.approx(found.median)
     inside = [row.measured for row in found.rows if row.key in ("ideal", *found.joint[0])]
-    assert sum(inside) == pytest.approx(work.microbatches * (F + B))
+    assert sum(inside) == pytest.approx(work.microbatches * work.config.parallel.vpp * (F + B))
     predicted = {row.key: row.predicted for row in found.rows}
     if work.config.parallel.pp > 1:
         assert predicted["fill"] > 0
+
+
+def test_products_are_measured_where_their_gradients_have_events():
+    """The gradients are two of three equal products; the other rows of computation share what is left."""
+    work = LAYOUTS[0]
+    m, gradients = work.microbatches, 0.4 * B
+    steps = {
+        number: [rank._replace(products=m * gradients) for rank in ranks] for number, ranks in steps_of(work).items()
+    }
+    rows = {row.key: row.measured for row in waterfall(work, H100, steps, sees_waits=True).rows}
+    attention = step_flops(work.config.model, samples=4).attention / H100.peak_flops["fp32"] / 2
+    assert rows["gemm"] + rows["ideal"] - attention == pytest.approx(1.5 * m * gradients)
+    assert sum(rows[key] for key in ("ideal", *COMPUTE)) == pytest.approx(m * (F + B))
 
 
 def test_the_middle_half_leaves_out_the_disturbed_steps():
@@ -268,15 +283,24 @@ def test_the_headline_names_the_loss_and_a_remedy_that_is_predicted_to_help():
     assert "stragglers; compute longer than their peers: rank 2 (4.00); look at" in said
 
 
-def test_the_nearest_published_run():
+def test_the_nearest_published_run(tmp_path, capsys):
     published = {"model.layers": 24, "model.hidden": 2304, "model.heads": 24, "model.vocab_size": 51200,
-                 "model.seq_length": 2048, "train.micro_batch_size": 16, "train.global_batch_size": 512}  # fmt: skip
+                 "model.seq_length": 2048, "train.micro_batch_size": 16, "train.global_batch_size": 512,
+                 "optim.precision": "bf16"}  # fmt: skip
     ours = Workload(RunConfig().replaced(published), 32)
     near = nearest_run(ours, load_machine("a100"))
     assert near.row.id == "sc21_t1_1.7B" and near.distance == pytest.approx(0.0, abs=0.01)
     assert 90e12 < near.flops_per_gpu < 137e12  # 137 count recomputation
     assert nearest_run(replace(ours, world_size=32 * 2**9), load_machine("a100")) is None and FURTHEST < 9
     assert nearest_run(ours, replace(load_machine("a100"), gpu="Some CPU")) is None
+
+    folder_of(tmp_path, ours, world_size=32, device="NVIDIA A100-SXM4-80GB")
+    assert main(["why", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "nearest published run: sc21_t1_1.7B, GPT 1.7B on 32 GPUs of a100" in said
+    assert f"{near.flops_per_gpu / 1e12:.1f} there" in said
+    assert "layout there: dp 32, micro batch 16, global batch 512, recomputation full, fp16, megatron_2021" in said
+    assert said.count("not stated there") == len(near.not_stated) > 0
 
 
 def test_machines_by_the_name_of_the_gpu():
@@ -290,13 +314,15 @@ def test_machines_by_the_name_of_the_gpu():
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A finished run of 4 ranks with the Events of six steps."""
-    work = LAYOUTS[1]
-    (tmp_path / "config.yaml").write_text(work.config.to_yaml())
-    state(tmp_path)
-    write_jsonl(
-        [e for number in range(1, 7) for e in events_of(work, equal(2), step=number)], tmp_path / "events.jsonl"
-    )
-    return tmp_path
+    return folder_of(tmp_path, LAYOUTS[1], world_size=4)
+
+
+def folder_of(folder: Path, work: Workload, **more) -> Path:
+    (folder / "config.yaml").write_text(work.config.to_yaml())
+    state(folder, **more)
+    events = [event for step in range(1, 7) for event in events_of(work, equal(work.config.parallel.pp), step=step)]
+    write_jsonl(events, folder / "events.jsonl")
+    return folder
 
 
 def state(folder: Path, **changes) -> None:

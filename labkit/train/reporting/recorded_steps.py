@@ -18,8 +18,8 @@ RecordedSteps = dict[int, dict[int, list[Event]]]
 def recorded_steps(path: Path, world_size: int) -> RecordedSteps:
     """Return the last whole steps in a file of Events, those in which every rank has the timer of the step.
 
-    A line that is not an Event is skipped, because a killed run may have left half of one. A step that was run again
-    after a restart replaces the one before. Raises OSError for a file that cannot be read.
+    A line that is not an Event is skipped, because a killed run may have left half of one. Raises OSError for a file
+    that cannot be read.
     """
     steps: RecordedSteps = {}
     with path.open(encoding="utf-8") as file:
