@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from labkit.plan.waterfall import ROWS, Waterfall
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, color, handle, hatch, name_rows, new_figure, styled
@@ -28,7 +30,7 @@ _SHOWN = 0.002
 
 
 def step_waterfall(found: Waterfall, name: str) -> Figure:
-    """Draw each row of a step where the rows before it end: measured filled, predicted as an outline.
+    """Draw each row of a step where the measured rows before it end: measured filled, predicted as an outline.
 
     name: the run, for the title.
     """
@@ -40,24 +42,23 @@ def step_waterfall(found: Waterfall, name: str) -> Figure:
     with styled():
         fig = new_figure(8.5, 1.3 + 0.32 * (len(shown) + 1))
         axes = fig.subplots()
-        ends = [0.0, 0.0]
+        start = 0.0
         for row in found.rows:
             if row in shown:
-                place, (fill, pattern) = shown.index(row), _LOOKS[row.key]
-                axes.barh(
-                    place, row.measured, left=ends[1], height=0.55, color=fill, hatch=pattern, edgecolor=INK, lw=0.4
-                )
-                axes.barh(place, row.predicted, left=ends[0], height=0.8, color="none", edgecolor=INK, lw=1.2)
-            ends = [ends[0] + row.predicted, ends[1] + row.measured]
-        axes.barh(len(shown), ends[1], height=0.55, color=color("timer"), edgecolor=INK, lw=0.4)
-        axes.barh(len(shown), ends[0], height=0.8, color="none", edgecolor=INK, lw=1.2)
+                _bar(axes, shown.index(row), start, row.measured, row.predicted, _LOOKS[row.key])
+            start += row.measured
+        _bar(axes, len(shown), 0.0, found.measured, found.predicted, (color("timer"), ""))
         name_rows(axes, [*(ROWS[row.key] for row in shown), "step"], bars=True)
         axes.set_xlabel("seconds")
         axes.set_title(f"where the step of {name} goes")
         axes.legend(handles=[handle("measured", color("timer")), handle("predicted", "none")], loc="upper right")
     largest = found.largest
-    return Figure(
-        fig,
-        f"The step of {name} took {found.measured:.4g} s, predicted were {found.predicted:.4g} s; the largest loss is "
-        f"{ROWS[largest.key]}, {largest.measured / found.measured:.0%} of the step.",
-    )
+    times = f"took {found.measured:.4g} s, and {found.predicted:.4g} s were predicted"
+    loss = f"{ROWS[largest.key]}, {largest.measured / found.measured:.0%} of the step"
+    return Figure(fig, f"The step of {name} {times}; the largest loss is {loss}.")
+
+
+def _bar(axes: Any, place: int, start: float, measured: float, predicted: float, look: tuple[str, str]) -> None:
+    fill, pattern = look
+    axes.barh(place, measured, left=start, height=0.55, color=fill, hatch=pattern, edgecolor=INK, lw=0.4)
+    axes.barh(place, predicted, left=start, height=0.8, color="none", edgecolor=INK, lw=1.2)
