@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import counted
 from labkit.plan.machine import Machine
+from labkit.plan.rank_steps import AXES
 from labkit.plan.step_time import predict_step
 from labkit.plan.waterfall import COMPUTE, ROWS, Row, Waterfall, predicted_rows
 from labkit.plan.workload import Workload
@@ -21,6 +22,8 @@ _STRAGGLER = 1.1
 """A rank is named as slow if its actions take this many times as long as the lower median of its peers."""
 _SLOW = 1.5
 """Computation is called slow if it takes this many times as long as predicted."""
+_LATE = 3.0
+"""The same for communication, whose predictions are less exact."""
 _UNEVEN = 1.05
 """A stage is named as long if its actions take this many times as long as the mean of the stages."""
 
@@ -37,7 +40,7 @@ def headline(workload: Workload, machine: Machine, found: Waterfall) -> str:
     """Return one sentence: the largest loss, its share of the measured step, and what to try."""
     row = found.largest
     share = f"{row.measured / found.measured:.0%} of the step is {_loss(row, workload)}"
-    advice = _slow_computation(row, found) or _advice(row, found) or _best_remedy(row, workload, machine, found)
+    advice = _slower_than_predicted(row, found) or _advice(row, found) or _best_remedy(row, workload, machine, found)
     return f"{share}; {advice}" if advice else f"{share}."
 
 
@@ -51,8 +54,15 @@ def _loss(row: Row, workload: Workload) -> str:
     return named.get(row.key, ROWS[row.key])
 
 
-def _slow_computation(row: Row, found: Waterfall) -> str:
-    """Return what to look at if the row belongs to a computation that is far slower than predicted."""
+def _slower_than_predicted(row: Row, found: Waterfall) -> str:
+    """Return what to look at if the row takes so much longer than predicted that no field of the configuration is to
+    blame; an empty text otherwise."""
+    if row.key in AXES and row.measured > _LATE * row.predicted > 0:
+        ratio = row.measured / row.predicted
+        return (
+            f"it takes {ratio:,.0f} times as long as predicted, so look at links, cores and other programs first; the "
+            "others wait in a collective for a rank that comes late."
+        )
     rows = [each for each in found.rows if each.key in ("ideal", *COMPUTE)]
     ratio = sum(each.measured for each in rows) / max(sum(each.predicted for each in rows), 1e-12)
     if row.key not in COMPUTE or ratio < _SLOW:

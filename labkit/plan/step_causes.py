@@ -130,7 +130,8 @@ def all_actions(ranks: Sequence[RankStep], schedule: Schedule, pipelines: Pipeli
     for chain in pipelines.ranks:
         for stage, rank in enumerate(chain):
             if ranks[rank].actions != rows[stage]:
-                raise ValueError(f"rank {rank} did not run the actions of {schedule.name} in their order")
+                rule = "Events and configuration must be of the same run"
+                raise ValueError(f"rank {rank} did not run the actions of {schedule.name} in their order; {rule}")
     columns = [
         np.stack([np.concatenate([getattr(ranks[rank], name) for rank in chain]) for chain in pipelines.ranks])
         for name in Actions._fields

@@ -225,12 +225,10 @@ LAYOUTS = [
 ]
 
 
-def steps_of(work: Workload, *, sees_waits: bool = True, **more):
-    axis, costs = (
-        axis_of(work.config.parallel, work.world_size),
-        equal(work.config.parallel.pp * work.config.parallel.vpp),
-    )
-    found = {}
+def steps_of(work: Workload, *, sees_waits: bool = True, latency: float = 0.0, **more):
+    parallel, found = work.config.parallel, {}
+    axis = axis_of(parallel, work.world_size)
+    costs = replace(equal(parallel.pp * parallel.vpp), latency=latency)
     for number in (3, 4, 5, 6):
         events = events_of(work, costs, step=number, **more)
         found[number] = [rank_step([e for e in events if e.rank == rank], axis, sees_waits=sees_waits)
@@ -278,6 +276,8 @@ def test_the_headline_names_the_loss_and_a_remedy_that_is_predicted_to_help():
         f"{share:.0%} of the step is the pipeline's fill and drain, with 4 microbatches on pp 4; try "
     )
     assert "--train.global_batch_size 16 (16 microbatches)" in said
+    late = waterfall(work, H100, steps_of(work, latency=9.0), sees_waits=True)
+    assert late.largest.key == "pp" and "times as long as predicted, so look at links" in headline(work, H100, late)
     slow = workload(4, 8, parallel__tp=2)
     said = headline(slow, H100, waterfall(slow, H100, steps_of(slow, slow={2: 4.0}), sees_waits=True))
     assert "stragglers; compute longer than their peers: rank 2 (4.00); look at" in said
@@ -323,6 +323,10 @@ def folder_of(folder: Path, work: Workload, **more) -> Path:
     events = [event for step in range(1, 7) for event in events_of(work, equal(work.config.parallel.pp), step=step)]
     write_jsonl(events, folder / "events.jsonl")
     return folder
+
+
+def configure(folder: Path, **changes) -> None:
+    (folder / "config.yaml").write_text(LAYOUTS[1].config.replaced(changes).to_yaml())
 
 
 def state(folder: Path, **changes) -> None:
@@ -373,6 +377,13 @@ def test_few_steps_are_used_and_said(folder, capsys):
         ),
         (lambda folder: (folder / "events.jsonl").write_text(""), [], "has no whole step of 4 ranks"),
         (lambda folder: (folder / "run.json").unlink(), [], "holds no run, which has config.yaml and run.json"),
+        (lambda folder: configure(folder, **{"optim.precision": "fp64"}), [], "H100 DGX has no peak for fp64"),
+        (lambda folder: configure(folder, **{"model.family": "bert"}), [], "bert; times are known for gpt"),
+        (
+            lambda folder: configure(folder, **{"schedule.name": "gpipe"}),
+            [],
+            "the actions of GPipe in their order; Events and",
+        ),
         (lambda folder: None, ["--machine", "h1000"], "no machine is called 'h1000'; choose one of"),
         (lambda folder: None, ["--plot", "x.gif"], "--plot 'x.gif': its name ends with one of .png"),
         (lambda folder: state(folder, world_size=8), [], "has no whole step of 8 ranks"),
