@@ -505,6 +505,9 @@ class TrainConfig(_HasPaths):
         "Last steps whose Events stay in memory for TrainResult.events (with record_events) and for --trace.", ge=1)
     write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB per step.",
         needs="train.output_dir")
+    event_interval: int = field(1,
+        "Steps from one whose Events are written to the next; in between `labkit train` records none.", ge=1,
+        needs="train.write_events=true")
     profile: str = field("none",
         "Profile some steps: `pytorch` writes a torch.profiler trace per profiled rank (profile-rankN.json) to "
         "output_dir; `nsys` starts and stops Nsight Systems and emits NVTX ranges.",

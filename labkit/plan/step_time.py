@@ -93,6 +93,15 @@ def predict_step(workload: Workload, machine: Machine) -> StepPrediction:
                           plan.stages, afters[critical], timeline)  # fmt: skip
 
 
+def parts_by_rank(workload: Workload, machine: Machine) -> list[dict[str, float]]:
+    """Return, for each pipeline rank, the seconds by kind of everything that it does in a step; no bubble is in them.
+
+    Errors as in `predict_step`.
+    """
+    plan = _plan(workload, machine)
+    return [plan.parts(rank, plan.after(rank)) for rank in range(plan.schedule.pp)]
+
+
 def step_lower_bound(workload: Workload, machine: Machine) -> float:
     """Return seconds that the step cannot fall below, without a simulation.
 

@@ -360,7 +360,7 @@ def train(
             for step in range(resumed.step + 1, steps + 1):  # as metrics, messages and the screen count, from 1
                 report.begin_step(step)
                 lr = lr_schedule(step - 1 - report.skipped_steps)  # a skipped step does not advance the learning rate
-                with profiled(step), timers("step"):
+                with profiled(step), report.recorded(step), timers("step"):
                     result = train_step(
                         pipeline, optimizer, timers, batches,
                         step=step - 1, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,

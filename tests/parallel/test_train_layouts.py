@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from labkit.cli.command_line import main
 from labkit.config import RunConfig, presets
 from labkit.events import read_jsonl
 from labkit.launch import RankError, run
@@ -29,7 +30,7 @@ def test_the_same_layout_twice_is_bit_equal_with_dropout_and_all_ranks_report_th
     assert all(r.metrics == first[0].metrics for r in first)
 
 
-def test_files_of_a_whole_world(tmp_path):
+def test_files_of_a_whole_world_and_why_its_steps_took_so_long(tmp_path, capsys):
     seen = []
     reports = {"output_dir": str(tmp_path), "timing_log_level": 2, "write_events": True, "loggers": ["tensorboard"]}
     results = run(pretrain, 4, small(tp=2, eval_steps=1, **reports), progress=seen.append)
@@ -44,6 +45,13 @@ def test_files_of_a_whole_world(tmp_path):
     assert [report["step"] for report in seen if "steps" in report] == [1, 2]
     assert any("validation_loss" in report for report in seen)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "only rank 0 writes"
+
+    assert main(["why", str(tmp_path), "--machine", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = {row["row"]: row["measured"] for row in found["rows"]}
+    times = [line["timers"]["step"][1] for line in lines if "loss" in line]
+    assert sum(seconds.values()) == pytest.approx(found["measured_seconds"]) == pytest.approx(sum(times) / len(times))
+    assert min(seconds["gemm"], seconds["tp"], seconds["dp"], seconds["optimizer"]) > 0 and seconds["pp"] == 0
 
 
 def test_a_schedule_of_ones_own_runs_in_its_order_and_gives_the_same_losses(tmp_path):

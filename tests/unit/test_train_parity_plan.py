@@ -29,6 +29,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"train.eval_steps": 1},
     {"train.profile": "nsys"},
     {"train.output_dir": "/tmp/nothing-is-written"},
+    {"train.output_dir": "/tmp/nothing-is-written", "train.write_events": True},
     {"checkpoint.dir": "/tmp/nothing-is-written"},
     {"moe.num_experts": 4},
     {"moe.num_experts": 4, "parallel.ep": 2},

@@ -331,6 +331,24 @@ def test_events_that_are_written_need_not_be_kept(tmp_path):
     assert {event.step for event in read_jsonl(tmp_path / "events.jsonl")} == {1, 2, 3}
 
 
+def test_events_of_some_steps_are_recorded_in_these_alone(tmp_path):
+    plan = {"output_dir": str(tmp_path), "write_events": True, "event_interval": 2, "steps": 5}
+    seen = []
+
+    def forward_step(iterator, model):
+        seen.append(active_recorder() is not None)
+        return gpt_forward_step(iterator, model)
+
+    result = pretrain(small(**plan, record_events=False), forward_step=forward_step)
+    written = read_jsonl(tmp_path / "events.jsonl")
+    assert [event.step for event in written if event.name == "step"] == [2, 4]
+    each = len(seen) // 5
+    assert [all(seen[step * each : (step + 1) * each]) for step in range(5)] == [False, True, False, True, False]
+    assert len(result.metrics) == 5
+    kept = pretrain(small(**plan, overwrite=True))
+    assert [event.step for event in kept.events if event.name == "step"] == [1, 2, 3, 4, 5]
+
+
 def test_without_recording_nothing_is_kept_but_timers_still_add_up():
     result = pretrain(small(record_events=False, timing_log_level=2))
     assert result.events == []

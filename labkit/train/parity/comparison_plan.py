@@ -49,6 +49,7 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
         "tensorboard_dir",
         "overwrite",
         "write_events",
+        "event_interval",
     )
     checkpoints = ("dir", "interval", "keep", "asynchronous", "load")
     return {

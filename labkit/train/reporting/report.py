@@ -5,7 +5,7 @@
                     lines of evaluations; with CUDA graphs a line before that of the step that captured them
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5};
                     `train.loggers` sends them to TensorBoard, Weights & Biases or MLflow
-    events.jsonl    one Event per line, if `train.write_events` asks
+    events.jsonl    one Event per line, if `train.write_events` asks, of every `train.event_interval`th step
 
 Steps count from 1: a line of step N, also of an evaluation, is written when N steps are finished. All files grow during
 the run, so the lines of a run that dies are kept, and memory does not grow with the steps.
@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ class Report:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the files. After an error no rank waits for others: rank 0 adds its own Events since the last step."""
         if kind is None:
-            self._take_events(ends_step=False)
+            self._take_events(ends_step=False, written=self._config.train.write_events)
         elif self._recorder is not None:
             self._write_events(self._recorder.events)
         for lines in (self._lines, self._scalar_lines, self._event_lines):
@@ -188,6 +188,15 @@ class Report:
         if self._recorder is not None:
             self._recorder.step = step
 
+    def recorded(self, step: int) -> AbstractContextManager[None]:
+        """Return a context for a step, in which no Events are recorded if nobody asks for those of this step."""
+        train = self._config.train
+        asked = train.record_events or train.timing_log_level == 2 or self._is_written(step)
+        return nullcontext() if asked else not_recording()
+
+    def _is_written(self, step: int) -> bool:
+        return self._config.train.write_events and step % self._config.train.event_interval == 0
+
     def step(self, step: int, result: StepResult, lr: float) -> None:
         """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
 
@@ -199,7 +208,7 @@ class Report:
         last line. `slow_ranks` names ranks that compute longer than their peers (`slow_ranks.py`).
         """
         self._pace.end_step(self._timers("step").seconds)
-        self._take_events(ends_step=True)
+        self._take_events(ends_step=True, written=self._is_written(step))
         self.losses.append(result.loss)
         self.skipped_steps += result.skipped
         self._skipped_because = result.not_finite or self._skipped_because
@@ -280,8 +289,8 @@ class Report:
         if any(by_rank):
             self._add({"step": step, "graphs": min_max_over_ranks(by_rank)})
 
-    def _take_events(self, *, ends_step: bool) -> None:
-        """Add the Events since the last call to the timers; keep and write them if the config asks for that."""
+    def _take_events(self, *, ends_step: bool, written: bool) -> None:
+        """Add the Events since the last call to the timers; keep them if the config asks for that, and write them."""
         if self._recorder is None:
             return
         recorded = self._recorder.events[:]
@@ -289,7 +298,7 @@ class Report:
         self._timers.feed(recorded)
         if self._config.train.record_events:
             self._keep_events(recorded, ends_step=ends_step)
-        if self._config.train.write_events:
+        if written:
             with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # no Events of the gather
                 by_rank = gather_objects(recorded, self._groups.world)
             self._write_events(event for rank in by_rank for event in rank)

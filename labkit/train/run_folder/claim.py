@@ -53,9 +53,10 @@ def folder_problems(config: RunConfig) -> list[str]:
 class RunFolder:
     """The folders of one run, in the process that writes its files. The methods are called in the order above."""
 
-    def __init__(self, config: RunConfig, world_size: int) -> None:
-        """world_size: stored with the state, because the configuration does not have it."""
-        self._config, self._world_size = config, world_size
+    def __init__(self, config: RunConfig, world_size: int, device: str = "cpu") -> None:
+        """world_size, device: stored with the state, because the configuration does not have them. device: `cpu`, or
+        the name of the GPU."""
+        self._config, self._world_size, self._device = config, world_size, device
         self._folders = folders_of(config)
         self._locks = ExitStack()
 
@@ -102,7 +103,12 @@ class RunFolder:
         return [f"{folder}: the run had ended before its first checkpoint, so it begins again"] if again else []
 
     def _write_state(self, state: str) -> None:
-        words = {"state": state, "world_size": self._world_size, "written": time.strftime("%FT%T%z")}
+        words = {
+            "state": state,
+            "world_size": self._world_size,
+            "device": self._device,
+            "written": time.strftime("%FT%T%z"),
+        }
         with appearing(self._folders[OUTPUT] / STATE) as draft:
             draft.write_text(json.dumps(words) + "\n")
 
@@ -122,7 +128,8 @@ def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[Callable[[
     """Let rank 0 have the folders of the run during the block, and mark the run as finished if the block ends without
     an exception. Yields `RunFolder.begin`, which prints its sentences. All ranks call both, and all raise its
     ConfigError."""
-    folder, is_first = RunFolder(config, groups.world.size), groups.world.rank == 0
+    folder = RunFolder(config, groups.world.size, _device_name(groups))
+    is_first = groups.world.rank == 0
 
     def on_rank_0(do: Callable[[], list[str]]) -> None:
         problems = list[str]()
@@ -149,6 +156,15 @@ def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[Callable[[
             folder.finish()
     finally:
         folder.release()
+
+
+def _device_name(groups: ParallelGroups) -> str:
+    """Return `cpu`, or the name of this rank's GPU."""
+    if groups.device.type != "cuda":
+        return groups.device.type
+    import torch
+
+    return torch.cuda.get_device_name(groups.device)
 
 
 # ---- refusals ----
