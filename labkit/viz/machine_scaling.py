@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from labkit.config.errors import counted
 from labkit.plan.terms import KINDS
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, SEQUENCE, color, handle, hatch, new_figure, styled
@@ -72,7 +73,7 @@ def step_parts(
         axes.set_xlabel(f"{unit_name}{'; diamonds: measured' if measured else ''}")
         fig.legend(handles=parts_legend(list(scaled.values())), loc="outside upper center", ncols=4)
     told = ", ".join(f"{name} {length:.3g} {unit_name}" for name, length in zip(bars, lengths, strict=True))
-    return Figure(fig, f"Predicted: {told}.")
+    return Figure(fig, f"{counted(len(bars), 'prediction')}: {told}.")
 
 
 def roofline(
