@@ -12,7 +12,16 @@ import sys
 import textwrap
 from collections.abc import Callable
 
-from scale_page import belief, figures, folding_tables, megatron_tables, memory_tables, numbers, pipeline_tables
+from scale_page import (
+    belief,
+    figures,
+    folding_tables,
+    goodput_tables,
+    megatron_tables,
+    memory_tables,
+    numbers,
+    pipeline_tables,
+)
 from scale_page.compared import ROOT
 
 from labkit.viz.figure import Figure
@@ -58,6 +67,8 @@ def contents() -> dict[str, Callable[[], str]]:
         "recorded runs": memory_tables.recorded_runs,
         "recorded runs left out": memory_tables.recorded_left_out,
         "large models": memory_tables.large_models,
+        "goodput of llama 3": goodput_tables.published,
+        "goodput by size": goodput_tables.by_size,
         **numbers.numbers(),
     }
 

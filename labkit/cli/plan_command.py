@@ -17,6 +17,7 @@ import numpy as np
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import room, show
+from labkit.cli.plan_goodput import PlannedGoodput, goodput_json, goodput_lines, planned_goodput
 from labkit.cli.plan_output import as_json, explanation, report
 from labkit.cli.train_command import output_problems
 from labkit.config import RunConfig
@@ -24,6 +25,7 @@ from labkit.config.errors import shown
 from labkit.config.foreign.megatron_arguments import SCHEDULES_OF_MEGATRON, megatron_arguments
 from labkit.config.foreign.stacks import convert
 from labkit.output_files import appearing
+from labkit.plan.cluster import Cluster, parse_cluster
 from labkit.plan.fitting import RESERVE
 from labkit.plan.layouts import NEUTRAL, SCHEDULE_NAMES, in_words, matching, parse_words, pinned
 from labkit.plan.machine import load_machine
@@ -64,6 +66,7 @@ def execute(arguments: Arguments) -> int:
 
         return predict_rows(arguments)
     _check(arguments)
+    cluster = _cluster(arguments)
     machine = load_machine(arguments.options["machine"])
     columns = _columns(arguments)
     started = time.perf_counter()
@@ -80,16 +83,23 @@ def execute(arguments: Arguments) -> int:
         best = search.best(only=only)
         counts, seconds = search.counts.line(), time.perf_counter() - started
         if arguments.options["why"] is not None:
-            show(explanation(search, columns | parse_words(arguments.options["why"]), best[0] if best else None))
+            asked = columns | parse_words(arguments.options["why"])
+            show(explanation(search, asked, best[0] if best else None))
+            goodput = _goodput(cluster, search.best(1, matching(search.rows, asked)))
+            show("\n".join(["", *goodput_lines(goodput, room())]) if goodput else "")
             return 0
         if not best:
             raise CommandFailedError(_nothing_fits(search, only))
+        goodput = _goodput(cluster, best)
         written = _write(arguments, search, best)
         lost = losers(search, best[0], only, columns)
     if arguments.options["json"]:
-        print(json.dumps(as_json(search, best, lost, seconds)))
+        more = {"goodput": goodput_json(goodput)} if goodput else {}
+        print(json.dumps(as_json(search, best, lost, seconds) | more))
     else:
-        show("\n".join([*report(search, best, lost, counts, seconds, room()), *written]))
+        lines = report(search, best, lost, counts, seconds, room())
+        lines += ["", *goodput_lines(goodput, room())] if goodput else []
+        show("\n".join([*lines, *written]))
     return 0
 
 
@@ -104,6 +114,17 @@ def _check(arguments: Arguments) -> None:
     for name in ("out", "plot", "write_megatron"):
         problems += output_problems(f"--{name.replace('_', '-')}", options[name])
     arguments.refuse(problems)
+
+
+def _cluster(arguments: Arguments) -> Cluster | None:
+    """Return the cluster whose goodput is asked for, by --goodput or by --cluster; None if neither is given."""
+    words = arguments.options["cluster"]
+    return parse_cluster(words or "") if arguments.options["goodput"] or words is not None else None
+
+
+def _goodput(cluster: Cluster | None, layouts: list[Ranked]) -> PlannedGoodput | None:
+    """Return the goodput of the first layout, if it is asked for and there is one."""
+    return planned_goodput(layouts[0], cluster) if cluster is not None and layouts else None
 
 
 def _columns(arguments: Arguments) -> dict[str, int]:
@@ -192,6 +213,11 @@ COMMAND = Command(
         Option("software", "str", "generation of the training software, which decides overlap and efficiency",
                choices=tuple(SOFTWARE), unset="default: the machine's, megatron_core for a GPU"),
         Option("reserve", "float", "GB of each GPU that stay free", ge=0, unset=f"default: {RESERVE / GB:.1f}"),
+        Option("goodput", "bool", "simulate two weeks of the winner, or of the layout of --why, on a cluster whose "
+               "GPUs fail as often as Llama 3's did: what checkpoints, failures, stragglers and jitter cost", False),
+        Option("cluster", "str", "what differs on your cluster, as in gpu_mtbf_hours=20000,asynchronous; also "
+               "restart_seconds, storage_gb_s, copy_gb_s, interval_minutes, straggler_share, straggler_factor, jitter "
+               "and days. Implies --goodput"),
         Option("megatron-args", "str", "plan the run of these arguments of Megatron-LM (a script, a list or YAML)",
                path="any"),
         Option("hf", "str", "plan the model of this Hugging Face folder (its config.json)", path="any"),

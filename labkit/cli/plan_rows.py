@@ -16,7 +16,10 @@ from labkit.config.errors import counted, no_file, shown
 from labkit.output_files import appearing
 from labkit.plan.row_predictions import Errors, PredictedTable, memory_errors, predict_table, time_errors
 
-_IDLE = ("machine", "gpus", "only", "why", "software", "reserve", "megatron_args", "hf", "write_megatron", "plot")
+_IDLE = (
+    "machine", "gpus", "only", "why", "software", "reserve", "megatron_args", "hf", "write_megatron", "plot", "goodput",
+    "cluster",
+)  # fmt: skip
 _MOST_REASONS = 12
 """Reasons that are printed; the file has all."""
 
@@ -25,7 +28,7 @@ def predict_rows(arguments: Arguments) -> int:
     """Predict the table, write it with the predictions, and print errors, coverage, rules and reasons."""
     options = arguments.options
     rule = "a row of a table has its own; leave it out"
-    problems = [f"--{name.replace('_', '-')}: {rule}" for name in _IDLE if options[name] is not None]
+    problems = [f"--{name.replace('_', '-')}: {rule}" for name in _IDLE if options[name] not in (None, False)]
     if options["config"] or options["preset"] or arguments.config != RunConfig():
         problems.append(f"--rows: fields, presets and files of a configuration do not matter: {rule}")
     arguments.refuse([*problems, *output_problems("--out", options["out"])])

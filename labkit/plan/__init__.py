@@ -14,12 +14,25 @@ if TYPE_CHECKING:
     from labkit.plan.activations import layer_activation_bytes as layer_activation_bytes
     from labkit.plan.activations import layer_parts as layer_parts
     from labkit.plan.activations import paper_layer_bytes as paper_layer_bytes
+    from labkit.plan.checkpoint_intervals import daly_interval as daly_interval
+    from labkit.plan.checkpoint_intervals import daly_seconds as daly_seconds
+    from labkit.plan.checkpoint_intervals import young_interval as young_interval
+    from labkit.plan.cluster import Checkpoint as Checkpoint
+    from labkit.plan.cluster import Cluster as Cluster
+    from labkit.plan.cluster import checkpoint_of as checkpoint_of
     from labkit.plan.device_memory import DeviceMemory as DeviceMemory
     from labkit.plan.device_memory import gpu_memory as gpu_memory
     from labkit.plan.flops import forward_flops as forward_flops
     from labkit.plan.flops import hardware_flops as hardware_flops
     from labkit.plan.flops import paper_step_flops as paper_step_flops
     from labkit.plan.flops import step_flops as step_flops
+    from labkit.plan.goodput import ClusterRun as ClusterRun
+    from labkit.plan.goodput import Goodput as Goodput
+    from labkit.plan.goodput import best_goodput as best_goodput
+    from labkit.plan.goodput import cluster_run as cluster_run
+    from labkit.plan.goodput import goodput_by_size as goodput_by_size
+    from labkit.plan.goodput import interval_curve as interval_curve
+    from labkit.plan.goodput import simulate_goodput as simulate_goodput
     from labkit.plan.memory import RankMemory as RankMemory
     from labkit.plan.memory import rank_memory as rank_memory
     from labkit.plan.node_traffic import TransformerTraffic as TransformerTraffic
@@ -39,6 +52,9 @@ if TYPE_CHECKING:
     from labkit.plan.sizes import expert_width as expert_width
     from labkit.plan.sizes import moe_layers as moe_layers
     from labkit.plan.sizes import padded_vocab as padded_vocab
+    from labkit.plan.slowest_rank import jitter_factor as jitter_factor
+    from labkit.plan.slowest_rank import largest_normal_quantiles as largest_normal_quantiles
+    from labkit.plan.slowest_rank import straggler_chance as straggler_chance
     from labkit.plan.stages import stage_contents as stage_contents
     from labkit.plan.stages import stage_layers as stage_layers
     from labkit.plan.traffic import AllToAllBytes as AllToAllBytes
