@@ -62,6 +62,10 @@ if TYPE_CHECKING:
     from labkit.viz.layout.rank_grids import rank_grid as rank_grid
     from labkit.viz.layout.rank_grids import rank_neighbours as rank_neighbours
     from labkit.viz.live import is_live as is_live
+    from labkit.viz.machine_scaling import Rate as Rate
+    from labkit.viz.machine_scaling import published_rates as published_rates
+    from labkit.viz.machine_scaling import roofline as roofline
+    from labkit.viz.machine_scaling import step_parts as step_parts
     from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.pipeline.schedule_explorer import explore_schedule as explore_schedule
     from labkit.viz.pipeline.stage_layers import layer_placement as layer_placement

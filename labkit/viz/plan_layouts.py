@@ -8,28 +8,9 @@ from typing import Any
 from labkit.plan.layouts import in_words
 from labkit.plan.ranking import GB
 from labkit.plan.search import Ranked
-from labkit.plan.terms import KINDS
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, color, handle, hatch, new_figure, styled
-
-_LOOKS = {
-    "gemm": (color("forward"), ""),
-    "attention": (color("graph_replay"), ""),
-    "memory": (color("weight_grad"), ""),
-    "launch": (color("timer"), "--"),
-    "tp": (color("tp"), hatch("tp")),
-    "cp": (color("cp"), hatch("cp")),
-    "ep": (color("ep"), hatch("ep")),
-    "dp": (color("dp"), hatch("dp")),
-    "pp": (color("pp"), hatch("pp")),
-    "bubble": (color("idle"), ""),
-    "recompute": (color("input_grad"), ""),
-    "optimizer": (color("optimizer"), ""),
-    "host": (color("wait"), "..."),
-}
-"""Kind of a part of the step -> colour and hatch."""
-_SMALL = 0.005
-"""Share of the step below which a part is too small for the legend."""
+from labkit.viz.machine_scaling import parts_bar, parts_legend
+from labkit.viz.style import INK, color, new_figure, styled
 
 
 def ranked_layouts(best: Sequence[Ranked], simulated: Sequence[Ranked], front: Sequence[Ranked]) -> Figure:
@@ -50,23 +31,15 @@ def ranked_layouts(best: Sequence[Ranked], simulated: Sequence[Ranked], front: S
 
 
 def _bars(axes: Any, best: Sequence[Ranked]) -> None:
-    told: list[str] = []
     for place, each in enumerate(best):
-        left = 0.0
-        for kind in KINDS:
-            seconds = each.prediction.parts.get(kind, 0.0)
-            fill, pattern = _LOOKS[kind]
-            axes.barh(place, seconds, left=left, color=fill, hatch=pattern, edgecolor=INK, linewidth=0.4, height=0.7)
-            left += seconds
-            if seconds > _SMALL * each.prediction.seconds and kind not in told:
-                told.append(kind)
+        end = parts_bar(axes, place, each.prediction.parts)
         low, high = each.prediction.low, each.prediction.high
-        axes.errorbar(each.prediction.seconds, place, xerr=[[left - low], [high - left]], color=INK, capsize=3, lw=1)
+        axes.errorbar(each.prediction.seconds, place, xerr=[[end - low], [high - end]], color=INK, capsize=3, lw=1)
     axes.set_yticks(range(len(best)), [in_words(each.row).replace(",", " ") for each in best], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("seconds per step, with the 80 % interval")
     axes.set_title("where the step of the best layouts goes")
-    patches = [handle(KINDS[kind], *_LOOKS[kind]) for kind in KINDS if kind in told]
+    patches = parts_legend([each.prediction.parts for each in best])
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=4)
 
 

@@ -11,6 +11,7 @@ from scale_page.compared import Timed, summary
 from scale_page.megatron_tables import per_gpu, weak_scaling_rows
 
 from labkit.viz.figure import Figure
+from labkit.viz.machine_scaling import Rate, published_rates
 from labkit.viz.style import INK, SEQUENCE, new_figure, styled
 
 MARKS = {"fitted": ("x", SEQUENCE[1], SEQUENCE[1]), "kept out": ("o", SEQUENCE[0], SEQUENCE[0]),
@@ -62,39 +63,22 @@ def _legend() -> list[Any]:
 def weak_scaling() -> Figure:
     """Draw FLOP/s of a GPU in Figure 5: published as filled bars, predicted as outlines with their intervals."""
     rows = weak_scaling_rows()
-    alone, replicated = [each for each in rows if _gpus(each) <= 8], [each for each in rows if _gpus(each) > 8]
-    with styled():
-        fig = new_figure(7.2, 3.4)
-        panels = fig.subplots(1, 2, sharey=True)
-        for axes, found, title in zip(
-            panels, (alone, replicated), ("model parallel", "model parallel x 64 data parallel"), strict=True
-        ):
-            _bars(axes, found)
-            axes.set_title(title)
-            axes.set_xlabel("V100 GPUs, about 1 billion parameters on each")
-        panels[0].set_ylabel("TFLOP/s per GPU,\nrecomputation counted")
-        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    last = rows[-1]
-    published, predicted = (rate / 1e12 for rate in per_gpu(last))
-    sentence = (f"Weak scaling of arXiv 1909.08053, Figure 5: on {_gpus(last)} V100 the paper reaches {published:.1f} "
-                f"TFLOP/s per GPU, the model predicts {predicted:.1f}.")  # fmt: skip
-    return Figure(fig, sentence)
+    panels = {
+        "model parallel": [_rate(each) for each in rows if _gpus(each) <= 8],
+        "model parallel x 64 data parallel": [_rate(each) for each in rows if _gpus(each) > 8],
+    }
+    last = _rate(rows[-1])
+    sentence = (f"Weak scaling of arXiv 1909.08053, Figure 5: on {_gpus(rows[-1])} V100 the paper reaches "
+                f"{last.published:.1f} TFLOP/s per GPU, the model predicts {last.predicted:.1f}.")  # fmt: skip
+    return published_rates(panels, unit="TFLOP/s per GPU,\nrecomputation counted",
+                           below="V100 GPUs, about 1 billion parameters on each", sentence=sentence)  # fmt: skip
 
 
 def _gpus(each: Timed) -> int:
     return int(each.stated["gpus"])
 
 
-def _bars(axes: Any, rows: Sequence[Timed]) -> None:
-    """Draw a filled and an outlined bar for each run."""
-    width = 0.38
-    for place, each in enumerate(rows):
-        published, predicted = (rate / 1e12 for rate in per_gpu(each))
-        first = place == 0
-        axes.bar(place - width / 2, published, width, color=SEQUENCE[0], label="paper" if first else None)
-        axes.bar(place + width / 2, predicted, width, fill=False, edgecolor=SEQUENCE[1], linewidth=1.6,
-                 label="predicted" if first else None)  # fmt: skip
-        ends = [predicted * each.step.seconds / end for end in (each.step.high, each.step.low)]
-        axes.errorbar(place + width / 2, predicted, yerr=[[predicted - ends[0]], [ends[1] - predicted]], color=INK,
-                      capsize=3, linewidth=1, label="80 % interval" if first else None)  # fmt: skip
-    axes.set_xticks(range(len(rows)), [f"{_gpus(each)}\n{each.row.model.removeprefix('GPT-2 ')}" for each in rows])
+def _rate(each: Timed) -> Rate:
+    published, predicted = (rate / 1e12 for rate in per_gpu(each))
+    low, high = (predicted * each.step.seconds / end for end in (each.step.high, each.step.low))
+    return Rate(f"{_gpus(each)}\n{each.row.model.removeprefix('GPT-2 ')}", published, predicted, low, high)

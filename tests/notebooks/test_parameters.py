@@ -268,6 +268,14 @@ CASES = {
             "the first scores 64 labels, the last 4, all": "the first scores 64 labels, the last 12, all",
         },
     ),
+    # 20 heads are shared by 1, 2 or 4 ranks, and 32 by twice as many up to 32; so tp 8 of the default bet is illegal
+    "21_scaling_laws_of_the_machine": Case(
+        {"preset": "table1_2_5b", "gpus": 64},
+        {
+            "6 predictions: tp 1": "3 predictions: tp 1",
+            "2 predictions: the winner": "1 prediction: the winner",
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "10_p2p_and_1f1b": Case(
         {"microbatches": 16},
@@ -452,6 +460,11 @@ EXTREMES = [
         "20_evaluation_and_generation",
         {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48, "hunt": 2},
     ),
+    (
+        "21_scaling_laws_of_the_machine",
+        {"world_size": 4, "machine": "v100", "gpus": 64, "preset": "table1_8_3b", "hunt": 0},
+    ),
+    ("21_scaling_laws_of_the_machine", {"machine": "a100", "gpus": 128, "preset": "table1_4_2b", "hunt": 99}),
     ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6, "hunt": 0}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6, "hunt": 2}),
     (

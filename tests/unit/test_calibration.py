@@ -21,7 +21,7 @@ from labkit.plan.workload import Workload
 from labkit.train.calibration import calibrating
 from labkit.train.calibration.calibrating import Calibration
 from labkit.train.calibration.machine_values import Host, machine_values
-from labkit.train.calibration.rank import Samples, of_all_ranks
+from labkit.train.calibration.rank import Samples, Types, of_all_ranks
 from labkit.train.calibration.small_steps import overhead, small_config
 from labkit.train.calibration.timing import LEAST, Sample, Stopwatch, joined, spread_of
 
@@ -96,6 +96,19 @@ def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     assert back.spreads["memory_bandwidth"] == 0.04 and back.spreads["products.fp32.0.efficiency"] == 0.02
     assert back.spreads["levels.0.measured.p2p.0.seconds"] == 0.2
     assert back.interval["default"] == pytest.approx((0.1**2 + ((0.02 + 0.04 + 0.2) / 3) ** 2) ** 0.5, rel=1e-3)
+
+
+def test_a_quick_machine_has_what_its_ranks_measured() -> None:
+    class TwoRanks:
+        def run(self, *arguments: Any) -> list[Samples]:
+            self.asked = arguments
+            return [samples(), samples() | {("memory", "copy"): Sample(9e9, 0.04)}]
+
+    ranks: Any = TwoRanks()
+    found = calibrating.quick_machine(ranks, "cpu", most=128)
+    assert ranks.asked[1:3] == (Types(("fp32",)), 128)
+    assert found.memory_bandwidth == 9e9 and found.peak_flops["fp32"] == 1.6e11 and found.kernel_launch == 0
+    assert collective_seconds(found, "all_reduce", 4096, Group(2)) == 1e-4
 
 
 def test_a_measured_machine_gives_its_own_rates() -> None:

@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from labkit.config.errors import counted
-from labkit.launch import run
+from labkit.launch import Ranks, run
 from labkit.launch.available_memory import host_memory
 from labkit.launch.machine import usable_cores
 from labkit.output_files import appearing
@@ -85,6 +85,17 @@ def calibrate(device: str = "auto", say: Say = print) -> Calibration:
         *busy,
     ]
     return Calibration(values, notes, time.monotonic() - start)
+
+
+def quick_machine(ranks: Ranks, device: str, most: int = 512) -> Machine:
+    """Measure the machine of these ranks in some seconds, without the costs beyond arithmetic, which are 0.
+
+    device: cpu or cuda. most: the largest m, n or k of a product. For experiments; `calibrate` is for plans.
+    """
+    types = Types(("bf16",) if device == "cuda" else ("fp32",))
+    found = ranks.run(measure, types, most, 0.02)
+    host = replace(host_of(device), ranks=len(found))
+    return machine_of(machine_values(host, of_all_ranks(found), "a quick measurement"), "a quick measurement")
 
 
 def _add_overhead(values: dict[str, Any], host: Host, types: Types, source: str) -> None:

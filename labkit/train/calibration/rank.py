@@ -36,17 +36,22 @@ class Types:
         return self.products[0]
 
 
-def measure(types: Types) -> Samples:
-    """Return what one rank measures; every rank of the world calls this."""
+def measure(types: Types, most: int | None = None, budget: float = Stopwatch.budget) -> Samples:
+    """Return what one rank measures; every rank of the world calls this.
+
+    most: the largest m, n or k of a product, but for those of `GRADIENTS`; None is no limit. budget: seconds of a call.
+    """
     world = torch.distributed.get_world_size()
     with initialize_model_parallel(ParallelConfig(tp=world)) as groups, torch.no_grad():
         device = groups.device
-        watch = Stopwatch(wait=torch.cuda.synchronize if device.type == "cuda" else nothing)
+        watch = Stopwatch(wait=torch.cuda.synchronize if device.type == "cuda" else nothing, budget=budget)
         found: Samples = {}
         collectives.barrier(groups.tp)
         for dtype in types.products:
             report_progress({"message": f"products in {dtype}"})
             for shape in kernels.shapes(device.type, dtype):
+                if most is not None and max(shape) > most and shape not in GRADIENTS[device.type]:
+                    continue
                 found["products", dtype, *shape] = kernels.product(device, dtype, shape, watch)
         report_progress({"message": "memory-bound kernels"})
         found |= _kernels(device, types.main, watch, found)
