@@ -12,17 +12,16 @@ The parts of a step are those of the critical rank, whose computation takes long
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from labkit.config import RunConfig
-from labkit.plan.action_times import StageTimes, stage_times, transfer_bytes
+from labkit.plan.action_times import StageKind, StageTimes, stage_kinds, stage_times, transfer_bytes
 from labkit.plan.collectives import Group, collective_seconds
 from labkit.plan.layout import Layout, layout_of
 from labkit.plan.machine import Machine
-from labkit.plan.stages import StageContents, stage_contents
 from labkit.plan.terms import KINDS, Term
 from labkit.plan.update_times import LastPasses, update_terms
 from labkit.plan.workload import Workload
@@ -145,8 +144,11 @@ class _Plan:
     machine: Machine
     layout: Layout
     schedule: Schedule
-    contents: list[StageContents]
+    kinds: list[StageKind]
+    """The kind of every stage."""
     stages: list[StageTimes]
+    _after: dict[tuple[bool, tuple[StageKind, ...]], list[Term]] = field(default_factory=dict)
+    """What ranks with stages of these kinds do after the pipeline."""
 
     @property
     def config(self) -> RunConfig:
@@ -199,14 +201,16 @@ class _Plan:
     def after(self, rank: int) -> list[Term]:
         """Return what a rank does after its last backward."""
         stages = self.schedule.stages_of(rank)
-        times = [self.stages[stage] for stage in stages]
-        passes = LastPasses(sum(each.forward.seconds for each in times), sum(each.backward for each in times))
         ends = self.schedule.placement(0), self.schedule.placement(self.schedule.num_stages - 1)
         tied = not self.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1] and rank in ends
-        held = [self.contents[stage] for stage in stages]
-        return update_terms(
-            self.config, self.layout, self.machine, held, passes, fsdp=self.workload.fsdp, shares_table=tied
-        )
+        kinds = tuple(self.kinds[stage] for stage in stages)
+        if (tied, kinds) not in self._after:
+            times = [self.stages[stage] for stage in stages]
+            passes = LastPasses(sum(each.forward.seconds for each in times), sum(each.backward for each in times))
+            self._after[tied, kinds] = update_terms(
+                self.config, self.layout, self.machine, kinds, passes, fsdp=self.workload.fsdp, shares_table=tied
+            )
+        return self._after[tied, kinds]
 
 
 def _rank_ends(timeline: Timeline) -> np.ndarray:
@@ -229,10 +233,6 @@ def _plan(workload: Workload, machine: Machine) -> _Plan:
             raise ValueError(f"{machine.name} has no peak for {needed}")
     schedule = schedule_of(config, workload.microbatches)
     layout = layout_of(workload, splits_backward=schedule.derived("has W", _has_weight_gradients))
-    contents = stage_contents(config, schedule.num_stages)
-    crossed = [schedule.placement(stage) != schedule.placement(stage + 1) for stage in range(schedule.num_stages - 1)]
-    stages = [
-        stage_times(workload, machine, layout, held, sends=(after, before))
-        for held, after, before in zip(contents, [*crossed, False], [False, *crossed], strict=True)
-    ]
-    return _Plan(workload, machine, layout, schedule, contents, stages)
+    kinds = stage_kinds(config, schedule)
+    times = {kind: stage_times(workload, machine, layout, kind) for kind in set(kinds)}
+    return _Plan(workload, machine, layout, schedule, kinds, [times[kind] for kind in kinds])
