@@ -69,7 +69,8 @@ class Times(NamedTuple):
     """Seconds of one microbatch: at least, on the device and on the host, and at most."""
 
     least: np.ndarray
-    """(N, kinds, 4): a forward's on the device and on the host, and a backward's, with what it computes again."""
+    """(N, kinds, 6): on the device and on the host of a forward, of a backward with what it computes again, and of that
+    backward without weight gradients."""
     most: np.ndarray
     """(N, kinds, 2): of a forward, and of a backward whose actions each wait for the host."""
 
@@ -91,12 +92,12 @@ def times_of_layers(base: Workload, machine: Machine, rows: np.ndarray, progress
         first, which = distinct(key)
         each = []
         for number, (row, split) in enumerate(zip(rows[first], splits[first], strict=True)):
-            each.append([[costs.six(passes, again) for passes, again in modes] for modes in half(row, bool(split))])
+            each.append([[costs.of(passes, again) for passes, again in modes] for modes in half(row, bool(split))])
             if number % _EVERY == 0:
                 progress("times of layers", number, len(first))
         found = found + np.array(each)[which, rows["recompute"]]
     assert isinstance(found, np.ndarray)
-    return Times(found[..., :4], found[..., 4:])
+    return Times(found[..., :6], found[..., 6:])
 
 
 class _Halves:
@@ -127,13 +128,13 @@ def times_of_ends(base: Workload, machine: Machine, rows: np.ndarray) -> tuple[T
     """Return the same of the embedding and of the loss."""
     splits = splits_backward(rows)
     first, which = distinct([*(rows[name] for name in ENDS_KEY), splits])
-    costs, found = _Costs(base, machine), np.zeros((len(first), 2, 6))
+    costs, found = _Costs(base, machine), np.zeros((len(first), 2, 8))
     for number, (row, split) in enumerate(zip(rows[first], splits[first], strict=True)):
         config, layout = _alone(base, row, bool(split))
         for place, passes in enumerate((embedding_passes, loss_passes)):
-            found[number, place] = costs.six(passes(config.model, layout, machine), ())
+            found[number, place] = costs.of(passes(config.model, layout, machine), ())
     embedding, loss = found[which].swapaxes(0, 1)
-    return Times(embedding[:, :4], embedding[:, 4:]), Times(loss[:, :4], loss[:, 4:])
+    return Times(embedding[:, :6], embedding[:, 6:]), Times(loss[:, :6], loss[:, 6:])
 
 
 def times_of_transfers(base: Workload, machine: Machine, rows: np.ndarray) -> np.ndarray:
@@ -188,13 +189,14 @@ class _Costs:
         self.gap, self.host = (0.0, 0.0) if graphed else (machine.kernel_launch, machine.host_launch)
         self.most_gap = machine.kernel_launch
 
-    def six(self, passes: Passes, again: Terms) -> tuple[float, ...]:
-        """Return the numbers of `Times` for one microbatch: four at least, and two at most."""
-        forward, *back = [self.of(terms) for terms in (passes.forward, passes.input_grad, passes.weight_grad, again)]
-        device, host, most = (sum(each) for each in zip(*back, strict=True))
-        return *forward[:2], device, host, forward[2], most
+    def of(self, passes: Passes, again: Terms) -> tuple[float, ...]:
+        """Return the numbers of `Times` for one microbatch: six at least, and two at most."""
+        forward, *back = [self._three(terms) for terms in (passes.forward, again, passes.input_grad, passes.weight_grad)]
+        inputs = [one + other for one, other in zip(*back[:2], strict=True)]
+        device, host, most = (one + other for one, other in zip(inputs, back[2], strict=True))
+        return *forward[:2], device, host, *inputs[:2], forward[2], most
 
-    def of(self, terms: Terms) -> tuple[float, float, float]:
+    def _three(self, terms: Terms) -> tuple[float, float, float]:
         """Return the seconds on the device, those of the host, and the most that they take together."""
         launches, seconds = sum(term.launches for term in terms), sum(term.seconds for term in terms)
         host = launches * self.host

@@ -95,25 +95,31 @@ def predict_step(workload: Workload, machine: Machine) -> StepPrediction:
 def step_lower_bound(workload: Workload, machine: Machine) -> float:
     """Return seconds that the step cannot fall below, without a simulation.
 
-    A rank cannot start before its first stage has its input, computes everything that it has to, and, where backwards
-    are whole, the stages before it still run one backward after its last:
+    A rank cannot start before its first stage has its input, and computes everything that it has to. When it has sent
+    its last gradient, the stages before it still compute theirs, and the first one its weight gradient. A microbatch
+    passes all stages:
 
         head of F + busy + what it does after the pipeline
-        head of F + busy + tail of B + what the first stage's rank does after the pipeline    (whole backwards only)
+        head of F + busy without W + tail of I + W of the first stage + what the first stage's rank does afterwards
+        F and I of all stages + W of the first stage + what the first stage's rank does afterwards
+
+    Where backwards are whole, W is part of busy and of the tail.
     """
     plan = _plan(workload, machine)
     schedule, durations = plan.schedule, plan.durations
-    forward = durations["forward"]
-    backward = [sum(both) for both in zip(durations["input_grad"], durations["weight_grad"], strict=True)]
-    bounds = []
+    forward, inputs, weights = (durations[name] for name in ("forward", "input_grad", "weight_grad"))
+    backward = [sum(both) for both in zip(inputs, weights, strict=True)]
+    returned, last = (inputs, weights[0]) if plan.layout.splits_backward else (backward, 0.0)
+    on_first = last + sum(term.seconds for term in plan.after(schedule.placement(0)))
+    bounds = [sum(forward) + sum(returned) + on_first]
     for rank in range(schedule.pp):
-        stages = schedule.stages_of(rank)
-        busy = schedule.num_microbatches * sum(forward[stage] + backward[stage] for stage in stages)
-        reached = sum(forward[: min(stages)]) + busy
-        bounds.append(reached + sum(term.seconds for term in plan.after(rank)))
-        if not plan.layout.splits_backward:
-            first = schedule.placement(0)
-            bounds.append(reached + sum(backward[: min(stages)]) + sum(term.seconds for term in plan.after(first)))
+        stages, count = schedule.stages_of(rank), schedule.num_microbatches
+        before = range(min(stages))
+        head = sum(forward[stage] for stage in before)
+        busy = count * sum(forward[stage] + backward[stage] for stage in stages)
+        bounds.append(head + busy + sum(term.seconds for term in plan.after(rank)))
+        received = count * sum(forward[stage] + returned[stage] for stage in stages)
+        bounds.append(head + received + sum(returned[stage] for stage in before) + on_first)
     return max(bounds)
 
 
