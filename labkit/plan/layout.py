@@ -10,7 +10,6 @@ from labkit.plan.collectives import Group
 from labkit.plan.software import Software, software_of
 from labkit.plan.workload import Workload
 
-
 _ALONE = Group(1)
 
 

@@ -69,7 +69,8 @@ def _of_fullest(base: Workload, layers: _Layers, each: np.ndarray) -> np.ndarray
 
 def _of_all(base: Workload, each: np.ndarray) -> np.ndarray:
     """Return the sums over all layers of the model. each: (N, kinds, ...) of one layer."""
-    return sum(count * each[:, place] for place, (_, count) in enumerate(layer_kinds(base)))
+    counts = np.array([count for _, count in layer_kinds(base)])
+    return (each * counts.reshape(-1, *[1] * (each.ndim - 2))).sum(axis=1)
 
 
 def _times(values: np.ndarray, counts: np.ndarray) -> np.ndarray:

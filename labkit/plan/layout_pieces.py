@@ -191,7 +191,9 @@ class _Costs:
 
     def of(self, passes: Passes, again: Terms) -> tuple[float, ...]:
         """Return the numbers of `Times` for one microbatch: six at least, and two at most."""
-        forward, *back = [self._three(terms) for terms in (passes.forward, again, passes.input_grad, passes.weight_grad)]
+        forward, *back = [
+            self._three(terms) for terms in (passes.forward, again, passes.input_grad, passes.weight_grad)
+        ]
         inputs = [one + other for one, other in zip(*back[:2], strict=True)]
         device, host, most = (one + other for one, other in zip(inputs, back[2], strict=True))
         return *forward[:2], device, host, *inputs[:2], forward[2], most

@@ -88,14 +88,14 @@ class _Parameters(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _parameters(model: ModelConfig, moe: MoEConfig, tp: int, ep: int, etp: int) -> _Parameters:
-    first = next((index for index in range(model.layers) if moe.is_moe_layer(index)), None)
+    index = next((index for index in range(model.layers) if moe.is_moe_layer(index)), None)
     with_experts = experts = 0
-    if first is not None:
+    if index is not None:
         experts = moe.num_experts // ep * (expert_parameters(model, moe) // etp)
-        with_experts = layer_parameters(model, tp, moe=moe, index=first, ep=ep, etp=etp)
+        with_experts = layer_parameters(model, tp, moe=moe, index=index, ep=ep, etp=etp)
     ends = {
-        end: stage_parameters(model, layers=0, pre_process=end[0], post_process=end[1], tp=tp)
-        for end in product((False, True), repeat=2)
+        (first, last): stage_parameters(model, layers=0, pre_process=first, post_process=last, tp=tp)
+        for first, last in product((False, True), repeat=2)
     }
     return _Parameters(layer_parameters(model, tp), with_experts - experts, experts, ends)
 
