@@ -89,7 +89,9 @@ def execute(arguments: Arguments) -> int:
     if arguments.options["json"]:
         print(json.dumps(as_json(search, best, lost, seconds)))
     else:
-        show("\n".join([*report(search, best, lost, counts, seconds, room()), *written]))
+        show(
+            "\n".join([*report(search, best, lost, counts, seconds, room(), every=arguments.options["all"]), *written])
+        )
     return 0
 
 
@@ -203,6 +205,7 @@ COMMAND = Command(
                "schedules are searched then", path="any"),
         Option("plot", "str", "draw the best layouts, and memory against time, into this file (png, svg, pdf)",
                path="any"),
+        Option("all", "bool", "say of every value of every column why it loses, with its best layout", False),
         Option("json", "bool", "print JSON", False),
     ),
     execute=execute,

@@ -60,6 +60,15 @@ def test_json_counts_every_layout_and_parts_add_up(capsys):
         assert each["low"] < each["seconds"] < each["high"] and each["memory_bytes"] > 0
 
 
+def test_each_column_has_one_line_and_all_has_every_value(capsys):
+    short, long = run(capsys, *TINY), run(capsys, *TINY, "--all")
+    lines = [text.split("why others lose", 1)[1].splitlines()[1:] for text in (short, long)]
+    columns = [[line.split()[0] for line in each if line] for each in lines]
+    assert len(set(columns[0])) == len(columns[0]) and set(columns[0]) == set(columns[1]) and len(columns[1]) > 12
+    assert any("; best: tp=" in line for line in lines[1]) and not any("best: " in line for line in lines[0])
+    assert short.splitlines()[3].split()[:2] == ["tp", "pp"] and "sharded: the distributed optimizer" in short
+
+
 def test_fields_that_are_given_stay(capsys):
     found = json.loads(run(capsys, *TINY, "--tp", "2", "--only", "pp=2,recompute=full", "--json"))
     for each in found["best"]:
