@@ -97,7 +97,7 @@ def execute(arguments: Arguments) -> int:
         more = {"goodput": goodput_json(goodput)} if goodput else {}
         print(json.dumps(as_json(search, best, lost, seconds) | more))
     else:
-        lines = report(search, best, lost, counts, seconds, room())
+        lines = report(search, best, lost, counts, seconds, room(), every=arguments.options["all"])
         lines += ["", *goodput_lines(goodput, room())] if goodput else []
         show("\n".join([*lines, *written]))
     return 0
@@ -229,6 +229,7 @@ COMMAND = Command(
                "schedules are searched then", path="any"),
         Option("plot", "str", "draw the best layouts, and memory against time, into this file (png, svg, pdf)",
                path="any"),
+        Option("all", "bool", "say of every value of every column why it loses, with its best layout", False),
         Option("json", "bool", "print JSON", False),
     ),
     execute=execute,

@@ -9,8 +9,8 @@ import numpy as np
 
 from labkit.cli.output import table
 from labkit.plan.fitting import memory_terms
-from labkit.plan.layouts import AXES, COLUMNS, in_words, matching, rules_broken, workload_of
-from labkit.plan.ranking import GB, Loser, compared, word
+from labkit.plan.layouts import ALWAYS, AXES, COLUMNS, in_words, matching, rules_broken, workload_of
+from labkit.plan.ranking import GB, Loser, compared, milliseconds, word
 from labkit.plan.search import Ranked, Search
 from labkit.plan.step_time import schedule_of
 from labkit.plan.terms import KINDS
@@ -18,22 +18,60 @@ from labkit.plan.terms import KINDS
 _MEASURES = ("s/step", "80 % interval", "TFLOP/s", "MFU", "GB", "bubble")
 
 
+_MEANINGS = {
+    "sharded": "sharded: the distributed optimizer (ZeRO-1)",
+    "sp": "sp: sequence parallelism",
+    "vpp": "vpp: model chunks of a rank",
+}
+"""Column of a layout whose name says too little -> what it is."""
+
+
 def report(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], counts: str, seconds: float,
-           width: int | None) -> list[str]:  # fmt: skip
-    """Return the lines of a plan."""
+           width: int | None, *, every: bool) -> list[str]:  # fmt: skip
+    """Return the lines of a plan; every: say of each value why it loses, and not only of the best one of a column."""
     lines = [title(search), f"{counts}; {seconds:.1f} s", ""]
     lines += _ranking(best, width)
     lines += [
         "TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank",
+        "; ".join(text for name, text in _MEANINGS.items() if any(_is_told(each.row, name) for each in best)),
         "",
-        "why others lose, by the best layout that was found with this value:",
     ]
-    return lines + [f"  {each.family}: {each.reason}" for each in lost]
+    if every:
+        lines.append("why others lose, by the best layout that was found with this value:")
+        return lines + [f"  {each.family}: {each.reason}" for each in lost]
+    lines.append("why others lose: the best other value of each column, and what the rest costs (--all says more)")
+    return lines + [f"  {_of_column(name, lost, best[0])}" for name in dict.fromkeys(each.column for each in lost)]
+
+
+def _of_column(name: str, lost: Sequence[Loser], winner: Ranked) -> str:
+    """Return a line on the values of one column: why the fastest loses, and how much slower the others are."""
+    of_column = [each for each in lost if each.column == name]
+    fitting = [(each.best.prediction.seconds, each) for each in of_column if each.best]
+    others = [f"{each.values.replace(', ', '/')} does not fit" for each in of_column if not each.best]
+    if not fitting:
+        return f"{name} {others[0]}"
+    (_, first), *rest = sorted(fitting, key=lambda pair: pair[0])
+    slower = [
+        f"{each.values.replace(', ', '/')} +{milliseconds(seconds - winner.prediction.seconds)}"
+        + (" (leaves the node)" if name in _GROUPS and "leaves the node" in each.reason else "")
+        for seconds, each in rest
+    ]
+    if len(slower) > _MOST_VALUES:
+        slower = [*slower[: _MOST_VALUES - 1], f"others up to {slower[-1]}"]
+    why = first.reason.partition("; best: ")[0].partition("): tp=")[0]
+    why += ")" if why.startswith("as fast") else ""
+    return "; ".join([f"{first.family}: {why}", *([", ".join([*slower, *others])] if slower or others else [])])
+
+
+_GROUPS = ("tp", "cp", "ep", "etp")
+"""Columns that are sizes of groups inside a stage, which may leave the node."""
+_MOST_VALUES = 5
+"""Other values of a column that are named in its line."""
 
 
 def _ranking(best: Sequence[Ranked], width: int | None) -> list[str]:
     """Return the table of the best: a column for each field of a layout, or where that is too wide all in words."""
-    names = [name for name in AXES if any(_is_told(each.row, name) for each in best)]
+    names = [name for name in AXES if name in ALWAYS or any(_is_told(each.row, name) for each in best)]
     rows = [["", *names, *_MEASURES]]
     rows += [
         [str(number), *(word(name, each.row[name]) for name in names), *_measures(each)]
@@ -47,7 +85,7 @@ def _ranking(best: Sequence[Ranked], width: int | None) -> list[str]:
         [str(number), *_measures(each), in_words(each.row).replace(",", " ")]
         for number, each in enumerate(best, start=1)
     ]
-    return table(rows, right=range(len(rows[0]) - 1), width=width)
+    return table(rows, right=range(len(rows[0]) - 1), width=width, below=True)
 
 
 def _measures(each: Ranked) -> list[str]:

@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
-from labkit.config import ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.plan.collectives import Group, collective_seconds
 from labkit.plan.layer_times import layer_passes
 from labkit.plan.layout import Layout
@@ -21,9 +23,10 @@ from labkit.plan.machine import Machine
 from labkit.plan.pieces import Passes, Pieces, Terms
 from labkit.plan.sharding_times import Layers, sharding_terms
 from labkit.plan.sizes import padded_vocab
-from labkit.plan.stages import StageContents
+from labkit.plan.stages import stage_contents
 from labkit.plan.terms import Term, seconds_by_kind
 from labkit.plan.workload import Workload
+from labkit.schedules import Schedule
 
 _GRAPH_LAUNCH = 0.55
 """Gap between kernels inside a CUDA graph over the gap between launches: (3.4 - 2.9) / (3.8 - 2.9) us in NVIDIA's blog
@@ -76,19 +79,41 @@ class StageTimes:
         return self.input_grad.seconds + self.weight_grad.seconds + self.recompute.seconds
 
 
-def stage_times(workload: Workload, machine: Machine, layout: Layout, contents: StageContents, *,
-                sends: tuple[bool, bool]) -> StageTimes:  # fmt: skip
-    """Return the times of a stage with these contents.
+class StageKind(NamedTuple):
+    """What the times of a stage depend on, beside the layout. Stages of one kind share their times."""
 
-    sends: whether its activation, and the gradient of its input, go to another rank.
-    """
+    dense: int
+    """Its layers without experts."""
+    experts: int
+    """Its layers with experts."""
+    embedding: bool
+    loss: bool
+    sends: bool
+    """Its activation goes to another rank."""
+    receives: bool
+    """Its activation comes from another rank, and the gradient goes back there."""
+
+
+def stage_kinds(config: RunConfig, schedule: Schedule) -> list[StageKind]:
+    """Return the kind of every stage."""
+    kinds, moe = [], config.moe
+    rank_of = schedule.placement_of_stages.tolist()
+    crossed = [False, *(one != other for one, other in pairwise(rank_of)), False]
+    for stage, held in enumerate(stage_contents(config, schedule.num_stages)):
+        experts = sum(map(moe.is_moe_layer, held.layers)) if moe.num_experts else 0
+        dense = len(held.layers) - experts
+        kinds.append(StageKind(dense, experts, held.embedding, held.loss, crossed[stage + 1], crossed[stage]))
+    return kinds
+
+
+def stage_times(workload: Workload, machine: Machine, layout: Layout, kind: StageKind) -> StageTimes:
+    """Return the times of a stage of this kind."""
     model, moe = workload.config.model, workload.config.moe
-    experts = sum(map(moe.is_moe_layer, contents.layers))
-    counts = (len(contents.layers) - experts, experts)
-    kept = _recomputed_share(model, len(contents.layers))
+    kept = _recomputed_share(model, kind.dense + kind.experts)
     sharded = workload.fsdp, workload.reshard_after_forward
-    waits = (False, False) if workload.config.schedule.overlap_p2p_comm else sends
-    return _stage_times(model, moe, layout, machine, counts, (contents.embedding, contents.loss), kept, sharded, waits)
+    if workload.config.schedule.overlap_p2p_comm:
+        kind = kind._replace(sends=False, receives=False)
+    return _stage_times(model, moe, layout if workload.fsdp else layout.of_stage(), machine, kind, kept, sharded)
 
 
 def _recomputed_share(model: ModelConfig, layers: int) -> int:
@@ -99,23 +124,18 @@ def _recomputed_share(model: ModelConfig, layers: int) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _stage_times(model: ModelConfig, moe: MoEConfig, layout: Layout, machine: Machine, counts: tuple[int, int],
-                 ends: tuple[bool, bool], recomputed: int, sharded: tuple[bool, bool], waits: tuple[bool, bool]
-                 ) -> StageTimes:  # fmt: skip
-    """Return the times of a stage.
-
-    counts: dense layers, layers with experts. ends: it has the embedding, the loss. sharded: fully, and gathered again
-    for backward. waits: it waits for the transfer of its activation, of its gradient.
-    """
+def _stage_times(model: ModelConfig, moe: MoEConfig, layout: Layout, machine: Machine, kind: StageKind,
+                 recomputed: int, sharded: tuple[bool, bool]) -> StageTimes:  # fmt: skip
+    """Return the times of a stage; sharded: fully, and gathered again for backward."""
     layers = [
         Layers(count, experts, layer_passes(model, moe if experts else None, layout, machine))
-        for count, experts in zip(counts, (False, True), strict=True)
+        for count, experts in ((kind.dense, False), (kind.experts, True))
         if count
     ]
     pieces = [(each.count, each.passes) for each in layers]
-    if ends[0]:
+    if kind.embedding:
         pieces.append((1, embedding_passes(model, layout, machine)))
-    if ends[1]:
+    if kind.loss:
         pieces.append((1, loss_passes(model, layout, machine)))
     again = [(min(count, recomputed), each.recompute) for count, each in pieces]
     forward, backward = [(n, each.forward) for n, each in pieces], [(n, each.input_grad) for n, each in pieces]
@@ -124,7 +144,7 @@ def _stage_times(model: ModelConfig, moe: MoEConfig, layout: Layout, machine: Ma
         ahead, back = sharding_terms(model, moe, layout, machine, layers, reshards=sharded[1])
         forward.append((1, ahead))
         backward.append((1, back))
-    for where, wait in zip((forward, backward), waits, strict=True):
+    for where, wait in zip((forward, backward), (kind.sends, kind.receives), strict=True):
         if wait:
             where.append((1, (stage_transfer(model, layout, machine),)))
     return StageTimes(
@@ -153,6 +173,11 @@ def _launched(layout: Layout, machine: Machine, counted: list[tuple[int, Terms]]
 
 def embedding_passes(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:
     """Return the times of the embedding: a row of the table per token, summed over tp; its gradient adds into fp32."""
+    return _embedding_passes(model, layout.of_attention(), machine)
+
+
+@lru_cache(maxsize=8192)
+def _embedding_passes(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:
     pieces = Pieces(model, layout, machine)
     e, elements = pieces.element, pieces.tokens * model.hidden
     positions = 3 * e if model.position == "learned" else 0
@@ -168,6 +193,11 @@ def embedding_passes(model: ModelConfig, layout: Layout, machine: Machine) -> Pa
 
 def loss_passes(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:
     """Return the times of final norm, logits and vocabulary-parallel loss (arXiv 1909.08053, section 3)."""
+    return _loss_passes(model, layout.of_attention(), machine)
+
+
+@lru_cache(maxsize=8192)
+def _loss_passes(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:
     pieces = Pieces(model, layout, machine)
     t, e = layout.tp.size, pieces.element
     columns, h = padded_vocab(model, t) // t, model.hidden

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Any
 
 from labkit.config import ConfigError
 from labkit.plan.megatron_workload import NotExpressibleError, megatron_workload, whole
+from labkit.plan.rows import measured
 from labkit.plan.workload import Gpu, Workload
 
 FIRST_FLAG, LAST_FLAG = "num-layers", "normalization"
@@ -92,7 +94,7 @@ def golden_row(row: Mapping[str, str]) -> GoldenRow:
         workload, reason = workload_of(row), ""
     except NotExpressibleError as error:
         workload, reason = None, str(error)
-    allocated, peak = (int(row.get(f"mem_{name}_bytes_last") or 0) for name in ("allocated", "max_allocated"))
+    allocated, peak = (int(measured(row, f"mem_{name}_bytes_last") or 0) for name in ("allocated", "max_allocated"))
     names = row["family"], row["test_case"], row["golden"]
     return GoldenRow(*names, _exclusion(row, peak), workload, reason, allocated, peak)
 
@@ -117,6 +119,28 @@ class Configuration:
     rows: tuple[GoldenRow, ...]
     allocated: float
     peak: float
+
+    @property
+    def group(self) -> str:
+        """The group whose errors are reported together, such as `dense` or `experts, local layers`."""
+        config, family = self.workload.config, self.rows[0].family
+        words = [_GROUPS.get(family, family)]
+        if family == "gpt" and config.model.hidden == _WIDTH_OF_7B:
+            words = ["dense, 7B"]
+        if family in _ENGINES and config.model.transformer_impl == "local":
+            words.append("local layers")
+        words += ["fp16"] if family in _ENGINES and config.optim.precision == "fp16" else []
+        words += ["fp8 parameters"] if config.optim.fp8 != "none" else []
+        words += [f"fully sharded, {self.workload.libraries.gpu.upper()}"] if self.workload.fsdp else []
+        return ", ".join(words)
+
+
+_GROUPS = {"gpt": "dense", "moe": "experts", "hybrid": "Mamba with attention", "bert": "BERT", "t5": "T5"}
+"""Family of a test -> its models in words."""
+_ENGINES = ("gpt", "moe")
+"""Families whose layers are Transformer Engine's unless a test asks for local ones."""
+_WIDTH_OF_7B = 4096
+"""Hidden size of the tests of a 7B model; all others are small."""
 
 
 def configurations(rows: Iterable[GoldenRow]) -> list[Configuration]:
@@ -185,12 +209,31 @@ def _columns(row: Mapping[str, str]) -> dict[str, Any]:
     """Return the flags that the columns give; an empty cell gives none."""
     names = list(row)
     inside = names[names.index(FIRST_FLAG) : names.index(LAST_FLAG) + 1]
-    return {f"--{name}": True if row[name] == "True" else row[name] for name in inside if row[name]}
+    return {f"--{name}": value for name in inside if (value := _value(row[name])) is not None}
+
+
+def _value(cell: str) -> str | bool | None:
+    """Return a cell as Megatron-LM reads it: None gives no flag. `8.0` is 8, as a table of floats writes it."""
+    word = cell.strip()
+    if word.lower() in ("true", "false", ""):
+        return True if word.lower() == "true" else None
+    return re.sub(r"^(\d+)\.0+$", r"\1", word)
 
 
 def _world_size(row: Mapping[str, str], gpu: Gpu) -> int:
+    usual = 4 if gpu == "b200" else 8
     if row["nodes"]:
-        return whole("nodes", row["nodes"]) * whole("gpus_per_node", row["gpus_per_node"])
+        count = _count(row, "nodes") * (_count(row, "gpus_per_node") if row["gpus_per_node"] else usual)
+        if not 0 < count <= _MOST_GPUS:
+            raise NotExpressibleError(f"{count} GPUs; a row has from 1 to {_MOST_GPUS:,}")
+        return count
     if row["test_type"] == "release":
         raise NotExpressibleError("the number of nodes of a release run is not public")
-    return 4 if gpu == "b200" else 8
+    return usual
+
+
+_MOST_GPUS = 10**6
+
+
+def _count(row: Mapping[str, str], name: str) -> int:
+    return whole(name, _value(row[name]))

@@ -28,21 +28,56 @@ from labkit.plan.sizes import fc1_width, ffn_width, kv_width, qkv_width
 from labkit.plan.terms import Term
 
 
-@lru_cache(maxsize=8192)
 def layer_passes(model: ModelConfig, moe: MoEConfig | None, layout: Layout, machine: Machine) -> Passes:
     """Return the times of one layer; `moe` None for a layer without experts."""
+    return _layer_passes(model, moe, layout.of_layer(), machine)
+
+
+@lru_cache(maxsize=8192)
+def _layer_passes(model: ModelConfig, moe: MoEConfig | None, layout: Layout, machine: Machine) -> Passes:
+    first, second = attention_half(model, layout, machine), mlp_half(model, moe, layout, machine)
+    forward = first.forward + second.forward
+    return Passes(
+        forward,
+        first.input_grad + second.input_grad,
+        first.weight_grad + second.weight_grad,
+        repeated_terms(model, layout, forward),
+    )
+
+
+def attention_half(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:
+    """Return the times of a layer's first half: norm, attention and residual addition; without recomputation."""
+    return _attention_half(model, layout.of_attention(), machine)
+
+
+@lru_cache(maxsize=8192)
+def _attention_half(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:
     pieces = Pieces(model, layout, machine)
     _norm(pieces, "attention norm")
     _attention(pieces)
     _residual(pieces, "attention")
+    return pieces.passes()
+
+
+def mlp_half(model: ModelConfig, moe: MoEConfig | None, layout: Layout, machine: Machine) -> Passes:
+    """Return the times of a layer's second half: norm, MLP or experts, and residual addition.
+
+    It sees tokens, whose samples and places do not matter. So layouts that cut a batch in other ways share it.
+    """
+    tokens = layout.micro_batch * model.seq_length // layout.cp.size
+    return _mlp_half(model, moe, layout.of_tokens(experts=moe is not None), machine, tokens)
+
+
+@lru_cache(maxsize=8192)
+def _mlp_half(model: ModelConfig, moe: MoEConfig | None, layout: Layout, machine: Machine, tokens: int) -> Passes:
+    pieces = Pieces(model, layout, machine, tokens)
     _norm(pieces, "mlp norm")
     if moe is None:
         _mlp(pieces)
     else:
         add_experts(pieces, moe)
     _residual(pieces, "mlp")
-    made = pieces.passes()
-    return Passes(made.forward, made.input_grad, made.weight_grad, repeated_terms(model, layout, made.forward))
+    return pieces.passes()
 
 
 _AFTER_LAST_SAVED = (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from labkit.config import ParallelConfig
 from labkit.plan.collectives import Group
 from labkit.plan.software import Software, software_of
 from labkit.plan.workload import Workload
+
+_ALONE = Group(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,28 @@ class Layout:
     def element_bytes(self) -> int:
         """Bytes of an activation."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
+
+    def of_stage(self) -> Layout:
+        """Return it without what no stage depends on whose weights are not sharded: replicas."""
+        return replace(self, dp=_ALONE, edp=_ALONE)
+
+    def of_layer(self) -> Layout:
+        """Return it without what no layer depends on: pipeline and replicas."""
+        return replace(self, dp=_ALONE, pp=_ALONE, edp=_ALONE)
+
+    def of_attention(self) -> Layout:
+        """Return it without what attention does not depend on: pipeline, replicas and experts."""
+        return replace(self, dp=_ALONE, pp=_ALONE, ep=_ALONE, etp=_ALONE, edp=_ALONE, routing_skew=1.0)
+
+    def of_tokens(self, *, experts: bool) -> Layout:
+        """Return it without what an MLP of a given number of tokens does not depend on.
+
+        Experts hide no collective beside a weight gradient, so a split backward does not change them.
+        """
+        alone = replace(self, micro_batch=1, cp=_ALONE, dp=_ALONE, pp=_ALONE, edp=_ALONE, cp_gathers=False)
+        if experts:
+            return replace(alone, splits_backward=False)
+        return replace(alone, ep=_ALONE, etp=_ALONE, routing_skew=1.0)
 
 
 def layout_of(workload: Workload, *, splits_backward: bool = False) -> Layout:

@@ -19,8 +19,6 @@ import numpy as np
 
 from labkit.plan.kernels import memory_bound, software_rate
 from labkit.plan.layout_pieces import (
-    ENDS_KEY,
-    LAYER_KEY,
     MEMORY_KEY,
     STATE_KEY,
     Progress,
@@ -30,6 +28,8 @@ from labkit.plan.layout_pieces import (
     parameters_of_pieces,
     times_of_ends,
     times_of_layers,
+    times_of_reductions,
+    times_of_transfers,
 )
 from labkit.plan.layouts import SCHEDULE_NAMES, splits_backward
 from labkit.plan.machine import Machine
@@ -50,23 +50,42 @@ class _Layers(NamedTuple):
     """Those of any rank, at least."""
     stage: np.ndarray
     """Those of any stage, at least."""
+    most: np.ndarray
+    """Those of any rank, at most."""
 
 
 def _layers(base: Workload, rows: np.ndarray) -> _Layers:
     layers, equal = base.config.model.layers, len(layer_kinds(base)) == 1
-    stage = layers // (rows["pp"] * rows["vpp"])
-    return _Layers(-(-layers // rows["pp"]) if equal else layers / rows["pp"], stage * rows["vpp"], stage)
+    stages = rows["pp"] * rows["vpp"]
+    full = -(-layers // rows["pp"]) if equal else layers / rows["pp"]
+    stage = layers // stages
+    return _Layers(full, stage * rows["vpp"], stage, -(-layers // stages) * rows["vpp"])
 
 
 def _of_fullest(base: Workload, layers: _Layers, each: np.ndarray) -> np.ndarray:
     """Return the sums over the layers of the fullest rank. each: (N, kinds, ...)."""
-    shares = np.array([count for _, count in layer_kinds(base)]) / base.config.model.layers
-    mean = np.tensordot(each, shares, axes=([1], [0])) if each.ndim == 2 else np.einsum("nk...,k->n...", each, shares)
-    return _times(mean, layers.full)
+    return _times(_of_all(base, each) / base.config.model.layers, layers.full)
+
+
+def _of_all(base: Workload, each: np.ndarray) -> np.ndarray:
+    """Return the sums over all layers of the model. each: (N, kinds, ...) of one layer."""
+    counts = np.array([count for _, count in layer_kinds(base)])
+    return (each * counts.reshape(-1, *[1] * (each.ndim - 2))).sum(axis=1)
 
 
 def _times(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return values * counts.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def _fewest(base: Workload, each: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the least sums over `counts` (N,) layers: of the cheaper kind as many as there are, then of the other.
+
+    each: (N, kinds, ...) of one layer.
+    """
+    first, last = each[:, 0], each[:, -1]
+    sizes = [count for _, count in layer_kinds(base)]
+    cheap = np.minimum(np.where(first <= last, sizes[0], sizes[-1]), counts.reshape(-1, *[1] * (first.ndim - 1)))
+    return _times(np.maximum(first, last), counts) - cheap * np.abs(first - last)
 
 
 def memory_bounds(base: Workload, device: Literal["cpu", "cuda"], rows: np.ndarray, progress: Progress) -> np.ndarray:
@@ -74,13 +93,13 @@ def memory_bounds(base: Workload, device: Literal["cpu", "cuda"], rows: np.ndarr
     layers = _layers(base, rows)
     first, which = distinct(rows[name] for name in MEMORY_KEY)
     kept = kept_by_pieces(base, device, rows[first], progress)[which]
-    least_kept, after = kept[:, :-1].min(axis=1), kept[:, -1]
+    layers_kept, after = kept[:, :-1], kept[:, -1]
     state_of = _StateBytes(base, rows)
-    fullest = state_of(_of_fullest(base, layers, state_of.each)) + _of_fullest(base, layers, kept[:, :-1])
-    least = _times(state_of.each.min(axis=1), layers.least)
+    fullest = state_of(_of_fullest(base, layers, state_of.each)) + _of_fullest(base, layers, layers_kept)
+    least = _fewest(base, state_of.each, layers.least)
     at_end = state_of(least + state_of.words)
-    at_first = at_end + in_flight(rows) * layers.stage * least_kept
-    at_last = at_end + layers.least * least_kept + after
+    at_first = at_end + in_flight(rows) * _fewest(base, layers_kept, layers.stage)
+    at_last = at_end + _fewest(base, layers_kept, layers.least) + after
     return np.maximum(np.maximum(fullest, at_first), at_last) * _SLACK
 
 
@@ -130,24 +149,28 @@ def time_bounds(base: Workload, machine: Machine, rows: np.ndarray, progress: Pr
     """Return seconds (N,) that a step of each layout needs at least."""
     layers = _layers(base, rows)
     splits = np.array([splits_backward(number) for number in range(len(SCHEDULE_NAMES))])[rows["schedule"]]
-    first, which = distinct(rows[name] for name in LAYER_KEY)
-    each = times_of_layers(base, machine, rows[first], progress)[which, rows["recompute"]]
-    first, which = distinct(rows[name] for name in ENDS_KEY)
-    embedding, loss = times_of_ends(base, machine, rows[first])[which].swapaxes(0, 1)
-    least = each.min(axis=1)
-    in_stage = _times(least, layers.stage)
+    each = times_of_layers(base, machine, rows, progress)
+    embedding, loss = times_of_ends(base, machine, rows)
     turns = (rows["pp"] > 1) & np.isin(rows["schedule"], [SCHEDULE_NAMES.index(name) for name in ("zbv", "dualpipe_v")])
     alone = (rows["pp"] == 1) | turns  # rank 0 has the loss, too
-    head = (rows["pp"] - 1) * (_slower(in_stage[:, :2]) + np.where(splits, 0.0, _slower(in_stage[:, 2:])))
-    on_first = _times(least, layers.least) + embedding + np.where(alone[:, None], loss, 0.0)
-    on_last = _times(least, layers.least) + np.where(alone[:, None], 0.0, loss)
-    count = rows["microbatches"]
-    busiest = [
-        count * _action(_of_fullest(base, layers, each)),
+    before = _fewest(base, each.least, layers.stage * (rows["pp"] - 1))  # all stages before the last rank's first
+    on_first = _fewest(base, each.least, layers.least) + embedding.least + np.where(alone[:, None], loss.least, 0.0)
+    on_last = _fewest(base, each.least, layers.least) + np.where(alone[:, None], 0.0, loss.least)
+    full = -(-base.config.model.layers // rows["pp"])
+    whole = _of_all(base, each.least) + embedding.least + loss.least
+    count, head = rows["microbatches"], _slower(before[:, :2])
+    longest = [
+        count * _action(_of_fullest(base, layers, each.least)),
+        count * _action(_fewest(base, each.least, full)),
         count * _action(on_first),
-        count * _action(on_last) + head,
+        count * _action(on_last) + head + np.where(splits, 0.0, _slower(before[:, 2:4])),
+        count * _inputs(on_last) + head + _slower(before[:, 4:]),
+        _inputs(whole),
     ]
-    return (np.maximum.reduce(busiest) + _after(base, machine, rows, layers)) * _SLACK
+    transfers = times_of_transfers(base, machine, rows) * (rows["pp"] > 1)
+    most = _times(each.most.max(axis=1), layers.most) + embedding.most + loss.most
+    hides = most + (transfers * rows["vpp"])[:, None]
+    return (np.maximum.reduce(longest) + _after(base, machine, rows, layers, hides)) * _SLACK
 
 
 def _slower(pair: np.ndarray) -> np.ndarray:
@@ -155,16 +178,29 @@ def _slower(pair: np.ndarray) -> np.ndarray:
     return pair.max(axis=1)
 
 
-def _action(four: np.ndarray) -> np.ndarray:
-    """Return forward and backward (N,) of the four numbers of `times_of_pieces`."""
-    return _slower(four[:, :2]) + _slower(four[:, 2:])
+def _action(six: np.ndarray) -> np.ndarray:
+    """Return forward and backward (N,) of the numbers of `Times.least`."""
+    return _slower(six[:, :2]) + _slower(six[:, 2:4])
 
 
-def _after(base: Workload, machine: Machine, rows: np.ndarray, layers: _Layers) -> np.ndarray:
-    """Return the optimizer (N,) of the rank with the fewest layers, and the host's constant."""
+def _inputs(six: np.ndarray) -> np.ndarray:
+    """Return forward and backward (N,) without weight gradients."""
+    return _slower(six[:, :2]) + _slower(six[:, 4:])
+
+
+def _after(base: Workload, machine: Machine, rows: np.ndarray, layers: _Layers, hides: np.ndarray) -> np.ndarray:
+    """Return what the rank with the fewest layers does after the pipeline (N,), without a tied embedding.
+
+    hides: (N, 2), at most the seconds of a microbatch's forward and backward on a rank, beside which weights and
+    gradients travel.
+    """
     first, which = distinct(rows[name] for name in STATE_KEY)
-    parameters = parameters_of_pieces(base, rows[first])[which][:, :-1].min(axis=1)
-    count = (_times(parameters, layers.least) / replicas(base, rows)).sum(axis=1)
-    software = software_of(base.software)
+    parameters = parameters_of_pieces(base, rows[first])[which][:, :-1]
+    counts, software = _fewest(base, parameters, layers.least), software_of(base.software)
     each = memory_bound(machine, "optimizer", 1.0, software.optimizer_bytes, kind="optimizer").seconds
-    return count * each + software_rate(machine, software.name, "host")
+    whole = times_of_reductions(base, machine, rows, counts)
+    beside = hides[:, ::-1] * np.array([base.config.optim.overlap_grad_reduce, True])
+    covered = np.minimum(whole, beside[:, None, :])
+    exposed = (whole - covered + software.overlap_slowdown * covered).sum(axis=(1, 2))
+    update = (counts / replicas(base, rows)).sum(axis=1) * each
+    return exposed + update + software_rate(machine, software.name, "host")

@@ -33,6 +33,8 @@ WORDS: Mapping[str, tuple[str, ...]] = {"schedule": SCHEDULE_NAMES, "recompute":
 """Column -> its words, of those whose numbers are not sizes."""
 AXES = tuple(name for name in COLUMNS.names or () if name != "microbatches")
 """Names that a layout in words may set."""
+ALWAYS = ("tp", "pp", "dp")
+"""Columns that are shown even if they are 1, because a reader looks for them first."""
 FIELDS = {
     "parallel.tp": "tp", "parallel.cp": "cp", "parallel.pp": "pp", "parallel.vpp": "vpp", "parallel.ep": "ep",
     "parallel.etp": "etp", "parallel.sequence_parallel": "sp", "train.micro_batch_size": "micro_batch",
@@ -200,12 +202,13 @@ def workload_of(base: Workload, row: np.void) -> Workload:
 
 
 def in_words(row: np.void) -> str:
-    """Return a layout as `parse_layout_words` reads it, without sizes of 1 and with what is not the default."""
-    parts = [f"{name}={row[name]}" for name in ("tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch") if row[name] > 1]
+    """Return a layout as `parse_words` reads it: tp, pp and dp always, others if they are not 1 or the default."""
+    names = ("tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch")
+    parts = [f"{name}={row[name]}" for name in names if row[name] > 1 or name in ALWAYS]
     parts += [f"etp={row['etp']}"] if row["etp"] != row["tp"] else []
     parts += [f"schedule={SCHEDULE_NAMES[row['schedule']]}"] if row["pp"] > 1 else []
     parts += [f"recompute={RECOMPUTATIONS[row['recompute']]}"] if row["recompute"] else []
-    return ",".join([*parts, *(name for name in ("sp", "sharded") if row[name])]) or "tp=1"
+    return ",".join([*parts, *(name for name in ("sp", "sharded") if row[name])])
 
 
 def parse_words(text: str) -> dict[str, int]:

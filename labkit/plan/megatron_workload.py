@@ -11,11 +11,13 @@ from typing import Any
 
 from labkit.config import RunConfig
 from labkit.config.errors import shown
+from labkit.config.fields import SPECS
 from labkit.config.foreign.conversion import Conversion
 from labkit.config.foreign.megatron import STACK
 from labkit.config.megatron_flags import derived
 from labkit.config.pipeline_layout import parse_layout
 from labkit.plan.latent_attention import Latent
+from labkit.plan.rows import too_large, too_many_layers
 from labkit.plan.stages import configured_schedule, stage_contents
 from labkit.plan.workload import Extras, Gpu, Libraries, Workload
 
@@ -93,6 +95,8 @@ def _missing(flags: Mapping[str, Any], family: str) -> str:
         return "a model of images and text is not modelled"
     if flags.get("--fp8-format") and flags.get("--num-experts"):
         return "experts in fp8 are not modelled"
+    if many := too_many_layers(whole("--num-layers", flags.get("--num-layers") or 0)):
+        return many
     optimizer = flags.get("--optimizer", "adam")
     if optimizer not in ("adam", "muon") or (optimizer == "muon" and flags.get("--use-distributed-optimizer")):
         return f"the optimizer {optimizer}{' over several ranks' if optimizer == 'muon' else ''} is not modelled"
@@ -107,6 +111,8 @@ def _check(config: RunConfig, world_size: int) -> None:
     """Raise NotExpressibleError for a layout that does not fit the ranks, or has no schedule."""
     if world_size % config.parallel.smallest_world_size or not config.num_microbatches(world_size):
         raise NotExpressibleError(f"its global batch and layout do not fit {world_size} GPUs")
+    if large := too_large(config, world_size):
+        raise NotExpressibleError(large)
     try:
         schedule = configured_schedule(config, world_size)
         stage_contents(config, schedule.num_stages)
@@ -127,8 +133,10 @@ def _config(flags: Mapping[str, Any], family: str) -> RunConfig:
     found = Conversion(given)
     STACK.derive(found)
     found.read(STACK.table)
-    if found.problems:
-        raise NotExpressibleError(found.problems[0])
+    broken = [f"{name} = {shown(value)}: {rule}" for name, value in found.values.items()
+              if (rule := SPECS[name].broken(value))]  # fmt: skip
+    if problems := found.problems or broken:
+        raise NotExpressibleError(problems[0])
     config = RunConfig().replaced(found.values)
     values, _ = derived({"swiglu": bool(flags.get("--swiglu"))}, config)
     if config.optim.precision == "fp16" and not flags.get("--accumulate-allreduce-grads-in-fp32"):

@@ -38,9 +38,10 @@ class Products(NamedTuple):
 class Pieces:
     """Collects the terms of forward and backward; knows model, layout and machine."""
 
-    def __init__(self, model: ModelConfig, layout: Layout, machine: Machine) -> None:
+    def __init__(self, model: ModelConfig, layout: Layout, machine: Machine, tokens: int | None = None) -> None:
+        """tokens: of a rank's microbatch inside tensor-parallel regions; None are those of the layout."""
         self.model, self.layout, self.machine = model, layout, machine
-        self.tokens = layout.micro_batch * model.seq_length // layout.cp.size
+        self.tokens = layout.micro_batch * model.seq_length // layout.cp.size if tokens is None else tokens
         self.between = self.tokens // (layout.tp.size if layout.sequence_parallel else 1)
         self.element = layout.element_bytes
         self.forward: list[Term] = []

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from labkit.config import RunConfig
+from labkit.config.errors import shown
 from labkit.plan.flops import paper_step_flops, step_flops
 from labkit.plan.machine import load_machine
-from labkit.plan.rows import PlannedRow
-from labkit.plan.workload import Workload
+from labkit.plan.rows import PlannedRow, measured, too_large
+from labkit.plan.workload import Libraries, Workload
 
 RULES = {
     "one of each axis": "an axis that the row does not name has size 1: papers name the axes that they use",
@@ -32,6 +33,7 @@ RULES = {
     "micro batch 1": "large models run one sample at a time",
     "batch of one microbatch": "no global batch is stated; a step has one microbatch per data-parallel rank",
     "vocabulary 50304": "not stated; GPT-2's 50,257 words padded to a multiple of 128",
+    "precision bf16": "not stated; large models have trained in bf16 since GPUs have it",
     "no recomputation": "not stated, and no sign of it in the text",
     "pipeline layout": "the text says that the first and the last stage have one layer less",
     "64 data-parallel ranks": "arXiv 1909.08053, section 4: batches of 512 on 64 groups of 8",
@@ -39,6 +41,9 @@ RULES = {
     "microbatches of torchtitan": "as many microbatches as stages, torchtitan's default in December 2024",
 }
 """Name of a rule -> what it fills in, and why."""
+
+
+_MEGATRON = Libraries(megatron=True)
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,13 @@ class Source:
     """Its pipelines interleave, with one layer in each chunk, where the row states no number of chunks."""
     why: str = ""
     """Where the fields are from."""
+    libraries: Libraries = _MEGATRON
+    """Libraries of its runs, which decide their memory; the GPU is the row's."""
 
 
 _UNFUSED = {"model.attention_backend": "unfused", "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1}
 _DISTRIBUTED = {"optim.distributed_optimizer": True, "optim.overlap_grad_reduce": True,
-                "optim.overlap_param_gather": True}  # fmt: skip
+                "optim.overlap_param_gather": True, "model.transformer_impl": "transformer_engine"}  # fmt: skip
 SOURCES = {
     "arXiv 2104.04473": Source(
         "megatron_2021", _UNFUSED | {"optim.overlap_grad_reduce": False},
@@ -88,7 +95,7 @@ SOURCES = {
         why="section 5: Megatron-Core 0.9, capacity factor 1; micro batch, interleaving, recomputation not stated",
     ),
     "torchtitan": Source(
-        "torchtitan", {"optim.overlap_grad_reduce": True},
+        "torchtitan", {"optim.overlap_grad_reduce": True}, libraries=Libraries(),
         why="the README of benchmarks/: FSDP2, torch.compile",
     ),
     "arXiv 2407.21783": Source(
@@ -106,29 +113,40 @@ SOURCES = {
     ),
     "Megatron-MoE-ModelZoo": Source("megatron_core", _DISTRIBUTED, causal_flops=True, specified=False, why="readme"),
     "SimuMax": Source(
-        "megatron_core", {"optim.distributed_optimizer": True, "optim.overlap_grad_reduce": False},
+        "megatron_core",
+        _DISTRIBUTED | {"optim.overlap_grad_reduce": False, "optim.overlap_param_gather": False},
+        libraries=Libraries(megatron=True, fused_cross_entropy=True),
         why="Megatron-LM 0.14; communication not overlapped, cross entropy fused (its notes)",
     ),
     "MosaicML": Source(
-        "foundry_2023", {"model.bias": False},
+        "foundry_2023", {"model.bias": False}, libraries=Libraries(),
         why="scripts/train/yamls/pretrain: FSDP, PURE mixed precision, flash attention, ALiBi, no biases",
     ),
 }  # fmt: skip
 """Beginning of a source's name -> what it says outside of its tables."""
 
 _MACHINES = (
-    (r"^a100_40gb|A100 40GB", "a100_40gb"),
-    (r"A100|^a100", "a100"),
+    (r"A100.*?\b40 ?GB", "a100_40gb"),
+    (r"A100", "a100"),
+    (r"V100.*?\b16 ?GB", None),
     (r"V100", "v100"),
     (r"GB300", "gb300"),
     (r"GB200", "gb200"),
     (r"B300", "b300"),
     (r"B200", "b200"),
-    (r"H200", "h200"),
-    (r"H100.*500 W", "h100_96gb"),
-    (r"H100|^h100", "h100"),
+    (r"(?<!G)H200", "h200"),
+    (r"H100.*(500 W|96 ?GB)", "h100_96gb"),
+    (r"H100.*(PCIe|NVL(?!ink))", None),
+    (r"H100", "h100"),
 )
-"""Pattern of the column `hardware` -> machine; the first that is found."""
+"""Pattern of the column `hardware` -> machine; the first that is found. None is a GPU without a machine in labkit."""
+
+
+def machine_for(hardware: str) -> str | None:
+    """Return the name of the machine that words such as `A100-SXM4-40GB` mean; None if there is none."""
+    text = hardware.replace("_", " ")
+    return next((name for pattern, name in _MACHINES if re.search(pattern, text, re.IGNORECASE)), None)
+
 
 _GPT = {"model.bias": True}
 _LLAMA = {
@@ -180,7 +198,7 @@ def _planned_row(row: dict[str, str]) -> PlannedRow:
     source = next((value for name, value in SOURCES.items() if row["source"].startswith(name)), None)
     filled: list[str] = []
     names = row["id"], row["source"], row["model"]
-    machine = next((name for pattern, name in _MACHINES if re.search(pattern, row["hardware"])), None)
+    machine = machine_for(row["hardware"])
     try:
         _traits(row)
         if "LoRA" in row["id"] + row["note"]:
@@ -190,11 +208,11 @@ def _planned_row(row: dict[str, str]) -> PlannedRow:
         if machine is None:
             raise _NotExpressible(f"no machine for the hardware {row['hardware']!r}")
         workload = _workload(row, source, filled)
-        measured = measured_seconds(row, workload, source, machine)
+        seconds = measured_seconds(row, workload, source, machine)
     except _NotExpressible as reason:
         return PlannedRow(*names, workload=None, machine=machine, not_expressible=str(reason))
     specified = source.specified and _is_specified(row)
-    return PlannedRow(*names, workload, machine, measured_seconds=measured, filled=tuple(filled), specified=specified)
+    return PlannedRow(*names, workload, machine, measured_seconds=seconds, filled=tuple(filled), specified=specified)
 
 
 def _is_specified(row: Mapping[str, str]) -> bool:
@@ -217,7 +235,7 @@ def _workload(row: dict[str, str], source: Source, filled: list[str]) -> Workloa
         values["parallel.vpp"] = -(-values["model.layers"] // values["parallel.pp"])
         filled[:] = [rule for rule in filled if rule != "vpp 1"] + ["one layer per chunk"]
     values |= _recomputation(row, filled)
-    values |= _precision(row)
+    values |= _precision(row, filled)
     values |= _schedule(row, values, filled)
     for name, value in source.fields.items():
         values.setdefault(name, value)
@@ -238,7 +256,8 @@ def _workload(row: dict[str, str], source: Source, filled: list[str]) -> Workloa
     elif software == "torchtitan" and re.search("async ?TP", row["id"] + row["note"]):
         software = "torchtitan_async"
     reshards = "SHARD_GRAD_OP" not in sharding
-    return Workload(config, world, fsdp=fsdp, reshard_after_forward=reshards, software=software)
+    return Workload(config, world, fsdp=fsdp, reshard_after_forward=reshards, software=software,
+                    libraries=source.libraries)  # fmt: skip
 
 
 def _may_interleave(values: Mapping[str, Any], world: int) -> bool:
@@ -252,6 +271,8 @@ def _may_interleave(values: Mapping[str, Any], world: int) -> bool:
 def _require_sound(config: RunConfig, world: int) -> None:
     parallel, train = config.parallel, config.train
     shape = parallel.tp * parallel.cp * parallel.pp
+    if large := too_large(config, world):
+        raise _NotExpressible(large)
     if world % shape:
         raise _NotExpressible(f"tp x cp x pp = {shape} does not divide {world} GPUs")
     batch = train.micro_batch_size * (world // shape)
@@ -267,11 +288,24 @@ def _require_sound(config: RunConfig, world: int) -> None:
 
 
 def _number(row: Mapping[str, str], name: str) -> int | None:
+    """Return a size; None for an empty cell. `8.0` is 8, as a table of floats writes it."""
     text = row[name]
+    if not text:
+        return None
     try:
-        return int(float(text)) if text else None
+        value = float(text)
     except ValueError:
-        raise _NotExpressible(f"{name} is {text!r}, which is no number") from None
+        raise _NotExpressible(f"{name} is {shown(text)}, which is no number") from None
+    if not (value.is_integer() and _LEAST.get(name, 1) <= value <= _MOST):
+        raise _NotExpressible(
+            f"{name} is {shown(text)}, which is no whole number from {_LEAST.get(name, 1)} to {_MOST:,}"
+        )
+    return int(value)
+
+
+_LEAST = {"experts": 0, "topk": 0, "moe_ffn": 0}
+"""Columns that may say 0, as a model without experts has."""
+_MOST = 10**9
 
 
 def _traits(row: Mapping[str, str]) -> dict[str, Any]:
@@ -372,7 +406,7 @@ def _recomputation(row: dict[str, str], filled: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _precision(row: dict[str, str]) -> dict[str, Any]:
+def _precision(row: dict[str, str], filled: list[str]) -> dict[str, Any]:
     text = row["precision"]
     if "FP4" in text.upper():
         raise _NotExpressible("products in fp4")
@@ -380,7 +414,12 @@ def _precision(row: dict[str, str]) -> dict[str, Any]:
         if "rowwise" in text:
             raise _NotExpressible("fp8 with a scale for each row")
         return {"optim.precision": "bf16", "optim.fp8": "hybrid", "optim.fp8_recipe": "current"}
-    return {"optim.precision": "fp16" if "fp16" in text else "bf16"}
+    if found := re.search("fp16|bf16", text, re.IGNORECASE):
+        return {"optim.precision": found[0].lower()}
+    if text:
+        raise _NotExpressible(f"the precision {shown(text)} is unknown; known are bf16, fp16 and fp8")
+    filled.append("precision bf16")
+    return {"optim.precision": "bf16"}
 
 
 def _schedule(row: dict[str, str], values: Mapping[str, Any], filled: list[str]) -> dict[str, Any]:
@@ -392,6 +431,9 @@ def _schedule(row: dict[str, str], values: Mapping[str, Any], filled: list[str])
     result: dict[str, Any] = {}
     if name in _SCHEDULES:
         result["schedule.name"] = _SCHEDULES[name]
+    elif name not in ("", "1F1B", "interleaved", "interleaved 1F1B"):
+        known = ", ".join(["1F1B", "interleaved 1F1B", *_SCHEDULES])
+        raise _NotExpressible(f"the schedule {shown(name)} is unknown; known are {known}")
     pp, vpp = values.get("parallel.pp", 1), values.get("parallel.vpp", 1)
     chunks = 2 if result.get("schedule.name") in ("zbv", "dualpipe_v") else vpp
     stages, layers = pp * chunks, values["model.layers"]
@@ -428,22 +470,24 @@ def _uses_sequence_parallelism(row: Mapping[str, str], source: Source) -> bool:
 
 
 def measured_seconds(row: Mapping[str, str], workload: Workload, source: Source, machine: str) -> float | None:
-    """Return the step that a row states, or that follows from its rate."""
-    if row["step_s"]:
-        return float(row["step_s"])
+    """Return the step that a row states, or that follows from its rate; None if neither is a positive number."""
+    if seconds := measured(row, "step_s"):
+        return seconds
     config, world = workload.config, workload.world_size
     model, batch = config.model, config.train.global_batch_size
-    if row["tokens_s_gpu"]:
-        return batch * model.seq_length / (float(row["tokens_s_gpu"]) * world)
-    found = re.search(r"scaling efficiency ([0-9.]+) %", row["note"])
-    if found:
-        return paper_step_flops(model, samples=batch) / (world * 39e12 * float(found[1]) / 100)
-    found = re.search(r"strong scaling speed-up ([0-9.]+)", row["note"])
-    if found:
-        return paper_step_flops(model, samples=batch) / (39e12 * float(found[1]))
+    if rate := measured(row, "tokens_s_gpu"):
+        return batch * model.seq_length / (rate * world)
+    paper = paper_step_flops(model, samples=batch) / 39e12
+    for pattern, seconds in (
+        (r"scaling efficiency ([0-9.]+) %", paper / world * 100),
+        (r"strong scaling speed-up ([0-9.]+)", paper),
+    ):
+        found = re.search(pattern, row["note"])
+        if found and (rate := measured({"note": found[1]}, "note")):
+            return seconds / rate
     flops = step_flops(model, samples=batch, causal=source.causal_flops, moe=config.moe).total
-    if row["tflops_gpu"]:
-        return flops / (world * float(row["tflops_gpu"]) * 1e12)
-    if row["mfu_pct"] and re.fullmatch(r"[0-9.]+", row["mfu_pct"]):
-        return flops / (world * load_machine(machine).peak_flops["bf16"] * float(row["mfu_pct"]) / 100)
+    if rate := measured(row, "tflops_gpu"):
+        return flops / (world * rate * 1e12)
+    if rate := measured(row, "mfu_pct"):
+        return flops / (world * load_machine(machine).peak_flops["bf16"] * rate / 100)
     return None

@@ -33,12 +33,18 @@ _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp"}
 class Loser:
     """A family of layouts without the winner."""
 
-    family: str
-    """Such as `tp 16`."""
+    column: str
+    values: str
+    """Such as `16` or `16, 32`."""
     best: Ranked | None
     """Its fastest layout; None if none fits."""
     reason: str
     """Why it loses, in one line."""
+
+    @property
+    def family(self) -> str:
+        """Such as `tp 16`."""
+        return f"{self.column} {self.values}"
 
 
 def losers(search: Search, winner: Ranked, within: np.ndarray, fixed: Collection[str] = ()) -> list[Loser]:
@@ -75,13 +81,13 @@ def _of_column(search: Search, winner: Ranked, name: str, values: list[Any], wit
         elif best.prediction.seconds > (1 + _FAR) * winner.prediction.seconds:
             far.append((text, best))
         elif text != "auto":  # pp 1 says the same
-            near.append(Loser(f"{name} {text}", best, compared(winner, best)))
+            near.append(Loser(name, text, best, compared(winner, best)))
     if far:
         best_of = min((each for _, each in far), key=lambda each: each.prediction.seconds)
-        near.append(Loser(f"{name} {', '.join(text for text, _ in far)}", best_of, compared(winner, best_of)))
+        near.append(Loser(name, ", ".join(text for text, _ in far), best_of, compared(winner, best_of)))
     if too_large:
         least = no_fit(min(bound for _, bound in too_large), search.available)
-        near.append(Loser(f"{name} {', '.join(text for text, _ in too_large)}", None, least))
+        near.append(Loser(name, ", ".join(text for text, _ in too_large), None, least))
     return near
 
 
@@ -124,7 +130,9 @@ def _leaves_node(kind: str, winner: Ranked, other: Ranked) -> str:
 
 def milliseconds(seconds: float) -> str:
     """Return a difference of times in a readable unit."""
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
 
 
 def pareto_front(search: Search, winner: Ranked, most: int = 12) -> list[Ranked]:

@@ -19,9 +19,10 @@ from labkit.config import ConfigError
 from labkit.plan import golden_rows, published_rows
 from labkit.plan.device_memory import DeviceMemory, gpu_memory
 from labkit.plan.fitting import on_machine
-from labkit.plan.golden_rows import GoldenRow, configurations, golden_row, gpu_of
+from labkit.plan.golden_rows import Configuration, GoldenRow, configurations, golden_row, gpu_of
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import planned
+from labkit.plan.rows import measured
 from labkit.plan.step_time import StepPrediction, predict_step
 from labkit.plan.workload import Workload
 
@@ -116,8 +117,17 @@ def predict_table(path: str | os.PathLike[str]) -> PredictedTable:
             rows = [{name: cell or "" for name, cell in row.items() if isinstance(name, str)} for row in reader]
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError([f"is no CSV file: {error}"], source=os.fspath(path)) from None
-    table.rows = [(_golden if table.is_golden else _published)(row) for row in rows]
+    table.rows = [predicted_row(row, is_golden=table.is_golden) for row in rows]
     return table
+
+
+def predicted_row(cells: Mapping[str, str], *, is_golden: bool) -> PredictedRow:
+    """Return the prediction of one row, which depends on no other row."""
+    try:
+        return (_golden if is_golden else _published)(cells)
+    except (ValueError, ArithmeticError, LookupError) as error:  # a model that no run could have
+        reason = f"its values contradict each other: {error}"
+        return PredictedRow(cells, cells["family" if is_golden else "source"], None, None, reason)
 
 
 def _published(cells: Mapping[str, str]) -> PredictedRow:
@@ -135,16 +145,13 @@ def _golden(cells: Mapping[str, str]) -> PredictedRow:
     machine = _MACHINES[gpu_of(row.golden)] if row.workload else None
     step, memory, reason = _predicted(row.workload, machine)
     reason = row.not_expressible or ("" if memory else reason)
-    seconds = float(cells.get("iteration_time_median_s") or 0) or None
+    seconds = measured(cells, "iteration_time_median_s")
     return PredictedRow(cells, row.family, step, memory, reason, seconds, False, golden=row)
 
 
 def _predicted(workload: Workload | None, machine: str | None
                ) -> tuple[StepPrediction | None, DeviceMemory | None, str]:  # fmt: skip
-    """Return step, memory, and why one of them is missing.
-
-    Megatron-LM's own libraries stay as they are; other rows get those of the machine's GPU.
-    """
+    """Return step, memory, and why one of them is missing. The GPU's libraries are those of the machine."""
     step = memory = None
     reasons = []
     if workload is not None and machine is not None:
@@ -153,8 +160,7 @@ def _predicted(workload: Workload | None, machine: str | None
         except ValueError as error:
             reasons.append(f"time: {error}")
         try:
-            placed = workload if workload.libraries.megatron else on_machine(workload, load_machine(machine))
-            memory = gpu_memory(placed)
+            memory = gpu_memory(on_machine(workload, load_machine(machine)))
         except ValueError as error:
             reasons.append(f"memory: {error}")
     return step, memory, "; ".join(reasons)
@@ -183,14 +189,19 @@ def _time_errors(name: str, rows: list[PredictedRow]) -> Errors:
 
 
 def memory_errors(rows: Iterable[PredictedRow]) -> list[Errors]:
-    """Return the errors of allocated and peak bytes by family, each configuration of golden rows counted once."""
+    """Return the errors of allocated and peak bytes by group, each configuration of golden rows counted once."""
     found = []
-    same = configurations(row.golden for row in rows if row.golden is not None)
-    for family in sorted({each.rows[0].family for each in same}):
-        of_family = [(each, gpu_memory(each.workload)) for each in same if each.rows[0].family == family]
+    for group, compared in sorted(compared_memory(row.golden for row in rows if row.golden is not None).items()):
         for name in ("allocated", "peak"):
-            errors = [abs(getattr(memory, name) / getattr(each, name) - 1) for each, memory in of_family]
-            found.append(
-                Errors(f"{family}, {name}", len(errors), median(errors), fmean(errors), max(errors), math.nan)
-            )  # fmt: skip
+            errors = [abs(getattr(memory, name) / getattr(each, name) - 1) for each, memory in compared]
+            counts = len(errors), median(errors), fmean(errors), max(errors)
+            found.append(Errors(f"{group}: {name}", *counts, math.nan))
     return found
+
+
+def compared_memory(rows: Iterable[GoldenRow]) -> dict[str, list[tuple[Configuration, DeviceMemory]]]:
+    """Return group -> its configurations, each with the memory that is predicted of it."""
+    groups: dict[str, list[tuple[Configuration, DeviceMemory]]] = {}
+    for each in configurations(rows):
+        groups.setdefault(each.group, []).append((each, gpu_memory(each.workload)))
+    return groups

@@ -29,6 +29,8 @@ from labkit.plan.workload import Workload
 
 BEST = 10
 """Layouts that a search ranks."""
+_BOUNDS_PER_TRY = 4
+"""Layouts whose `step_lower_bound` orders those that are tried, for each of them."""
 
 
 @dataclass(frozen=True)
@@ -150,26 +152,38 @@ class Search:
         """Return the fastest `count` layouts that fit, the fastest first.
 
         only: a mask (N,) of those that compete. limit: most bytes of a rank, if fewer than a GPU has. tries: most
-        layouts whose memory is computed, in the order of their bounds, once some fit; None is as many as it takes.
+        layouts whose memory is computed, in the order of their bounds, once some fit; None is as many as it takes, and
+        only then the answer is proved.
         """
         found: list[tuple[float, int]] = []
-        for tried, (bound, place) in enumerate(self._by_bound(only, limit)):
-            settled = bound >= found[-1][0] if len(found) == count else False
-            if settled or (found and tries is not None and tried >= tries):
+        for places in self._candidates(only, limit, tries):
+            for tried, (bound, place) in enumerate(self._by_bound(places)):
+                settled = bound >= found[-1][0] if len(found) == count else False
+                if settled or (found and tries is not None and tried >= tries):
+                    break
+                ranked = self._ranked(place)
+                if ranked is not None and ranked.memory.bytes <= limit:
+                    insort(found, (ranked.prediction.seconds, place))
+                    del found[count:]
+                    self.progress("simulated", self.counts.simulated, self.counts.legal)
+            if found:
                 break
-            ranked = self._ranked(place)
-            if ranked is not None and ranked.memory.bytes <= limit:
-                insort(found, (ranked.prediction.seconds, place))
-                del found[count:]
-                self.progress("simulated", self.counts.simulated, self.counts.legal)
         return [ranked for _, place in found if (ranked := self._known[place]) is not None]
 
-    def _by_bound(self, only: np.ndarray | None, limit: float) -> Iterator[tuple[float, int]]:
-        """Yield bound and place of the layouts in the order of `step_lower_bound`, which is computed when needed."""
+    def _candidates(self, only: np.ndarray | None, limit: float, tries: int | None) -> Iterator[np.ndarray]:
+        """Yield the layouts in the order of `time_bound`: all at once, or with `tries` some first, and the others only
+        if none of these fits."""
         fits = np.isfinite(self.time_bound) & (self.memory_bound <= limit)
         places = np.flatnonzero(fits if only is None else fits & only)
+        places = places[np.argsort(self.time_bound[places], kind="stable")]
+        some = len(places) if tries is None else tries * _BOUNDS_PER_TRY
+        yield places[:some]
+        yield places[some:]
+
+    def _by_bound(self, places: np.ndarray) -> Iterator[tuple[float, int]]:
+        """Yield bound and place of these layouts in the order of `step_lower_bound`, which is computed when needed."""
         waiting: list[tuple[float, int]] = []
-        for place in places[np.argsort(self.time_bound[places], kind="stable")]:
+        for place in places:
             while waiting and waiting[0][0] <= self.time_bound[place]:
                 yield heapq.heappop(waiting)
             heapq.heappush(waiting, (self._lower_bound(int(place)), int(place)))

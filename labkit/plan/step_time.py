@@ -12,17 +12,16 @@ The parts of a step are those of the critical rank, whose computation takes long
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from labkit.config import RunConfig
-from labkit.plan.action_times import StageTimes, stage_times, transfer_bytes
+from labkit.plan.action_times import StageKind, StageTimes, stage_kinds, stage_times, transfer_bytes
 from labkit.plan.collectives import Group, collective_seconds
 from labkit.plan.layout import Layout, layout_of
 from labkit.plan.machine import Machine
-from labkit.plan.stages import StageContents, stage_contents
 from labkit.plan.terms import KINDS, Term
 from labkit.plan.update_times import LastPasses, update_terms
 from labkit.plan.workload import Workload
@@ -105,25 +104,31 @@ def parts_by_rank(workload: Workload, machine: Machine) -> list[dict[str, float]
 def step_lower_bound(workload: Workload, machine: Machine) -> float:
     """Return seconds that the step cannot fall below, without a simulation.
 
-    A rank cannot start before its first stage has its input, computes everything that it has to, and, where backwards
-    are whole, the stages before it still run one backward after its last:
+    A rank cannot start before its first stage has its input, and computes everything that it has to. When it has sent
+    its last gradient, the stages before it still compute theirs, and the first one its weight gradient. A microbatch
+    passes all stages:
 
         head of F + busy + what it does after the pipeline
-        head of F + busy + tail of B + what the first stage's rank does after the pipeline    (whole backwards only)
+        head of F + busy without W + tail of I + W of the first stage + what the first stage's rank does afterwards
+        F and I of all stages + W of the first stage + what the first stage's rank does afterwards
+
+    Where backwards are whole, W is part of busy and of the tail.
     """
     plan = _plan(workload, machine)
     schedule, durations = plan.schedule, plan.durations
-    forward = durations["forward"]
-    backward = [sum(both) for both in zip(durations["input_grad"], durations["weight_grad"], strict=True)]
-    bounds = []
+    forward, inputs, weights = (durations[name] for name in ("forward", "input_grad", "weight_grad"))
+    backward = [sum(both) for both in zip(inputs, weights, strict=True)]
+    returned, last = (inputs, weights[0]) if plan.layout.splits_backward else (backward, 0.0)
+    on_first = last + sum(term.seconds for term in plan.after(schedule.placement(0)))
+    bounds = [sum(forward) + sum(returned) + on_first]
     for rank in range(schedule.pp):
-        stages = schedule.stages_of(rank)
-        busy = schedule.num_microbatches * sum(forward[stage] + backward[stage] for stage in stages)
-        reached = sum(forward[: min(stages)]) + busy
-        bounds.append(reached + sum(term.seconds for term in plan.after(rank)))
-        if not plan.layout.splits_backward:
-            first = schedule.placement(0)
-            bounds.append(reached + sum(backward[: min(stages)]) + sum(term.seconds for term in plan.after(first)))
+        stages, count = schedule.stages_of(rank), schedule.num_microbatches
+        before = range(min(stages))
+        head = sum(forward[stage] for stage in before)
+        busy = count * sum(forward[stage] + backward[stage] for stage in stages)
+        bounds.append(head + busy + sum(term.seconds for term in plan.after(rank)))
+        received = count * sum(forward[stage] + returned[stage] for stage in stages)
+        bounds.append(head + received + sum(returned[stage] for stage in before) + on_first)
     return max(bounds)
 
 
@@ -154,8 +159,11 @@ class _Plan:
     machine: Machine
     layout: Layout
     schedule: Schedule
-    contents: list[StageContents]
+    kinds: list[StageKind]
+    """The kind of every stage."""
     stages: list[StageTimes]
+    _after: dict[tuple[bool, tuple[StageKind, ...]], list[Term]] = field(default_factory=dict)
+    """What ranks with stages of these kinds do after the pipeline."""
 
     @property
     def config(self) -> RunConfig:
@@ -208,14 +216,16 @@ class _Plan:
     def after(self, rank: int) -> list[Term]:
         """Return what a rank does after its last backward."""
         stages = self.schedule.stages_of(rank)
-        times = [self.stages[stage] for stage in stages]
-        passes = LastPasses(sum(each.forward.seconds for each in times), sum(each.backward for each in times))
         ends = self.schedule.placement(0), self.schedule.placement(self.schedule.num_stages - 1)
         tied = not self.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1] and rank in ends
-        held = [self.contents[stage] for stage in stages]
-        return update_terms(
-            self.config, self.layout, self.machine, held, passes, fsdp=self.workload.fsdp, shares_table=tied
-        )
+        kinds = tuple(self.kinds[stage] for stage in stages)
+        if (tied, kinds) not in self._after:
+            times = [self.stages[stage] for stage in stages]
+            passes = LastPasses(sum(each.forward.seconds for each in times), sum(each.backward for each in times))
+            self._after[tied, kinds] = update_terms(
+                self.config, self.layout, self.machine, kinds, passes, fsdp=self.workload.fsdp, shares_table=tied
+            )
+        return self._after[tied, kinds]
 
 
 def _rank_ends(timeline: Timeline) -> np.ndarray:
@@ -238,10 +248,6 @@ def _plan(workload: Workload, machine: Machine) -> _Plan:
             raise ValueError(f"{machine.name} has no peak for {needed}")
     schedule = schedule_of(config, workload.microbatches)
     layout = layout_of(workload, splits_backward=schedule.derived("has W", _has_weight_gradients))
-    contents = stage_contents(config, schedule.num_stages)
-    crossed = [schedule.placement(stage) != schedule.placement(stage + 1) for stage in range(schedule.num_stages - 1)]
-    stages = [
-        stage_times(workload, machine, layout, held, sends=(after, before))
-        for held, after, before in zip(contents, [*crossed, False], [False, *crossed], strict=True)
-    ]
-    return _Plan(workload, machine, layout, schedule, contents, stages)
+    kinds = stage_kinds(config, schedule)
+    times = {kind: stage_times(workload, machine, layout, kind) for kind in set(kinds)}
+    return _Plan(workload, machine, layout, schedule, kinds, [times[kind] for kind in kinds])

@@ -12,17 +12,20 @@ reduced everything already, layer by layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
-from labkit.config import RunConfig
+from labkit.config import ModelConfig, MoEConfig, RunConfig
+from labkit.plan.action_times import StageKind
 from labkit.plan.collectives import Beside, Group, collective, collective_seconds
 from labkit.plan.kernels import memory_bound, software_rate
 from labkit.plan.layout import Layout
 from labkit.plan.machine import Machine
-from labkit.plan.parameters import expert_parameters, stage_parameters
+from labkit.plan.parameters import expert_parameters, layer_parameters, stage_parameters
 from labkit.plan.sizes import padded_vocab
-from labkit.plan.stages import StageContents
 from labkit.plan.terms import Term
 
 _DEFAULT_BUCKET = 40_000_000
@@ -37,7 +40,7 @@ class LastPasses:
     backward: float
 
 
-def update_terms(config: RunConfig, layout: Layout, machine: Machine, held: list[StageContents], passes: LastPasses,
+def update_terms(config: RunConfig, layout: Layout, machine: Machine, held: Sequence[StageKind], passes: LastPasses,
                  *, fsdp: bool, shares_table: bool) -> list[Term]:  # fmt: skip
     """Return the terms of a rank that holds these stages.
 
@@ -59,31 +62,42 @@ def update_terms(config: RunConfig, layout: Layout, machine: Machine, held: list
     return terms
 
 
-def rank_shares(config: RunConfig, held: list[StageContents]) -> tuple[int, int]:
+def rank_shares(config: RunConfig, held: Sequence[StageKind]) -> tuple[int, int]:
     """Return the parameters of a rank outside and inside routed experts."""
     parallel, moe = config.parallel, config.moe
-    total = sum(_stage_parameters(config, stage) for stage in held)
-    layers = sum(moe.is_moe_layer(index) for stage in held for index in stage.layers) if moe.num_experts else 0
-    if not layers:
-        return total, 0
-    each = expert_parameters(config.model, moe) // parallel.expert_tp
-    experts = layers * (moe.num_experts // parallel.ep) * each
-    return total - experts, experts
+    sizes = _parameters(config.model, moe, parallel.tp, parallel.ep, parallel.expert_tp)
+    outside = inside = 0
+    for stage in held:
+        outside += sizes.ends[stage.embedding, stage.loss] + stage.dense * sizes.dense + stage.experts * sizes.beside
+        inside += stage.experts * sizes.experts
+    return outside, inside
+
+
+class _Parameters(NamedTuple):
+    """Parameters on one rank."""
+
+    dense: int
+    """Of a layer without experts."""
+    beside: int
+    """Of a layer with experts, outside of them."""
+    experts: int
+    """Of its experts."""
+    ends: dict[tuple[bool, bool], int]
+    """(embedding, loss) -> those of a stage without layers."""
 
 
 @lru_cache(maxsize=4096)
-def _stage_parameters(config: RunConfig, held: StageContents) -> int:
-    parallel = config.parallel
-    return stage_parameters(
-        config.model,
-        layers=held.layers,
-        pre_process=held.embedding,
-        post_process=held.loss,
-        tp=parallel.tp,
-        moe=config.moe,
-        ep=parallel.ep,
-        etp=parallel.expert_tp,
-    )
+def _parameters(model: ModelConfig, moe: MoEConfig, tp: int, ep: int, etp: int) -> _Parameters:
+    index = next((index for index in range(model.layers) if moe.is_moe_layer(index)), None)
+    with_experts = experts = 0
+    if index is not None:
+        experts = moe.num_experts // ep * (expert_parameters(model, moe) // etp)
+        with_experts = layer_parameters(model, tp, moe=moe, index=index, ep=ep, etp=etp)
+    ends = {
+        (first, last): stage_parameters(model, layers=0, pre_process=first, post_process=last, tp=tp)
+        for first, last in product((False, True), repeat=2)
+    }
+    return _Parameters(layer_parameters(model, tp), with_experts - experts, experts, ends)
 
 
 def gradient_bytes(config: RunConfig, layout: Layout) -> int:

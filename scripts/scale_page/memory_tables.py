@@ -13,10 +13,11 @@ from scale_page.compared import ROOT
 from site_pages.tables import table
 
 from labkit.config import presets
-from labkit.plan.device_memory import gpu_memory
+from labkit.plan.device_memory import DeviceMemory, gpu_memory
 from labkit.plan.golden_rows import Configuration, GoldenRow, configurations, read_golden_rows
 from labkit.plan.machine import load_machine
 from labkit.plan.memory_need import CUDA_BYTES
+from labkit.plan.row_predictions import compared_memory
 from labkit.plan.stages import configured_schedule
 from labkit.plan.workload import Libraries, Workload
 
@@ -66,35 +67,19 @@ def _golden() -> list[GoldenRow]:
     return read_golden_rows(ORACLES / "data" / "megatron_golden.csv")
 
 
-def _groups() -> dict[str, Callable[[Configuration], bool]]:
-    """Return the groups by which the tests bound errors, and those of the few configurations that are in none."""
-    bounded = runpy.run_path(str(ORACLES / "test_device_memory_oracle.py"))["GROUPS"]
-    groups = {name: belongs for name, (belongs, *_) in bounded.items()}
-    return groups | {
-        "fully sharded, A100": lambda found: found.workload.fsdp,
-        "T5 11B, and T5 in local layers": lambda found: found.rows[0].family == "t5",
-        "others": lambda found: True,
-    }
-
-
 def recorded_runs() -> str:
-    """Errors of Megatron-LM's recorded runs, each configuration counted once and in its first group."""
-    left, lines = configurations(_golden()), []
-    for group, belongs in _groups().items():
-        found = [each for each in left if belongs(each)]
-        left = [each for each in left if not belongs(each)]
-        if found:
-            lines.append([group, str(len(found)), *_errors(found)])
+    """Errors of Megatron-LM's recorded runs by group, each configuration counted once."""
+    lines = []
+    for group, pairs in sorted(compared_memory(_golden()).items()):
+        lines.append([group, str(len(pairs)), *_errors(pairs)])
     head = ("runs", "configurations", "after a step: mean error", "worst", "at the peak: mean error", "worst")
     return table(head, lines)
 
 
-def _errors(found: Sequence[Configuration]) -> list[str]:
-    need = [gpu_memory(each.workload) for each in found]
-    pairs = list(zip(need, found, strict=True))
+def _errors(pairs: Sequence[tuple[Configuration, DeviceMemory]]) -> list[str]:
     columns = (
-        [memory.allocated / each.allocated - 1 for memory, each in pairs],
-        [memory.peak / each.peak - 1 for memory, each in pairs],
+        [memory.allocated / each.allocated - 1 for each, memory in pairs],
+        [memory.peak / each.peak - 1 for each, memory in pairs],
     )
     return [cell for errors in columns for cell in _mean_and_worst(errors)]
 

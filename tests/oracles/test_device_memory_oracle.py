@@ -7,17 +7,18 @@ attention, the libraries of a month) was found by reading these rows. Bounds are
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from labkit.plan.device_memory import gpu_memory
-from labkit.plan.golden_rows import CONTRADICTIONS, Configuration, GoldenRow, configurations, read_golden_rows
+from labkit.plan.device_memory import DeviceMemory, gpu_memory
+from labkit.plan.golden_rows import CONTRADICTIONS, Configuration, GoldenRow, read_golden_rows
 from labkit.plan.megatron_workload import LACKING
+from labkit.plan.row_predictions import compared_memory, predict_table
 from labkit.plan.stages import configured_schedule
 
 TABLE = Path(__file__).parent / "data" / "megatron_golden.csv"
@@ -28,57 +29,56 @@ def rows() -> list[GoldenRow]:
     return read_golden_rows(TABLE)
 
 
-def of(family: str, implementation: str = "transformer_engine", *, hidden: int = 0, precision: str = "bf16",
-       fsdp: bool = False, fp8: bool = False) -> Callable[[Configuration], bool]:  # fmt: skip
-    """Return whether a configuration belongs to a group; hidden 0 is any but 4096, the 7B model's."""
-
-    def belongs(found: Configuration) -> bool:
-        config = found.workload.config
-        width = config.model.hidden
-        return (
-            found.rows[0].family == family
-            and config.model.transformer_impl == implementation
-            and config.optim.precision == precision
-            and found.workload.fsdp == fsdp
-            and (config.optim.fp8 != "none") == fp8
-            and (width == hidden if hidden else width != 4096)
-        )
-
-    return belongs
+@cache
+def groups() -> dict[str, list[tuple[Configuration, DeviceMemory]]]:
+    return compared_memory(rows())
 
 
 GROUPS = {
-    "dense, Transformer Engine": (of("gpt"), 100, (0.5, 3.0), (0.6, 3.0)),
-    "7B": (of("gpt", hidden=4096), 3, (0.5, 1.5), (0.4, 1.0)),
-    "local layers": (of("gpt", "local"), 3, (0.4, 1.0), (0.2, 0.5)),
-    "local layers in fp16": (of("gpt", "local", precision="fp16"), 10, (0.6, 2.5), (0.6, 1.5)),
-    "fully sharded, H100 and GB200": (
-        lambda found: of("gpt", fsdp=True)(found) and found.workload.libraries.gpu != "a100", 2, (0.5, 0.5), (0.1, 0.1)
-    ),
-    "fp8 parameters": (of("gpt", fp8=True), 4, (0.8, 1.5), (1.5, 4.0)),
-    "experts": (of("moe"), 35, (0.8, 4.5), (3.0, 20.0)),
-    "experts in local layers": (of("moe", "local"), 9, (0.2, 0.5), (2.0, 2.5)),
-    "Mamba with attention": (of("hybrid"), 5, (0.6, 2.5), (0.4, 1.5)),
-    "BERT": (of("bert"), 6, (0.6, 2.0), (3.0, 6.0)),
-    "T5": (of("t5"), 8, (2.5, 3.0), (1.5, 2.0)),
-}  # fmt: skip
-"""Group -> its configurations, how many there are at least, and bounds on mean and largest error in percent: of the
-bytes after a step, and of the peak."""
+    "dense": (100, (0.5, 3.0), (0.6, 3.0)),
+    "dense, 7B": (3, (0.5, 1.5), (0.4, 1.0)),
+    "dense, local layers": (3, (0.4, 1.0), (0.2, 0.5)),
+    "dense, local layers, fp16": (10, (0.6, 2.5), (0.6, 1.5)),
+    "dense, fully sharded, H100": (1, (0.5, 0.5), (0.1, 0.1)),
+    "dense, fully sharded, B200": (1, (0.5, 0.5), (0.1, 0.1)),
+    "dense, fp8 parameters": (4, (0.8, 1.5), (1.5, 4.0)),
+    "experts": (35, (0.8, 4.5), (3.0, 20.0)),
+    "experts, local layers": (9, (0.2, 0.5), (2.0, 2.5)),
+    "Mamba with attention": (5, (0.6, 2.5), (0.4, 1.5)),
+    "BERT": (6, (0.6, 2.0), (3.0, 6.0)),
+    "T5": (8, (2.5, 3.0), (1.5, 2.0)),
+}
+"""Group (`Configuration.group`) -> how many configurations it has at least, and bounds on mean and largest error in
+percent: of the bytes after a step, and of the peak. `labkit plan --rows` prints the same errors."""
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("group", GROUPS)
 def test_allocated_bytes_and_peak_of_the_last_rank(group: str) -> None:
-    belongs, least, *bounds = GROUPS[group]
-    found = [each for each in configurations(rows()) if belongs(each)]
-    assert len(found) >= least
-    memory = [gpu_memory(each.workload) for each in found]
-    pairs = list(zip(memory, found, strict=True))
-    allocated = [100 * abs(need.allocated / each.allocated - 1) for need, each in pairs]
-    peak = [100 * abs(need.peak / each.peak - 1) for need, each in pairs]
-    for errors, (most, largest) in zip((allocated, peak), bounds, strict=True):
+    least, *bounds = GROUPS[group]
+    pairs = groups()[group]
+    assert len(pairs) >= least
+    for name, (most, largest) in zip(("allocated", "peak"), bounds, strict=True):
+        errors = [100 * abs(getattr(need, name) / getattr(each, name) - 1) for each, need in pairs]
         assert mean(errors) <= most
         assert max(errors) <= largest
+
+
+@pytest.mark.oracle
+def test_the_command_predicts_what_is_compared(tmp_path: Path) -> None:
+    """`labkit plan --rows` writes for each row the bytes whose errors the test above bounds."""
+    written = tmp_path / "predicted.csv"
+    table = predict_table(TABLE)
+    table.write(written)
+    with open(written, newline="") as file:
+        cells = {(row["test_case"], row["golden"]): row for row in csv.DictReader(file)}
+    for pairs in groups().values():
+        for each, need in pairs:
+            for row in each.rows:
+                found = cells[row.test, row.golden]
+                assert (int(found["predicted_alloc_bytes"]), int(found["predicted_mem_bytes"])) == (
+                    need.allocated, need.peak,
+                )  # fmt: skip
 
 
 @pytest.mark.oracle

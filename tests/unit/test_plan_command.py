@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from labkit.cli import main
 from labkit.config import RunConfig, presets
 from labkit.config.foreign.megatron_arguments import megatron_arguments
 from labkit.config.foreign.stacks import convert
-from labkit.plan.row_predictions import COLUMNS
+from labkit.plan.published_rows import machine_for
+from labkit.plan.row_predictions import COLUMNS, predict_table, predicted_row
 
 TINY = ["plan", "--machine", "h100", "--gpus", "8", "--preset", "tiny", "--precision", "bf16"]
 PUBLISHED = Path(__file__).parents[2] / "labkit" / "plan" / "tables" / "published.csv"
@@ -54,6 +58,15 @@ def test_json_counts_every_layout_and_parts_add_up(capsys):
     for each in found["best"]:
         assert sum(each["parts"].values()) == pytest.approx(each["seconds"])
         assert each["low"] < each["seconds"] < each["high"] and each["memory_bytes"] > 0
+
+
+def test_each_column_has_one_line_and_all_has_every_value(capsys):
+    short, long = run(capsys, *TINY), run(capsys, *TINY, "--all")
+    lines = [text.split("why others lose", 1)[1].splitlines()[1:] for text in (short, long)]
+    columns = [[line.split()[0] for line in each if line] for each in lines]
+    assert len(set(columns[0])) == len(columns[0]) and set(columns[0]) == set(columns[1]) and len(columns[1]) > 12
+    assert any("; best: tp=" in line for line in lines[1]) and not any("best: " in line for line in lines[0])
+    assert short.splitlines()[3].split()[:2] == ["tp", "pp"] and "sharded: the distributed optimizer" in short
 
 
 def test_fields_that_are_given_stay(capsys):
@@ -173,6 +186,65 @@ def test_rows_without_tp_are_named_and_fsdp_needs_none(capsys, tmp_path: Path):
     found = json.loads(run(capsys, "plan", "--rows", str(tmp_path / "in.csv"), "--json"))["rows"]
     assert found[0]["not_expressible"] == "tp is not stated" and found[0]["predicted_step_s"] == ""
     assert found[1]["not_expressible"] == "" and float(found[1]["predicted_step_s"]) > 0
+
+
+@cache
+def rows_of(table: Path) -> list[dict[str, str]]:
+    with open(table, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+WORDS = st.sampled_from(["", "0", "-1", "nan", "inf", "1e99", "3.5", "abc", "True", "false", "64", "8.0", "5222907904"])
+
+
+@pytest.mark.parametrize("table", [PUBLISHED, GOLDEN], ids=["published", "golden"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_damaged_row_is_predicted_or_named(table: Path, data):
+    """Cells are deleted, swapped between rows, or replaced by what no run has."""
+    rows = rows_of(table)
+    row = dict(data.draw(st.sampled_from(rows)))
+    for name in data.draw(st.lists(st.sampled_from(list(row)), min_size=1, max_size=4)):
+        other = data.draw(st.sampled_from(rows))
+        row[name] = data.draw(st.sampled_from([other[name], *other.values()]) | WORDS)
+    found = predicted_row(row, is_golden=table is GOLDEN)
+    added = found.added()
+    assert found.not_expressible or found.step or found.memory
+    assert not (added["predicted_step_s"] and float(added["predicted_step_s"]) <= 0)
+    assert not added["predicted_mem_bytes"] or int(added["predicted_mem_bytes"]) > 0
+
+
+@pytest.mark.parametrize("table", [PUBLISHED, GOLDEN], ids=["published", "golden"])
+def test_a_row_does_not_depend_on_others(table: Path, tmp_path: Path):
+    rows = rows_of(table)[::23]
+    for name, order in (("one.csv", rows), ("other.csv", rows[::-1][:-3])):
+        with open(tmp_path / name, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(order)
+    one, other = (predict_table(tmp_path / name).rows for name in ("one.csv", "other.csv"))
+    assert [row.added() for row in one[:2:-1]] == [row.added() for row in other]
+
+
+@pytest.mark.parametrize(
+    "hardware, machine",
+    [("H100 SXM5 80GB", "h100"), ("A100-SXM4-40GB", "a100_40gb"), ("nvidia a100-sxm4-80gb", "a100"), ("GH200", None),
+     ("H100 PCIe", None), ("H100, NVLink 4", "h100"), ("Tesla V100-SXM3-32GB", "v100"), ("GB200 NVL72", "gb200")],
+)  # fmt: skip
+def test_words_of_a_gpu_name_a_machine(hardware, machine):
+    assert machine_for(hardware) == machine
+
+
+@pytest.mark.parametrize(
+    "cells, reason",
+    [({"schedule": "GPipe-2"}, "the schedule 'GPipe-2' is unknown; known are 1F1B"), ({"tp": ""}, "tp is not stated"),
+     ({"precision": "posit16"}, "the precision 'posit16' is unknown"), ({"gpus": "512.5"}, "no whole number"),
+     ({"layers": "50000"}, "labkit plans at most 10,000"), ({"step_s": "fast"}, "")],
+)  # fmt: skip
+def test_what_a_row_cannot_say_is_named(cells, reason):
+    row = rows_of(PUBLISHED)[0] | cells
+    found = predicted_row(row, is_golden=False).not_expressible
+    assert reason in found if reason else not found
 
 
 def test_a_machine_with_a_negative_bandwidth_is_one_error(capsys, tmp_path: Path):

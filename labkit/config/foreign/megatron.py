@@ -177,11 +177,17 @@ def _steps(found: Conversion) -> None:
         found.set("optim.warmup_steps", int(fraction * decay), "--lr-warmup-fraction x decay steps")
 
 
+_MOST_LAYERS = 10_000
+
+
 def _layer_freq(found: Conversion, key: str, value: Any) -> None:
     """Read N, one layer of experts in N, or Megatron's list expression such as `([0]*1+[1]*3)*2`."""
     text = str(value)
     if text.isdecimal():
-        found.set("moe.layer_freq", [1] + [0] * (int(text) - 1), key)
+        if int(text) > _MOST_LAYERS:
+            found.problems.append(f"{key} = {text}: one layer of experts in N needs an N of at most {_MOST_LAYERS:,}")
+        else:
+            found.set("moe.layer_freq", [1] + [0] * (int(text) - 1), key)
         return
     try:
         found.set("moe.layer_freq", _list_of(ast.parse(text, mode="eval").body), key)
