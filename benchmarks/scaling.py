@@ -75,7 +75,7 @@ TITLE = "Scaling over several ranks"
 NOTES = (
     "Efficiency: FLOP/s of a rank over those of the same series on one rank; operations without recomputation.",
     "Strong scaling keeps model and global batch.",
-    "Weak scaling: a model wider by the root of n (tp), n times layers (pp), samples (dp), sequence (cp), experts (ep).",
+    "Weak scaling: a model wider by the root of n (tp), n x layers (pp), samples (dp), sequence (cp), experts (ep).",
     "plan: the step that labkit plan predicts. A step is as long as its slowest rank.",
 )
 
