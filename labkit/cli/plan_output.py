@@ -189,11 +189,10 @@ def _beside(each: Ranked, winner: Ranked) -> list[str]:
                  f"{(ours.seconds - theirs.seconds) * 1e3:+,.1f} ms"])  # fmt: skip
     rows.append(["memory", f"{each.memory.bytes / GB:.1f} GB", f"{winner.memory.bytes / GB:.1f} GB",
                  f"{(each.memory.bytes - winner.memory.bytes) / GB:+.1f} GB"])  # fmt: skip
-    rows += [
-        _rates("TFLOP/s per GPU", each.flops_per_gpu, winner.flops_per_gpu),
-        _rates("with recomputation", _executed(each), _executed(winner)),
-        ["MFU", f"{each.mfu:.1%}", f"{winner.mfu:.1%}", f"{each.mfu - winner.mfu:+.1%}"],
-    ]
+    rows.append(_rates("TFLOP/s per GPU", each.flops_per_gpu, winner.flops_per_gpu))
+    if _recomputes([each, winner]):
+        rows.append(_rates("with recomputation", _executed(each), _executed(winner)))
+    rows.append(["MFU", f"{each.mfu:.1%}", f"{winner.mfu:.1%}", f"{each.mfu - winner.mfu:+.1%}"])
     head = [f"this layout: {in_words(each.row)}", f"the winner:  {in_words(winner.row)}"]
     reason = [] if each is winner else [compared(winner, each).partition("; best: ")[0]]
     return [*head, *reason, "", *table(rows, right=(1, 2, 3))]

@@ -76,7 +76,8 @@ def test_what_is_recomputed_is_counted_as_executed(capsys):
 @pytest.mark.parametrize(
     "layout, words",
     [
-        ("tp=2,pp=4", ("tp=2,pp=4: legal, and fits", "the winner", "with recomputation", "after the pipeline:")),
+        ("tp=2,pp=4", ("tp=2,pp=4: legal, and fits", "the winner", "after the pipeline:", "weights")),
+        ("tp=2,recompute=full", ("million parameters", "TFLOP/s per GPU", "with recomputation", "MFU")),
         ("tp=3", ("forbidden: ", "must be a multiple of parallel.tp = 3")),
         ("dp=3,pp=2", ("forbidden", "there are 8 GPUs")),
     ],
