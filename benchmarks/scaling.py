@@ -280,6 +280,8 @@ def found_here(options: argparse.Namespace) -> Here:
     if options.device == "cuda" and not gpus:
         raise ValueError("--device cuda: torch sees no GPU here; `labkit doctor` says why. --device cpu rehearses")
     device = "cuda" if gpus else "cpu"
+    if gpus:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # before CUDA starts: tp and cp overlap only so
     ranks = int(started) if started else options.nproc if options.nproc is not None else gpus
     if not gpus and not ranks:
         raise ValueError("torch sees no GPU here; rehearse on the CPU with --device cpu --nproc 2")
@@ -343,7 +345,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, help="bytes of the largest transfer; default: 1 GiB, on a CPU 1 MiB")
     parser.add_argument("--out", type=Path, default=Path("build/scaling.json"), help="default: build/scaling.json")
     options = parser.parse_args(given)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # tp and cp overlap only so; before CUDA starts
     first = os.environ.get("RANK", "0") == "0"
     try:
         here = found_here(options)
