@@ -192,6 +192,7 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.timeout(900)  # a busy machine takes long: every operation of these trainings is counted in Python
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.sweep)], ids=["few", "more"])
 def test_the_sum_is_that_of_the_tensors_to_5_percent(layouts: dict[str, dict[str, Any]]) -> None:
     found = {}
