@@ -14,7 +14,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 MEGATRON := megatron-core==0.16.1
 # Its pure wheel, beside the environment and not in it: tests read and run the Python source of its graphs.
 ENGINE := transformer_engine==2.20.2
-BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l __main__ benchmarks/*.py))
+BENCHMARKS = $(filter-out benchmarks/gpu.py benchmarks/plan_on_cpu.py benchmarks/scaling.py,$(shell grep -l __main__ benchmarks/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help run lab exercises docs test sweep faults chapters gpu bench clean

@@ -38,6 +38,14 @@ Never run on a GPU. `scripts/gpu_suite.sh` measures on one, and `python benchmar
 then adds the results to this page. [Fifteen minutes with a GPU](gpu.md) explains how.
 """
 
+MISSING_NODE = """
+## Several GPUs
+
+Never run on several GPUs. On a node of eight, `torchrun --nproc-per-node 8 benchmarks/scaling.py` measures weak and
+strong scaling over tp, pp, dp, cp and ep, each point beside the step that `labkit plan` predicts, and the transfers
+between the GPUs. [A node](gpu.md#a-node-of-several-gpus) says how to add the results to this page.
+"""
+
 
 def number(value: Any) -> str:
     """A cell's text."""
@@ -112,6 +120,8 @@ def document(folder: Path = RESULTS) -> str:
             raise ValueError(f"{path} is no benchmark result: {error!r}; run its benchmark again") from error
     if not any(path.stem.startswith("gpu") for path in paths):
         parts.append(MISSING_GPU)
+    if not any(path.stem.startswith("scaling") for path in paths):
+        parts.append(MISSING_NODE)
     return "".join(parts)
 
 

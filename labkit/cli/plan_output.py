@@ -9,13 +9,16 @@ import numpy as np
 
 from labkit.cli.output import table
 from labkit.plan.fitting import memory_terms
+from labkit.plan.flops import hardware_flops
 from labkit.plan.layouts import ALWAYS, AXES, COLUMNS, in_words, matching, rules_broken, workload_of
+from labkit.plan.parameters import model_parameters
 from labkit.plan.ranking import GB, Loser, compared, milliseconds, word
 from labkit.plan.search import Ranked, Search
 from labkit.plan.step_time import schedule_of
 from labkit.plan.terms import KINDS
 
-_MEASURES = ("s/step", "80 % interval", "TFLOP/s", "MFU", "GB", "bubble")
+_MEASURES = ("s/step", "80 % interval", "TFLOP/s", "executed", "MFU", "GB", "bubble")
+"""Columns of numbers; `executed` only if a layout recomputes."""
 
 
 _MEANINGS = {
@@ -31,8 +34,10 @@ def report(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], counts
     """Return the lines of a plan; every: say of each value why it loses, and not only of the best one of a column."""
     lines = [title(search), f"{counts}; {seconds:.1f} s", ""]
     lines += _ranking(best, width)
+    lines += ["TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank"]
+    if _recomputes(best):
+        lines += ["executed: TFLOP/s with what is recomputed, as most papers up to 2022 count them"]
     lines += [
-        "TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank",
         "; ".join(text for name, text in _MEANINGS.items() if any(_is_told(each.row, name) for each in best)),
         "",
     ]
@@ -72,42 +77,59 @@ _MOST_VALUES = 5
 def _ranking(best: Sequence[Ranked], width: int | None) -> list[str]:
     """Return the table of the best: a column for each field of a layout, or where that is too wide all in words."""
     names = [name for name in AXES if name in ALWAYS or any(_is_told(each.row, name) for each in best)]
-    rows = [["", *names, *_MEASURES]]
+    measures = [name for name in _MEASURES if name != "executed" or _recomputes(best)]
+    rows = [["", *names, *measures]]
     rows += [
-        [str(number), *(word(name, each.row[name]) for name in names), *_measures(each)]
+        [str(number), *(word(name, each.row[name]) for name in names), *_measures(each, measures)]
         for number, each in enumerate(best, start=1)
     ]
     lines = table(rows, right=range(len(rows[0])))
     if width is None or max(map(len, lines)) <= width:
         return lines
-    rows = [["", *_MEASURES, "layout"]]
+    rows = [["", *measures, "layout"]]
     rows += [
-        [str(number), *_measures(each), in_words(each.row).replace(",", " ")]
+        [str(number), *_measures(each, measures), in_words(each.row).replace(",", " ")]
         for number, each in enumerate(best, start=1)
     ]
     return table(rows, right=range(len(rows[0]) - 1), width=width, below=True)
 
 
-def _measures(each: Ranked) -> list[str]:
-    """Return the cells of `_MEASURES`."""
+def _recomputes(best: Sequence[Ranked]) -> bool:
+    """Return True if a layout recomputes, so that its GPUs execute more than the model's operations."""
+    return any(each.row["recompute"] for each in best)
+
+
+def _executed(each: Ranked) -> float:
+    """Return the FLOP/s of one GPU with recomputation: the hardware FLOPs of arXiv 2205.05198."""
+    config = each.workload.config
+    flops = hardware_flops(config, schedule_of(config, each.workload.microbatches))
+    return flops / each.prediction.seconds / each.workload.world_size
+
+
+def _measures(each: Ranked, names: Sequence[str]) -> list[str]:
+    """Return the cells of these columns of `_MEASURES`."""
     step = each.prediction
-    return [
-        f"{step.seconds:.4g}",
-        f"{step.low:.3g} to {step.high:.3g}",
-        f"{each.flops_per_gpu / 1e12:.3g}",
-        f"{each.mfu:.1%}",
-        f"{each.memory.bytes / GB:.1f}",
-        f"{each.bubble:.1%}",
-    ]
+    cells = {
+        "s/step": f"{step.seconds:.4g}",
+        "80 % interval": f"{step.low:.3g} to {step.high:.3g}",
+        "TFLOP/s": f"{each.flops_per_gpu / 1e12:.3g}",
+        "executed": f"{_executed(each) / 1e12:.3g}",
+        "MFU": f"{each.mfu:.1%}",
+        "GB": f"{each.memory.bytes / GB:.1f}",
+        "bubble": f"{each.bubble:.1%}",
+    }
+    return [cells[name] for name in names]
 
 
 def title(search: Search) -> str:
-    """Return a line on what is planned."""
+    """Return two lines on what is planned: the model, and the machine."""
     model, config = search.base.config.model, search.base.config
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
+    count = model_parameters(model, config.moe)
+    parameters = f"{count / 1e9:.4g} billion parameters" if count >= 1e9 else f"{count / 1e6:.4g} million parameters"
     return (
-        f"{model.layers} layers, hidden {model.hidden}{experts}, sequence {model.seq_length}, global batch "
-        f"{config.train.global_batch_size} on {search.base.world_size} GPUs of {search.machine.name} "
+        f"{model.layers} layers, hidden {model.hidden}{experts}, {parameters}, sequence {model.seq_length}, "
+        f"global batch {config.train.global_batch_size}\n{search.base.world_size} GPUs of {search.machine.name} "
         f"({search.available / GB:.1f} of {search.machine.memory_bytes / GB:.1f} GB usable), {search.base.software}"
     )
 
@@ -161,7 +183,8 @@ def explanation(search: Search, columns: Mapping[str, int], winner: Ranked | Non
         return f"{asked}: {_forbidden(search, columns)}"
     found = search.best(1, only)
     if found and winner is not None:
-        return "\n".join([f"{asked}: legal, and fits", *_beside(found[0], winner), "", *_terms(search, found[0])])
+        head = [title(search), "", f"{asked}: legal, and fits"]
+        return "\n".join([*head, *_beside(found[0], winner), "", *_terms(search, found[0])])
     row, need = search.smallest(only)
     lacking = f"{need.bytes / GB:.1f} GB of {search.available / GB:.1f} GB"
     lines = [f"{asked}: {int(only.sum()):,} legal layouts, none of which fits; the smallest is {in_words(row)}"]
@@ -204,9 +227,18 @@ def _beside(each: Ranked, winner: Ranked) -> list[str]:
                  f"{(ours.seconds - theirs.seconds) * 1e3:+,.1f} ms"])  # fmt: skip
     rows.append(["memory", f"{each.memory.bytes / GB:.1f} GB", f"{winner.memory.bytes / GB:.1f} GB",
                  f"{(each.memory.bytes - winner.memory.bytes) / GB:+.1f} GB"])  # fmt: skip
+    rows.append(_rates("TFLOP/s per GPU", each.flops_per_gpu, winner.flops_per_gpu))
+    if _recomputes([each, winner]):
+        rows.append(_rates("with recomputation", _executed(each), _executed(winner)))
+    rows.append(["MFU", f"{each.mfu:.1%}", f"{winner.mfu:.1%}", f"{each.mfu - winner.mfu:+.1%}"])
     head = [f"this layout: {in_words(each.row)}", f"the winner:  {in_words(winner.row)}"]
-    reason = [] if each is winner else [compared(winner, each)]
+    reason = [] if each is winner else [compared(winner, each).partition("; best: ")[0]]
     return [*head, *reason, "", *table(rows, right=(1, 2, 3))]
+
+
+def _rates(name: str, ours: float, theirs: float) -> list[str]:
+    """Return a row of two rates in TFLOP/s."""
+    return [name, f"{ours / 1e12:.1f}", f"{theirs / 1e12:.1f}", f"{(ours - theirs) / 1e12:+.1f}"]
 
 
 def _terms(search: Search, each: Ranked) -> list[str]:

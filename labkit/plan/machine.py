@@ -163,7 +163,8 @@ def _read(name: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
             raise ConfigError([no_file(path)], source=name)
         text = path.read_text(encoding="utf-8")
     else:
-        raise ConfigError([f"no machine is called {name!r}; choose one of {', '.join(known)}, or give a YAML file"])
+        problem = f"no machine is called {name!r}; choose one of {', '.join(known)}, or give a YAML file"
+        raise ConfigError([problem], source="the machine")
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -59,7 +59,7 @@ def most_that_is_kept(moe: MoEConfig) -> MoEConfig:
 def backward_bytes(config: RunConfig, share: Share, holds: StageContents, tensors: int = 3) -> int:
     """Return the bytes of the temporaries in a stage's backward: a recomputed piece, and the widest operation's.
 
-    tensors: how many of its largest size that operation needs; on a CPU three, because of its gradients and a copy.
+    tensors: how many of its largest size that operation needs: its gradients, and with three a copy.
     """
     if not holds.layers:
         return 0

@@ -8,7 +8,8 @@ import pytest
 
 from labkit.config import RunConfig, presets
 from labkit.plan.activations import paper_layer_bytes
-from labkit.plan.memory import RankMemory, rank_memory, share_of
+from labkit.plan.memory import RankMemory, rank_memory
+from labkit.plan.stage_activations import share_of
 from labkit.plan.stages import configured_schedule
 
 

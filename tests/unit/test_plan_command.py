@@ -75,10 +75,22 @@ def test_fields_that_are_given_stay(capsys):
         assert (each["layout"]["tp"], each["layout"]["pp"], each["layout"]["recompute"]) == (2, 2, "full")
 
 
+def test_what_is_recomputed_is_counted_as_executed(capsys):
+    assert "executed" not in run(capsys, *TINY, "--only", "recompute=none")
+    lines = run(capsys, *TINY, "--only", "recompute=full").splitlines()
+    header = next(number for number, line in enumerate(lines) if "s/step" in line)
+    names = lines[header].replace("80 % interval", "low to high").split()
+    for line in lines[header + 1 : header + 4]:
+        cells = dict(zip(names, line.split()[1:], strict=True))
+        assert 1.2 < float(cells["executed"]) / float(cells["TFLOP/s"]) < 4 / 3  # all but embedding and logits
+    assert "as most papers up to 2022 count them" in "".join(lines)
+
+
 @pytest.mark.parametrize(
     "layout, words",
     [
         ("tp=2,pp=4", ("tp=2,pp=4: legal, and fits", "the winner", "after the pipeline:", "weights")),
+        ("tp=2,recompute=full", ("million parameters", "TFLOP/s per GPU", "with recomputation", "MFU")),
         ("tp=3", ("forbidden: ", "must be a multiple of parallel.tp = 3")),
         ("dp=3,pp=2", ("forbidden", "there are 8 GPUs")),
     ],
@@ -146,7 +158,7 @@ def test_a_folder_of_hugging_face_is_planned(capsys, tmp_path: Path):
              "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(llama))
     out = run(capsys, "plan", "--machine", "h100", "--gpus", "4", "--hf", str(tmp_path), "--precision", "bf16")
-    assert out.startswith("4 layers, hidden 256, sequence 256")
+    assert out.startswith("4 layers, hidden 256, 2.874 million parameters, sequence 256")
 
 
 def head_of(path: Path, to: Path, count: int) -> list[dict[str, str]]:

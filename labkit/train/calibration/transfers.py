@@ -6,7 +6,7 @@ copies count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ BATCHES = 7
 """Timed batches of one size."""
 
 
-def transfers(group: Group, device: torch.device, watch: Stopwatch) -> Iterator[tuple[str, int, Sample]]:
+def transfers(
+    group: Group, device: torch.device, watch: Stopwatch, sizes: Sequence[int] = SIZES
+) -> Iterator[tuple[str, int, Sample]]:
     """Yield (kind, bytes, seconds) of each collective and size. Every rank of the group calls this."""
     for kind, make in _CALLS.items():
-        for size in SIZES:
+        for size in sizes:
             sample = _timed(make(torch.zeros(size // 4, device=device), group), group, watch)
             messages = group.size if kind == "p2p" else 1
             yield kind, size, Sample(sample.value / messages, sample.spread)
