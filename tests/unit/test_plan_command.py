@@ -66,7 +66,7 @@ def test_each_column_has_one_line_and_all_has_every_value(capsys):
     columns = [[line.split()[0] for line in each if line] for each in lines]
     assert len(set(columns[0])) == len(columns[0]) and set(columns[0]) == set(columns[1]) and len(columns[1]) > 12
     assert any("; best: tp=" in line for line in lines[1]) and not any("best: " in line for line in lines[0])
-    assert short.splitlines()[3].split()[:2] == ["tp", "pp"] and "sharded: the distributed optimizer" in short
+    assert short.splitlines()[4].split()[:2] == ["tp", "pp"] and "sharded: the distributed optimizer" in short
 
 
 def test_fields_that_are_given_stay(capsys):
