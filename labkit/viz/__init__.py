@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from labkit.viz.layout.rank_grids import rank_neighbours as rank_neighbours
     from labkit.viz.live import is_live as is_live
     from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
+    from labkit.viz.motion import in_motion as in_motion
     from labkit.viz.pipeline.schedule_explorer import explore_schedule as explore_schedule
     from labkit.viz.pipeline.stage_layers import layer_placement as layer_placement
     from labkit.viz.pipeline.timeline import compare_timelines as compare_timelines
