@@ -43,12 +43,13 @@ def in_motion(motions: Sequence[Motion], *, what: str = "", first: int = 0) -> A
 
     motions: the recordings of ranks 0, 1, ...
     what: the mechanism, for the sentence.
-    first: the first of the up to four steps on paper; step s leads from moment s to moment s + 1.
+    first: the first of the up to four steps on paper, or the one under the slider; step s leads from moment s to s + 1.
 
     Raises ValueError for recordings that do not belong together, and for a step that is not there.
     """
     seen = movement(motions)
-    return _stepper(seen, what) if is_live() else motion_frames(seen, what=what, first=first)
+    figure = motion_frames(seen, what=what, first=first)
+    return _stepper(seen, what, first) if is_live() else figure
 
 
 def motion_frames(seen: Movement, *, what: str = "", first: int = 0, count: int = ON_PAPER) -> Figure:
@@ -64,15 +65,15 @@ def motion_frames(seen: Movement, *, what: str = "", first: int = 0, count: int 
     return Figure(fig, _sentence(seen, first, last, what))
 
 
-def _stepper(seen: Movement, what: str) -> Any:
+def _stepper(seen: Movement, what: str, first: int) -> Any:
     """Return one step at a time, under a slider and buttons."""
     import ipywidgets as widgets
 
     last = max(0, seen.length - 2)
-    play = widgets.Play(value=0, min=0, max=last, step=1, interval=1200, show_repeat=False, description="play")
-    slider = widgets.IntSlider(value=0, min=0, max=last, description="step")
+    play = widgets.Play(value=first, min=0, max=last, step=1, interval=1200, show_repeat=False, description="play")
+    slider = widgets.IntSlider(value=first, min=0, max=last, description="step")
     widgets.jslink((play, "value"), (slider, "value"))
-    live = LiveFigure(motion_frames(seen, what=what, count=1))
+    live = LiveFigure(motion_frames(seen, what=what, first=first, count=1))
     live.follow({"first": slider}, lambda given: motion_frames(seen, what=what, count=1, **given))
     return widgets.VBox([widgets.HBox([play, slider]), *live.parts])
 

@@ -105,8 +105,10 @@ def _is_here(step: RankStep) -> bool:
 # ---- what a verdict says ----
 
 _NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
-_RANK = {"": "Three ranks do what they should. Whose gradients, whose bars or whose memory are not as they should be?"}
-_ACTION_OF_TIME = "Compare the order of rank 1's bars with its row in the table, letter by letter."
+_RANK = {
+    "": "All ranks but one do what they should. Whose gradients, whose bars or whose memory are not as they should be?"
+}
+_ACTION_OF_TIME = "Compare the order of each rank's bars with its row in the table, letter by letter."
 
 HUNT = Hunt(
     chapter="12",

@@ -62,8 +62,8 @@ class Hunt:
 class Planted:
     """A function with a fault around each of its calls."""
 
-    chapter: str
-    number: int
+    chapter: str = field(repr=False)
+    number: int = field(repr=False)
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
