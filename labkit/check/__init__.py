@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from labkit.lazy import public_names
 
 if TYPE_CHECKING:
+    from labkit.check.hunts.hunting import hunt as hunt
     from labkit.check.parameters import check_parameters as check_parameters
     from labkit.check.scoring import Exercise as Exercise
     from labkit.check.scoring import Outcome as Outcome

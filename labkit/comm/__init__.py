@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from labkit.comm.mixed_radix import MAX_LISTED_RANKS as MAX_LISTED_RANKS
     from labkit.comm.mixed_radix import decompose as decompose
     from labkit.comm.mixed_radix import prefix_product as prefix_product
+    from labkit.comm.motion import Held as Held
+    from labkit.comm.motion import Motion as Motion
     from labkit.comm.p2p import P2PCommunicator as P2PCommunicator
     from labkit.comm.p2p import exchange as exchange
     from labkit.comm.p2p import p2p_communicator as p2p_communicator

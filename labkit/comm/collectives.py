@@ -10,6 +10,7 @@ so that the report of a hang can name it. While somebody watches (`labkit.events
 - is made again at each replay of an emulated graph capture (`capturing.py`),
 - may be changed by `dropped` and `delayed` blocks (`fault_injection.py`),
 - is written into the open `CommLedger` under the current `comm_scope` (`ledger.py`),
+- becomes an arrow of an open `Motion` (`motion.py`),
 - becomes Events: kind `collective` from issue to completion (`send`, `recv` for messages), and kind `wait` for the
   blocking part of the asynchronous forms.
 
@@ -34,6 +35,7 @@ from labkit.comm.fault_injection import dropped_result, due_time, in_due_time
 from labkit.comm.groups import Group
 from labkit.comm.handshake import checked_by_torch
 from labkit.comm.ledger import book, dtype_name
+from labkit.comm.motion import noted
 from labkit.comm.pending import Done, Finish, Pending
 from labkit.events import ranged, watchers
 from labkit.launch import waiting
@@ -69,7 +71,8 @@ def _issue_guarded(
     pending = Pending(operation, x, group)
     pending.due = due_time(operation, group, x.nbytes)
     with ranged(pending.name), waiting(pending.label):
-        pending.finish = in_due_time(move(x, group, *details), pending.due)
+        finish = noted(operation, move(x, group, *details), x, group, details)
+        pending.finish = in_due_time(finish, pending.due)
     return pending
 
 
@@ -328,4 +331,7 @@ def batch(messages: Sequence[Message]) -> list[Pending]:
     for m in messages:
         _check_peer(m.group, m.peer)
     finishes = nccl.batch([(m.operation, m.tensor, m.group, m.peer) for m in messages])
-    return [issue(m.operation, lambda *_, f=f: f, m.tensor, m.group) for m, f in zip(messages, finishes, strict=True)]
+    return [
+        issue(m.operation, lambda *_, f=f: f, m.tensor, m.group, m.peer)
+        for m, f in zip(messages, finishes, strict=True)
+    ]

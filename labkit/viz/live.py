@@ -26,7 +26,8 @@ class LiveFigure:
     def __init__(self, figure: Figure) -> None:
         import ipywidgets as widgets
 
-        self.picture = widgets.Image(value=figure.png, format="png")
+        as_drawn = widgets.Layout(align_self="flex-start", max_width="100%")  # not stretched, which blurs it
+        self.picture = widgets.Image(value=figure.png, format="png", layout=as_drawn)
         self._spoken = _spoken(figure.sentence)
         self.words = widgets.HTML(value=self._spoken)
 

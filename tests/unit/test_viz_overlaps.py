@@ -18,6 +18,7 @@ from matplotlib.transforms import Bbox
 
 from labkit import viz
 from labkit.comm.ledger import CommRecord
+from labkit.comm.motion import Held, Moment, Motion, Move
 from labkit.config import presets
 from labkit.events import Event
 from labkit.graphs import plan_buffers, play_back
@@ -40,6 +41,19 @@ SLACK = 1.0
 def whole(ranks: int) -> list[np.ndarray]:
     """Chunks of tensors before a collective: chunk c of rank r has its one at [r, c]."""
     return list(np.eye(ranks**2).reshape(ranks, ranks, ranks, ranks))
+
+
+def passed_on(ranks: int) -> list[Motion]:
+    """A ring in which every chunk of a rank goes to the next rank."""
+    motions = [Motion() for _ in range(ranks)]
+    slots = {f"chunk {chunk}": Held("+".join(map(str, range(ranks))), range(ranks)) for chunk in range(ranks)}
+    for rank, motion in enumerate(motions):
+        to, source = (
+            Move(sent, "message", "world", (rank + way) % ranks, 4, tuple(slots))
+            for sent, way in ((True, 1), (False, -1))
+        )
+        motion.entries = [Moment(slots, "before the ring"), *[to, source, Moment(slots, "")] * 4]
+    return motions
 
 
 def placement(layers: int, pp: int, chunks: int) -> Any:
@@ -236,6 +250,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "gantt_overlay": (lambda: slept(one_f_one_b(2, 1)), lambda: slept(zbv(4, 64))),
     "graph_memory": (lambda: operations(1), lambda: operations(24)),
+    "in_motion": (lambda: viz.in_motion(passed_on(2)), lambda: viz.in_motion(passed_on(8))),
     "launch_timeline": (
         lambda: viz.launch_timeline({"graph": predict_launches([3.0], 8.0, graph=True)}),
         lambda: viz.launch_timeline({"one by one": predict_launches([12.0] * 10, 8.0)}),

@@ -1,0 +1,212 @@
+"""`suspect = hunt("06")`: a fault that no cell shows, and a verdict that is scored.
+
+The reader runs code with the fault by `suspect.around(function)`, in this process or on ranks, looks at the ledger, the
+microscope, timelines and memory, and then says what is wrong by `suspect.verdict(...)`. A hunt has several faults. A
+reader gets them in an order of their own, and none twice before all have been found.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib
+import random
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pkgutil import iter_modules
+from re import IGNORECASE, search
+from typing import Any
+
+from labkit.check import hunts, progress
+
+FAMILIES = (
+    "missing communication", "extra communication", "wrong data", "wrong scale", "wrong order", "random numbers",
+    "reused memory", "kept memory", "slow work", "not captured",
+)  # fmt: skip
+"""What a fault of any hunt can be; a hunt has only some of them."""
+_WIDTH = 90
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a hunt."""
+
+    name: str
+    """For the record of progress."""
+    plant: Callable[[], AbstractContextManager[Any]]
+    """Makes the context in which this process, a rank or not, has the fault."""
+    answers: Mapping[str, str]
+    """Question -> pattern of a right answer; a choice is the pattern of itself."""
+    astray: Mapping[str, Mapping[str, str]]
+    """Question -> pattern of a wrong answer -> why it is wrong. The pattern "" is every other answer."""
+    story: str
+    """What was wrong, and how the evidence says so."""
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """The faults of a chapter, and what a verdict on each of them says."""
+
+    chapter: str
+    scene: str
+    """What to run, and what is at hand."""
+    questions: Mapping[str, str]
+    """Argument of `verdict` -> the question."""
+    faults: Sequence[Fault]
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Question -> allowed answers, where they are not free; `family` is always one of FAMILIES."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A function with a fault around each of its calls."""
+
+    chapter: str = field(repr=False)
+    number: int = field(repr=False)
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the fault, which is undone afterwards, also after an error."""
+        with hunt_of(self.chapter).faults[self.number].plant():
+            return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Score of a verdict; it prints what is right, and for each wrong answer why."""
+
+    right: int
+    asked: int
+    told: str
+
+    @property
+    def ok(self) -> bool:
+        """True if every answer is right."""
+        return self.right == self.asked
+
+    def __repr__(self) -> str:
+        return self.told
+
+
+class Suspect:
+    """A planted fault. `around` runs code with it, `verdict` says what it is, `give_up` tells."""
+
+    def __init__(self, hunt: Hunt, number: int) -> None:
+        self._hunt, self._number = hunt, number
+
+    def __repr__(self) -> str:
+        choices = {name: f" One of: {', '.join(each)}." for name, each in self._choices().items()}
+        asked = [f"{name}: {question}{choices.get(name, '')}" for name, question in self._hunt.questions.items()]
+        said = f"One fault is in everything that runs under suspect.around(...). {self._hunt.scene}"
+        arguments = ", ".join(f"{name}=..." for name in self._hunt.questions)
+        return "\n".join([*_wrapped(said), f"suspect.verdict({arguments})", *(_item(each) for each in asked)])
+
+    def around(self, function: Callable[..., Any]) -> Planted:
+        """Return `function` with the fault in it: `ranks.run(suspect.around(train))` or `suspect.around(train)()`."""
+        return Planted(self._hunt.chapter, self._number, function)
+
+    def verdict(self, **answers: str) -> Verdict:
+        """Score the answers to the questions, each by itself.
+
+        Raises ValueError for a question that is not asked or not answered, and for an answer that is not a choice.
+        """
+        self._check(answers)
+        fault = self._hunt.faults[self._number]
+        wrong = {name: said for name, said in answers.items() if not search(fault.answers[name], said, IGNORECASE)}
+        right = len(answers) - len(wrong)
+        lines = [f"{right} of {len(answers)} right."]
+        lines += [_item(f"{name}: {_why(fault, name, said)}") for name, said in wrong.items()]
+        if wrong:
+            lines += [_item(f"{name}: right.") for name in answers if name not in wrong]
+        else:
+            lines += _wrapped(fault.story) + _wrapped(self._keep(""))
+        return Verdict(right, len(answers), "\n".join(lines))
+
+    def give_up(self) -> str:
+        """Say what the fault was. It does not come again, but it does not count as found either."""
+        told = _wrapped(self._hunt.faults[self._number].story) + _wrapped(self._keep(" (shown)"))
+        print("\n".join(told))
+        return self._hunt.faults[self._number].name
+
+    def _choices(self) -> dict[str, Sequence[str]]:
+        return {"family": FAMILIES, **self._hunt.choices}
+
+    def _check(self, answers: Mapping[str, str]) -> None:
+        if set(answers) != set(self._hunt.questions):
+            asked = ", ".join(f"{name}=..." for name in self._hunt.questions)
+            raise ValueError(f"this hunt asks for {asked}; got {', '.join(answers) or 'nothing'}")
+        for name, choices in self._choices().items():
+            if answers[name] not in choices:
+                raise ValueError(f"{name} = {answers[name]!r}: choose one of {', '.join(choices)}")
+
+    def _keep(self, remark: str) -> str:
+        """Write down that this fault is known, where progress is kept; say how many are."""
+        if not progress.is_kept():
+            return ""
+        chapter, faults = self._hunt.chapter, self._hunt.faults
+        known = _known(chapter)
+        name = faults[self._number].name
+        if not any(each.split(" (")[0] == name for each in known):
+            known.append(name + remark)
+        trouble = progress.kept("hunt", chapter, known)
+        left = len(faults) - len(known)
+        more = f'hunt("{chapter}") plants another one.' if left else "That was the last one of this hunt."
+        found = sum("(" not in each for each in known)
+        return trouble or f"Found: {found} of the {len(faults)} faults of this hunt. {more}"
+
+
+def hunt(chapter: str, number: int = 0) -> Suspect:
+    """Plant one of the chapter's faults in everything that runs under `around` of the result.
+
+    number: which fault, counted from 1 and round again. 0 is one that this reader has not found; where no progress is
+        kept, as under nbval and papermill, the first.
+
+    Raises ValueError for a chapter without a hunt, and for a negative number.
+    """
+    found = hunt_of(chapter)
+    if number < 0:
+        raise ValueError(f"number = {number}: give 0 for a fault that you have not found, or 1, 2, ...")
+    return Suspect(found, (number - 1) % len(found.faults) if number else _next(found))
+
+
+def hunt_of(chapter: str) -> Hunt:
+    """Return the hunt of a chapter. Raises ValueError if it has none."""
+    names = [module.name for module in iter_modules(hunts.__path__) if module.name.startswith("chapter_")]
+    if f"chapter_{chapter}" not in names:
+        there = ", ".join(sorted(name.removeprefix("chapter_") for name in names))
+        raise ValueError(f"chapter {chapter!r} has no hunt; there are hunts in {there}")
+    return importlib.import_module(f"{hunts.__name__}.chapter_{chapter}").HUNT
+
+
+def _next(found: Hunt) -> int:
+    """Return the next fault for this reader."""
+    order = list(range(len(found.faults)))
+    if not progress.is_kept():
+        return 0
+    reader = f"{getpass.getuser()} {progress.progress_file().resolve()} {found.chapter}"
+    random.Random(reader).shuffle(order)
+    known = {name.split(" (")[0] for name in _known(found.chapter)}
+    return next((number for number in order if found.faults[number].name not in known), order[0])
+
+
+def _known(chapter: str) -> list[str]:
+    """Return the names of the faults that this reader has found, or was shown."""
+    if not progress.is_kept():
+        return []
+    return list(progress.read(progress.progress_file())["hunt"].get(chapter, []))
+
+
+def _why(fault: Fault, question: str, said: str) -> str:
+    """Say that an answer is wrong, and which evidence speaks against it."""
+    reasons = fault.astray.get(question, {})
+    found = next((why for pattern, why in reasons.items() if pattern and search(pattern, said, IGNORECASE)), None)
+    return f"{said!r} is not it. {found or reasons.get('', '')}".rstrip()
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH) if text else []
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")

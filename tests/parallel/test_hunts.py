@@ -1,0 +1,195 @@
+"""Each planted fault of a hunt is found by its own evidence and by no other, on real ranks; a clean run is clean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from re import search
+from typing import Any
+
+import pytest
+import torch
+
+from labkit import schedules, viz
+from labkit.check.hunts.hunting import Planted, hunt_of
+from labkit.comm.ledger import CommLedger
+from labkit.config import RunConfig, presets
+from labkit.launch import RankError, Ranks
+from labkit.models import GPTModel, SavedTensors, sleep_through
+from labkit.parallel import initialize_model_parallel, model_parallel_seed
+from labkit.schedules import Costs, simulate
+from labkit.train import compare, follows, pretrain
+
+CLEAN = "clean"
+SMALL = presets.tiny().override(
+    {"model.hidden": 32, "model.seq_length": 16, "global_batch_size": 4, "train.eval_steps": 0}
+)
+SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
+PIPELINE = {"parallel.pp": 2}
+GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
+GRAPHS |= {"train.micro_batch_size": 1}
+MARK = 30
+"""Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
+their fault."""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(2, device="cpu", backend="gloo") as started:
+        yield started
+
+
+ENDLESS = "gradients last"
+"""A fault with which a run does not end; it is the last one of its hunt."""
+
+
+def names(chapter: str) -> list[str]:
+    return [CLEAN, *(fault.name for fault in hunt_of(chapter).faults if fault.name != ENDLESS)]
+
+
+def with_each_fault(ranks: Ranks, chapter: str, function: Callable[..., Any]) -> dict[str, list[Any]]:
+    """What the ranks return, by fault; a clean run comes last, on ranks that have had all faults."""
+    wrapped = {name: Planted(chapter, i, function) for i, name in enumerate(names(chapter)[1:])}
+    return {name: ranks.run(each) for name, each in (wrapped | {CLEAN: function}).items()}
+
+
+def loud_and_silent(chapter: str) -> tuple[list[int], list[int]]:
+    """Numbers of the faults that spoil a tensor, and of those that spoil none, without the endless one."""
+    numbers = [i for i, fault in enumerate(hunt_of(chapter).faults) if fault.name != ENDLESS]
+    silent = [i for i in numbers if hunt_of(chapter).faults[i].answers["first"] == "none"]
+    return [i for i in numbers if i not in silent], silent
+
+
+def train_marked(chapter: str, config: RunConfig, schedule: Any, observer: Any) -> Any:
+    """Train with the loud fault that the timeout of the layout names, or with all silent ones at once."""
+    (loud, silent), run = loud_and_silent(chapter), pretrain
+    marked = round(config.parallel.distributed_timeout_minutes) - MARK
+    for number in [loud[marked]] if marked < len(loud) else silent:
+        run = Planted(chapter, number, run)
+    return run(config, schedule=schedule, observer=observer)
+
+
+def of_06(config: RunConfig, observer: Any) -> Any:
+    return train_marked("06", config, None, observer)
+
+
+def of_12(config: RunConfig, observer: Any) -> Any:
+    return train_marked("12", config, schedules.zbv(2, 4), observer)
+
+
+def of_17(config: RunConfig, observer: Any) -> Any:
+    return train_marked("17", config, None, observer)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "config", "layout", "steps", "train"),
+    [
+        ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
+        ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
+        ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
+    ],
+)
+def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config, layout, steps, train) -> None:
+    faults, (loud, _) = hunt_of(chapter).faults, loud_and_silent(chapter)
+    marked = [layout | {"parallel.distributed_timeout_minutes": MARK + i} for i in range(len(loud) + 1)]
+    *spoilt, silent = compare(config, marked, steps=steps, device="cpu", pretrain=train).rows
+    assert silent.verdict == "equal", silent
+    for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
+        assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
+        assert (row.loss_diff > 0) == (fault.name == "positions"), "only wrong positions change the loss"
+
+
+# ---- 06 ----
+
+
+def bytes_and_masks() -> tuple[Counter[str], int, bool]:
+    """Bytes by operation of a forward of a layer, bytes that it keeps, and whether ranks 0 and 1 draw one mask."""
+    config = SMALL.override(SPLIT | {"model.layers": 1})
+    groups = initialize_model_parallel(config.parallel)
+    stage = GPTModel(config.model, groups, layers=range(1), seed=0, pre_process=False, post_process=False)
+    stage.set_input_tensor(torch.ones(8, 2, 32, requires_grad=True))
+    with CommLedger() as ledger, SavedTensors(stage) as saved:
+        _result = stage(None)
+        kept = saved.bytes
+    tracker = model_parallel_seed(0, groups, device="cpu")
+    with tracker.fork():
+        drawn = torch.rand(8)
+    others = [torch.empty(8), torch.empty(8)]
+    torch.distributed.all_gather(others, drawn)
+    sent: Counter[str] = Counter()
+    for record in ledger.records:
+        sent[record.operation] += record.bytes
+    return sent, kept, torch.equal(*others)
+
+
+def test_06_each_silent_fault_shows_in_the_ledger_in_memory_or_in_the_masks(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "06", bytes_and_masks).items()}
+    sent, kept, one_mask = found[CLEAN]
+    assert set(sent) == {"all_gather", "reduce_scatter"} and not one_mask
+    other_bytes = {name for name in found if found[name][0] != sent}
+    more_kept = {name for name in found if found[name][1] > kept}
+    same_masks = {name for name in found if found[name][2]}
+    assert (other_bytes, more_kept, same_masks) == ({"sum, then cut"}, {"gathered input kept"}, {"one state"})
+    assert found["sum, then cut"][0]["all_reduce"] == sent["reduce_scatter"]
+    assert found["gathered input kept"][1] - kept == 2 * 16 * 2 * 32 * 4, "qkv and fc1, [s, b, h] in float32"
+
+
+# ---- 12 ----
+
+COSTS = Costs(forward=0.02, input_grad=0.02, weight_grad=0.02, activation=0.5)
+
+
+def asleep() -> list[Any]:
+    groups = initialize_model_parallel(SMALL.override(PIPELINE).parallel)
+    return sleep_through(groups, schedules.zbv(2, 4), COSTS)
+
+
+def test_12_each_silent_fault_shows_in_the_timeline_of_rank_1(ranks) -> None:
+    table = schedules.zbv(2, 4)
+    seen = {
+        name: [event for events in runs for event in events if event.name[:1].isdigit()]
+        for name, runs in with_each_fault(ranks, "12", asleep).items()
+    }
+    other_order = {name for name, events in seen.items() if not follows(events, table)}
+    assert other_order == {"weights at once", "weights last"}
+    overlays = {
+        name: viz.gantt_overlay(simulate(table, COSTS), events, memory=True).sentence for name, events in seen.items()
+    }
+    assert {name for name, said in overlays.items() if "rank 1 did not run its row" in said} == other_order
+    peaks = {name: int(said.split("peak ")[1].split()[0]) for name, said in overlays.items()}
+    assert {name for name, peak in peaks.items() if peak > peaks[CLEAN]} == {"weights last"}
+
+    def shortest(events: list[Any], stage: int) -> float:
+        return min(event.duration for event in events if event.name.startswith(f"{stage}F"))
+
+    slow = {(name, stage) for name, events in seen.items() for stage in range(4) if shortest(events, stage) > 0.035}
+    assert slow == {("slow forward", 1)}, "the earlier stage of rank 1"
+
+
+def test_12_a_run_with_late_gradients_hangs_and_every_rank_waits_in_a_receive() -> None:
+    number = [fault.name for fault in hunt_of("12").faults].index(ENDLESS)
+    with Ranks(2, device="cpu", backend="gloo", timeout=8) as own, pytest.raises(RankError) as report:
+        own.run(Planted("12", number, asleep))
+    for rank in (0, 1):
+        assert f"rank {rank}: waiting in recv pp" in str(report.value)
+
+
+# ---- 17 ----
+
+
+def graphed() -> tuple[int, dict[str, Any]]:
+    """Replays of this rank in the third step, and the line of metrics about the graphs."""
+    result = pretrain(SMALL.override({"model.layers": 4, **GRAPHS, **PIPELINE}))
+    replays = sum(event.kind == "graph_replay" for event in result.events)
+    return replays, next(line["graphs"] for line in result.metrics if "graphs" in line)
+
+
+def test_17_each_silent_fault_shows_in_the_pool_or_in_the_replays(ranks) -> None:
+    found = with_each_fault(ranks, "17", graphed)
+    replays = {name: [count for count, _ in runs] for name, runs in found.items()}
+    whole = [2 * 2 * 4] * 2  # 2 L m on each rank
+    assert {name: counts for name, counts in replays.items() if counts != whole} == {"layer left eager": [16, 8]}
+    pools = {name: runs[0][1]["pool_peak_bytes"][1] for name, runs in found.items()}
+    assert {name for name, peak in pools.items() if peak > pools[CLEAN]} == {"nothing given back"}
+    static = {name: runs[0][1]["static_input_bytes"][1] for name, runs in found.items()}
+    assert {name for name, size in static.items() if size < static[CLEAN]} == {"input given away"}

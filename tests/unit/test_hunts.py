@@ -1,0 +1,115 @@
+"""Hunts: sealed, undone after an error, scored question by question, and never the same fault twice for one reader."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+
+from labkit.check import hunt
+from labkit.check.hunts.hunting import FAMILIES, hunt_of
+from labkit.comm import collectives
+from labkit.graphs import cuda_graph_helper
+from labkit.models.embedding import PositionEmbedding
+from labkit.parallel import layers, random
+from labkit.parallel.data_parallel import gradients
+from labkit.schedules.execution import RankStep
+from labkit.schedules.runtime import PipelineRuntime
+
+CHAPTERS = ("06", "12", "17")
+CHANGED = (
+    collectives, gradients, cuda_graph_helper, PositionEmbedding, random.RngTracker, layers._ColumnLinear, RankStep,
+    PipelineRuntime, cuda_graph_helper.CudaGraphHelper,
+)  # fmt: skip
+"""Everything that a fault may change."""
+
+
+def functions() -> dict[tuple[str, str], object]:
+    kinds = (types.FunctionType, staticmethod)
+    return {(o.__name__, k): v for o in CHANGED for k, v in vars(o).items() if isinstance(v, kinds)}
+
+
+@pytest.mark.parametrize(("chapter", "number"), [(c, i + 1) for c in CHAPTERS for i in range(len(hunt_of(c).faults))])
+def test_a_fault_changes_one_thing_and_is_undone_after_an_error(chapter: str, number: int) -> None:
+    honest = functions()
+
+    def fails() -> None:
+        changed = [key for key, value in functions().items() if honest[key] is not value]
+        raise ArithmeticError(len(changed))
+
+    with pytest.raises(ArithmeticError, match=r"^1$"):
+        hunt(chapter, number).around(fails)()
+    assert functions() == honest
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_hunt_says_what_it_asks_and_nothing_about_its_faults(chapter: str) -> None:
+    found = hunt_of(chapter)
+    told = {repr(hunt(chapter, number + 1)) for number in range(len(found.faults))}
+    assert len(told) == 1, "the same words whatever is planted"
+    for fault in found.faults:
+        assert set(fault.answers) == set(fault.astray) == set(found.questions)
+        assert any(fault.answers["family"].split("|")[0] == family for family in FAMILIES)
+    assert len({fault.name for fault in found.faults}) == len(found.faults) >= 3
+
+
+def test_a_verdict_is_scored_question_by_question_with_reasons() -> None:
+    suspect = hunt("06", 2)
+    part = suspect.verdict(family="missing communication", place="the norms", first="final_norm.bias gradient")
+    assert (part.right, part.asked, part.ok) == (1, 3, False)
+    told = " ".join(repr(part).split())
+    assert told.startswith("1 of 3 right.") and "family: right." in told
+    assert "'the norms' is not it. The norms' gradients are right." in told
+    assert "The final norm's gradient agrees: it was added up." in told
+    assert "all-reduce at the end" not in told, "the story is told once all is right"
+    assert max(map(len, repr(part).splitlines())) <= 90
+    whole = suspect.verdict(
+        family="missing communication", place="biases of proj and fc2", first="layers.1.mlp.fc2.bias gradient"
+    )
+    assert whole.ok and "left out of the all-reduce at the end" in " ".join(repr(whole).split())
+
+
+def test_no_fault_comes_twice_before_all_are_found(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LABKIT_PROGRESS", str(tmp_path / "progress.json"))
+    faults = hunt_of("06").faults
+    seen = []
+    for turn in range(len(faults)):
+        suspect = hunt("06")
+        assert hunt("06")._number == suspect._number, "the same until it is found"
+        fault = faults[suspect._number]
+        seen.append(fault.name)
+        if turn == 1:
+            suspect.give_up()
+            continue
+        right = {name: pattern.split("|")[0].replace("\\", "") for name, pattern in fault.answers.items()}
+        assert suspect.verdict(**right).ok, right
+    assert sorted(seen) == sorted(fault.name for fault in faults)
+    kept = json.loads((tmp_path / "progress.json").read_text())["hunt"]["06"]
+    assert kept == [f"{name} (shown)" if turn == 1 else name for turn, name in enumerate(seen)]
+
+
+def test_readers_begin_with_different_faults(tmp_path, monkeypatch) -> None:
+    first = set()
+    for reader in range(12):
+        monkeypatch.setenv("LABKIT_PROGRESS", str(tmp_path / f"{reader}.json"))
+        first.add(hunt("12")._number)
+    assert len(first) > 2
+
+
+def test_a_number_chooses_and_without_a_reader_it_is_the_first(monkeypatch) -> None:
+    monkeypatch.delenv("LABKIT_PROGRESS", raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    count = len(hunt_of("17").faults)
+    assert [hunt("17", number)._number for number in (0, 1, count, count + 1)] == [0, 0, count - 1, 0]
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    with pytest.raises(ValueError, match="chapter '05' has no hunt; there are hunts in 06, 12, 17"):
+        hunt("05")
+    with pytest.raises(ValueError, match="number = -1: give 0 for a fault that you have not found"):
+        hunt("06", -1)
+    with pytest.raises(ValueError, match=r"this hunt asks for family=\.\.\., place=\.\.\., first=\.\.\.; got family"):
+        hunt("06").verdict(family="slow work")
+    with pytest.raises(ValueError, match="family = 'a bug': choose one of missing communication, "):
+        hunt("06").verdict(family="a bug", place="", first="")
