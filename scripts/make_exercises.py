@@ -57,7 +57,7 @@ def tagged(notebook: NotebookNode, tag: str) -> dict[str, str]:
 
 def imports_of(notebook: NotebookNode) -> str:
     """Every import of the chapter's code cells."""
-    trees = [ast.parse(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
+    trees = [ast.parse(cell.source) for cell in notebook.cells if cell.cell_type == "code" and cell.source[:1] != "%"]
     lines = [node for tree in trees for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return "\n".join(dict.fromkeys(map(ast.unparse, lines)))
 
