@@ -68,7 +68,12 @@ COMMAND = Command(
     "every copy that you have changed, and renews the others if labkit's chapters are newer.",
     options=(
         DIR,
-        Option("beside", "str", "write only this chapter, such as 08, next to your own copy of it", unset="optional"),
+        Option(
+            "beside",
+            "str",
+            "write only this chapter, such as 08, next to your own copy of it",
+            unset="default: those that are missing or outdated",
+        ),
     ),
     execute=execute,
     example="labkit exercises --dir course",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from labkit.plan.activations import layer_activation_bytes as layer_activation_bytes
     from labkit.plan.activations import layer_parts as layer_parts
     from labkit.plan.activations import paper_layer_bytes as paper_layer_bytes
+    from labkit.plan.choice_costs import at_scale as at_scale
+    from labkit.plan.choice_table import AtScale as AtScale
     from labkit.plan.device_memory import DeviceMemory as DeviceMemory
     from labkit.plan.device_memory import gpu_memory as gpu_memory
     from labkit.plan.flops import forward_flops as forward_flops
