@@ -25,11 +25,11 @@ help:  ## this list
 run: $(INSTALLED)  ## train a small GPT on 4 ranks, TP2 x PP2, against one process; report in build/
 	$(BIN)/labkit run 00 --out build --html
 
-lab: $(INSTALLED)  ## open JupyterLab on the chapters
-	$(BIN)/labkit lab notebooks
+lab: $(INSTALLED)  ## open JupyterLab on your copies of the chapters: chapters, or TO=folder; what you changed is kept
+	$(BIN)/labkit lab $(if $(TO),--dir $(TO))
 
-exercises: $(INSTALLED)  ## copies of the chapters to work in, without solutions and outputs: exercises, or TO=folder
-	$(BIN)/labkit exercises $(TO)
+exercises: $(INSTALLED)  ## write the copies that `make lab` opens, without solutions and outputs: chapters, or TO=folder
+	$(BIN)/labkit exercises $(if $(TO),--dir $(TO))
 
 docs: $(INSTALLED_DEV)  ## the site of pages, chapters and reference, to read in a browser: build/site/index.html
 	$(BIN)/python scripts/make_docs.py

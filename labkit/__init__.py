@@ -43,6 +43,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'labkit' has no attribute {name!r}")
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magic `%%ranks` in a notebook; `%load_ext labkit` calls this."""
+    from labkit.launch.magic import RankMagics
+
+    shell.register_magics(RankMagics)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *_packages(), "__version__"})
 

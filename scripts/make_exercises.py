@@ -1,10 +1,10 @@
 """Copy the chapters for students, without solutions and outputs; prove that each stub fails and each solution passes.
 
-    python scripts/make_exercises.py [FOLDER] [--overwrite]     into exercises where no folder is given
+    python scripts/make_exercises.py [FOLDER]     into exercises where no folder is given
 
 A chapter marks the cells of an exercise with the tag `exercise`, and those of its solution with `solution`. The last of
 them calls `check("NN.name", answer)`. Both may use what the chapter imports, and no other cell. A file that is there
-already may hold somebody's work, and is kept unless --overwrite is given. Exit code 1 if a proof fails.
+already may hold somebody's work, and is kept if it was changed. Exit code 1 if a proof fails.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def tagged(notebook: NotebookNode, tag: str) -> dict[str, str]:
 
 def imports_of(notebook: NotebookNode) -> str:
     """Every import of the chapter's code cells."""
-    trees = [ast.parse(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
+    trees = [ast.parse(cell.source) for cell in notebook.cells if cell.cell_type == "code" and cell.source[:1] != "%"]
     lines = [node for tree in trees for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return "\n".join(dict.fromkeys(map(ast.unparse, lines)))
 
@@ -105,7 +105,6 @@ def main() -> int:
     """Exit code 0 where every exercise is proved and every file written or kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "exercises")
-    parser.add_argument("--overwrite", action="store_true")
     options = parser.parse_args()
     folder: Path = options.folder.resolve()
     if folder == ROOT / "notebooks":
@@ -123,7 +122,7 @@ def main() -> int:
             problems += [found] if found else []
             print(f"{name:16}{stub.passed:>6} of {stub.total:<5}{found or 'all'}")
     try:
-        print(write_copies(folder, ROOT / "notebooks", exercises=True, overwrite=options.overwrite))
+        print(write_copies(folder, ROOT / "notebooks"))
     except OSError as error:
         parser.exit(1, f"make_exercises: {error}\n")
     print(*(f"make_exercises: {each}\n" for each in problems), sep="", end="", file=sys.stderr)

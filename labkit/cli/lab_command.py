@@ -1,4 +1,4 @@
-"""`labkit lab`: JupyterLab on copies of the chapters in the user's folder, or on the chapters of a checkout."""
+"""`labkit lab`: JupyterLab on copies of the chapters in the user's folder, without solutions and outputs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from labkit.check.chapter_copies import CHAPTERS, chapters_in, linked_root, write_copies
+from labkit.check.chapter_copies import CHAPTERS, chapters_in, linked_root
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.exercises_command import OF_EXERCISES, OVERWRITE, folder_of
-from labkit.cli.output import show
+from labkit.cli.exercises_command import DIR, folder_of, prepare
 
-FOLDER = "chapters"
 SETTINGS = Path(__file__).parent / "jupyter"
 """Defaults of JupyterLab: it does not ask at its first start whether to fetch news. What users have set stays."""
 
 
 def execute(arguments: Arguments) -> int:
-    """Write the copies that are missing, and become JupyterLab with the first chapter open."""
-    options = arguments.options
-    copies = options["exercises"] or options["overwrite"]
-    folder = folder_of(arguments, OF_EXERCISES if options["exercises"] else FOLDER, copies=copies)
-    if folder != CHAPTERS:
-        show(write_copies(folder, exercises=options["exercises"], overwrite=options["overwrite"]))
-    root = linked_root(folder)
+    """Write the copies that are missing or outdated, and become JupyterLab with the first chapter open."""
+    options, folder = arguments.options, folder_of(arguments)
+    prepare(folder, arguments)
+    root = linked_root(folder, CHAPTERS.parent)
     first = quote(chapters_in(folder)[0].relative_to(root).as_posix())
     jupyter = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={root}", f"--LabApp.default_url=/lab/tree/{first}"]
     jupyter += [f"--{name}={options[name]}" for name in ("ip", "port") if options[name] is not None]
@@ -37,10 +32,10 @@ def execute(arguments: Arguments) -> int:
 
 COMMAND = Command(
     name="lab",
-    summary=f"Open JupyterLab on copies of the chapters in FOLDER (default: {FOLDER}). A second call keeps your work.",
+    summary="Open JupyterLab on copies of the chapters without solutions and outputs. A second call keeps every copy "
+    "that you have changed, and renews the others if labkit's chapters are newer.",
     options=(
-        Option("exercises", "bool", f"copies without solutions and outputs, in {OF_EXERCISES}", False),
-        OVERWRITE,
+        DIR,
         Option("browser", "bool", "open a browser; false only prints the address", True),
         Option(
             "ip",
@@ -58,7 +53,5 @@ COMMAND = Command(
         ),
     ),
     execute=execute,
-    example="labkit lab course --exercises",
-    words="[FOLDER]",
-    paths=True,
+    example="labkit lab --dir course",
 )

@@ -198,6 +198,56 @@ def _large_moe(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig) -> 
     )
 
 
+def gpt3_175b() -> RunConfig:
+    """Return GPT-3 with 175 billion parameters (arXiv 2005.14165, tables 2.1 and D.1) in bf16: 300 billion tokens.
+
+    A batch has 1,536 sequences, 3.1 million tokens, from the first step on; the paper lets it grow. Every second layer
+    of the released model attends to a band of tokens, here all layers attend to all. The vocabulary of 50,257 needs a
+    tokenizer file in `data.tokenizer`.
+    """
+    return RunConfig(
+        model=ModelConfig(layers=96, hidden=12288, heads=96, vocab_size=50257, seq_length=2048),
+        optim=OptimConfig(
+            lr=6e-5, min_lr=6e-6, lr_schedule="cosine", warmup_steps=119, weight_decay=0.1, precision="bf16"
+        ),
+        train=TrainConfig(
+            steps=95_367, micro_batch_size=1, global_batch_size=1536, log_interval=100, record_events=False
+        ),
+    )
+
+
+def llama3_8b() -> RunConfig:
+    """Return Llama 3 8B (arXiv 2407.21783, table 3) in bf16, for 15 trillion tokens.
+
+    A batch has 512 sequences, 4.2 million tokens, which the paper states for the first steps of its largest model. The
+    vocabulary of 128,256 needs a tokenizer file in `data.tokenizer`.
+    """
+    model = ModelConfig(
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn_hidden=14336,
+        vocab_size=128256,
+        seq_length=8192,
+        position="rope",
+        rope_theta=5e5,
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+        untie_embeddings_and_output_weights=True,
+    )
+    return RunConfig(
+        model=model,
+        optim=OptimConfig(
+            lr=3e-4, min_lr=3e-6, lr_schedule="cosine", warmup_steps=8_000, weight_decay=0.1, precision="bf16"
+        ),
+        train=TrainConfig(
+            steps=3_576_279, micro_batch_size=1, global_batch_size=512, log_interval=100, record_events=False
+        ),
+    )
+
+
 def bert_tiny() -> RunConfig:
     """Return a BERT of 0.5 million parameters for parity and lessons, with norms as in figure 7b of Megatron's paper.
 
@@ -346,6 +396,8 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "tiny_moe": tiny_moe,
     "mixtral_tiny": mixtral_tiny,
     "mixtral_8x7b": mixtral_8x7b,
+    "gpt3_175b": gpt3_175b,
+    "llama3_8b": llama3_8b,
     "bert_tiny": bert_tiny,
     "mamba_tiny": mamba_tiny,
     "t5_tiny": t5_tiny,

@@ -15,6 +15,8 @@
 | `failure_report` | puts a failure into words                                                          |
 | `processes`      | ends processes together, and reads their state from the system                     |
 | `folders`        | makes private folders that do not outlive their process                            |
+| `magic`          | has `%%ranks`, which runs a cell of a notebook on ranks; `rank_cells` runs it there  |
+| `by_rank`        | shows equal values and outputs of ranks once                                       |
 | `machine`        | counts cores and open files; `available_memory` has the memory that is left        |
 
 No module imports torch in the process that calls `run`.

@@ -15,6 +15,8 @@ from labkit.launch.status import Status
 from labkit.launch.worker import Failure
 
 _OUTSIDE = ("/torch/", "/labkit/launch/", "/multiprocessing/", "<frozen", "<string>", "/contextlib.py", "/threading.py")
+_OF_RANKS = ("/labkit/launch/worker.py", "/labkit/launch/rank_cells.py")
+"""Files whose functions call the user's code on a rank."""
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _ADDRESS = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 """Addresses in a stack, which are left out because they differ between ranks at the same place."""
@@ -275,7 +277,7 @@ def trim(stack: str) -> str:
     skipping = False
     for line in lines:
         frame = _FRAME.match(line)
-        skipping = bool(frame) and (skipping or frame["file"].endswith("/labkit/launch/worker.py"))
+        skipping = bool(frame) and (skipping or frame["file"].endswith(_OF_RANKS))
         if not skipping:
             kept.append(line)
     return "\n".join(kept).strip()

@@ -12,7 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from labkit.launch import forkserver, info, machine, pickling, torchrun
+from labkit.launch import forkserver, info, machine, pickling, rank_cells, torchrun
+from labkit.launch.by_rank import RankValues
 from labkit.launch.failure_report import RankError
 from labkit.launch.rank_pool import GRACE, RankPool
 
@@ -144,8 +145,12 @@ class Ranks:
         *args: Any,
         timeout: float | None = None,
         progress: Callable[[dict[str, Any]], None] | None = None,
+        together: bool = False,
     ) -> list[Any]:
-        """Call `fn(*args)` on every rank, like `labkit.launch.run`. `timeout` replaces that of the constructor."""
+        """Call `fn(*args)` on every rank, like `labkit.launch.run`. `timeout` replaces that of the constructor.
+
+        together: show output that is the same on several ranks only once.
+        """
         limit = self.timeout if timeout is None else _checked_timeout(timeout)
         variables = look_before_launch(fn, self.world_size, self._settings["device"], args)
         if info.under_torchrun():
@@ -155,6 +160,7 @@ class Ranks:
             )
         packed = pickling.pack(fn, args)
         pool = self._started(variables)
+        pool.together = together
         try:
             return pool.call(packed, limit, progress)
         except RankError as error:
@@ -167,6 +173,13 @@ class Ranks:
         finally:
             if not pool.ended:
                 pool.replay()
+
+    def __getitem__(self, name: str) -> RankValues:
+        """Return what a cell of `%%ranks` assigned to `name`, by rank. Raises KeyError if a rank has no such name."""
+        found = self.run(rank_cells.pull, name)
+        if missing := [rank for rank, (known, _) in enumerate(found) if not known]:
+            raise KeyError(f"no cell of %%ranks has assigned {name!r} on rank {', '.join(map(str, missing))}")
+        return RankValues(value for _, value in found)
 
     def close(self) -> None:
         """End the ranks. Closing twice is fine; a later `run` starts new ones."""

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from labkit.launch import processes
+from labkit.launch.by_rank import labelled
 from labkit.launch.failure_report import Outcome, RankError, compose, trim
 from labkit.launch.folders import LaunchFolder
 from labkit.launch.forkserver import RankProcess
@@ -128,6 +129,8 @@ class RankPool:
         self._calls = self._failed_calls = 0
         self.owner = os.getpid()
         self.ended = False
+        self.together = False
+        """Show output that is the same on several ranks only once."""
         self.patience = GRACE
         """Seconds after a failure in which ranks that are not waiting may still come back by themselves."""
         create_slots(self.spec.slots, world_size)
@@ -263,18 +266,23 @@ class RankPool:
     def replay(self) -> None:
         """Print what the ranks have written since the last replay, rank by rank, with the rank before each line."""
         for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
-            for handle in self.handles:
-                with contextlib.suppress(FileNotFoundError), self.spec.file(kind, handle.rank).open("rb") as file:
-                    size = file.seek(0, os.SEEK_END)
-                    file.seek(handle.replayed[kind])
-                    text = file.read(_REPLAY_LIMIT).decode(errors="replace")
-                    left, handle.replayed[kind] = size - file.tell(), size
-                    lines = text.removesuffix("\n").split("\n") if text else []
-                    if left > 0:
-                        lines.append(f"... and {left:,} more bytes")
-                    for line in lines:  # only the last state of a progress bar, as on a terminal
-                        stream.write(f"[rank {handle.rank}] {line.rstrip(chr(13)).rpartition(chr(13))[2]}\n")
+            texts = [self._unread(handle, kind) for handle in self.handles]
+            named = labelled(texts) if self.together else ((f"[rank {rank}]", text) for rank, text in enumerate(texts))
+            for label, text in named:
+                # of a progress bar only the last state, as on a terminal
+                lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")] if text else []
+                stream.writelines(f"{label} {line}\n" for line in lines)
             stream.flush()
+
+    def _unread(self, handle: RankHandle, kind: str) -> str:
+        """Return what a rank has written since it was last read, without the last end of a line."""
+        with contextlib.suppress(FileNotFoundError), self.spec.file(kind, handle.rank).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(handle.replayed[kind])
+            text = file.read(_REPLAY_LIMIT).decode(errors="replace")
+            left, handle.replayed[kind] = size - file.tell(), size
+            return text.removesuffix("\n") + (f"\n... and {left:,} more bytes" if left > 0 else "")
+        return ""
 
     def stop(self) -> None:
         """End the ranks cleanly: they leave the group and exit. Kill those that do not exit in time."""

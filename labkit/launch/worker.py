@@ -37,7 +37,7 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.launch import info, pickling, processes, status
+from labkit.launch import info, pickling, processes, rank_cells, status
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def describe(error: BaseException) -> Failure:
         notes = sum(len(note.split("\n")) for note in getattr(error, "__notes__", ()))
         summary = traceback.format_exception_only(error)[-1 - notes].strip()
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, rank_cells.__file__):
             frames = frames.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     except BaseException as second:

@@ -7,6 +7,7 @@ T' k etp rows on average, and the busiest rank on `routing_skew` times as many. 
 from __future__ import annotations
 
 from labkit.config import MoEConfig
+from labkit.plan.collectives import Group
 from labkit.plan.pieces import Pieces
 from labkit.plan.sizes import expert_width, gate_and_up
 from labkit.plan.terms import Term
@@ -27,7 +28,7 @@ def add_experts(pieces: Pieces, moe: MoEConfig) -> None:
     skew = _skew(moe, layout.routing_skew)
     for where in (pieces.forward, pieces.input_grad):
         pieces.moves(where, "permutation", sent * h, 2 * e, part="moe")
-        _transfers(pieces, where, sent * skew)
+        _transfers(pieces, moe, where, sent * skew)
     rows = int(sent * layout.etp.size * skew)
     experts = max(1, moe.num_experts // layout.ep.size)
     width = expert_width(model, moe) // layout.etp.size
@@ -57,9 +58,18 @@ def _router(pieces: Pieces, moe: MoEConfig) -> None:
     pieces.moves(pieces.input_grad, "router scores, backward", tokens * moe.num_experts, _ROUTER_BYTES, launches=8)
 
 
-def _transfers(pieces: Pieces, where: list[Term], rows: float) -> None:
-    """Append dispatch and combine, each an all-to-all over ep and a gather or scatter over etp."""
+def _transfers(pieces: Pieces, moe: MoEConfig, where: list[Term], rows: float) -> None:
+    """Append dispatch and combine, each an all-to-all over ep and a gather or scatter over etp.
+
+    The all-gather dispatcher brings all tokens of ep x etp to every rank, and adds up the results with one scatter.
+    """
     layout, h, e = pieces.layout, pieces.model.hidden, pieces.element
+    if moe.dispatcher == "allgather":
+        group = Group(layout.ep.size * layout.etp.size, min(layout.ep.stride, layout.etp.stride))
+        size = pieces.between * group.size * h * e
+        pieces.sends(where, "dispatch of all tokens", "ep", "all_gather", size, group, part="moe")
+        pieces.sends(where, "combine of all tokens", "ep", "reduce_scatter", size, group, part="moe")
+        return
     for name, kind in (("dispatch", "all_gather"), ("combine", "reduce_scatter")):
         pieces.sends(where, f"{name} of rows", "ep", "all_to_all", rows * h * e, layout.ep, part="moe")
         size = rows * layout.etp.size * h * e

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ from labkit.plan.fitting import RESERVE, Fullest, device_of, ends_first, fullest
 from labkit.plan.flops import step_flops
 from labkit.plan.layout_bounds import memory_bounds, time_bounds
 from labkit.plan.layout_pieces import Progress
-from labkit.plan.layouts import legal_layouts, neutral, rules_broken, workload_of
+from labkit.plan.layouts import legal_layouts, matching, neutral, rules_broken, workload_of
 from labkit.plan.machine import Machine
 from labkit.plan.step_time import StepPrediction, predict_step, schedule_of, step_lower_bound
 from labkit.plan.workload import Workload
@@ -108,6 +108,8 @@ class Search:
     reserve: float = RESERVE
     """Bytes of each GPU that stay free."""
     progress: Progress = _silent
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Column -> value of all layouts that are searched; ConfigError if none has them."""
     rows: np.ndarray = field(init=False)
     """Legal layouts (N,)."""
     memory_bound: np.ndarray = field(init=False)
@@ -125,6 +127,10 @@ class Search:
         self.rows = legal_layouts(self.base.config, self.base.world_size)
         if not len(self.rows):
             raise ConfigError([_no_layout(self.base)], source="the plan")
+        self.rows = self.rows[matching(self.rows, self.fixed)]
+        if not len(self.rows):
+            words = ", ".join(f"{name} {value}" for name, value in self.fixed.items())
+            raise ConfigError([f"no legal layout on {self.base.world_size} GPUs has {words}"], source="the plan")
         self.memory_bound = memory_bounds(self.base, device_of(self.machine), self.rows, self.progress)
         fits = self.memory_bound <= self.available
         self.time_bound = np.full(len(self.rows), np.inf)

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit.check.chapter_copies import CHAPTERS, chapters_in, write_copies
+from labkit.check.chapter_copies import CHAPTERS, RECORD, chapters_in, write_copies
 from labkit.cli import main
 from labkit.cli.run_command import find_chapters, notebook_folder
 
@@ -50,41 +50,88 @@ def test_run_finds_chapters_beside_a_folder_that_has_none(tmp_path: Path, monkey
     assert notebook_folder(None) == Path("notebooks") and notebook_folder("other") == Path("other")
 
 
-def test_lab_opens_copies_in_this_folder_and_a_second_call_keeps_the_work(lab, tmp_path, capsys) -> None:
+def test_lab_opens_copies_without_solutions_and_outputs(lab, tmp_path, capsys) -> None:
     main(["lab", "--browser", "false", "--port", "8899"])
     folder = tmp_path / "chapters"
     root = ["--allow-root"] if os.geteuid() == 0 else []
     where = [f"--notebook-dir={folder}", "--LabApp.default_url=/lab/tree/00_tour.ipynb"]
     assert lab == [sys.executable, "-m", "jupyterlab", *where, "--port=8899", "--no-browser", *root]
-    copy = folder / "08_data_parallel.ipynb"
-    assert (
-        solutions(copy) == solutions(CHAPTERS / copy.name) != [] and outputs(copy) == outputs(CHAPTERS / copy.name) > 0
-    )
-    copy.write_text("my work")
-    main(["lab"])
-    assert copy.read_text() == "my work"
-    assert f"{len(chapters_in(CHAPTERS))} of them kept as they were" in capsys.readouterr().out
+    assert [path.name for path in chapters_in(folder)] == [path.name for path in chapters_in(CHAPTERS)]
+    assert not any(solutions(path) or outputs(path) for path in chapters_in(folder))
+    assert all(solutions(path) and outputs(path) for path in chapters_in(CHAPTERS))
+    nbformat.validate(nbformat.read(folder / "08_data_parallel.ipynb", as_version=4))
+    assert main(["exercises"]) == 0
+    assert capsys.readouterr().out.endswith(f"21 chapters in {folder}\nopen them with: labkit lab\n")
 
 
-def test_exercises_have_no_solutions_and_no_outputs(lab, tmp_path, capsys) -> None:
-    assert main(["exercises", "course"]) == 0 and lab == []
-    assert capsys.readouterr().out.endswith("\nopen them with: labkit lab course --exercises\n")
-    assert not any(solutions(path) or outputs(path) for path in chapters_in(tmp_path / "course"))
-    main(["lab", "--exercises"])
-    assert lab[3] == f"--notebook-dir={tmp_path / 'exercises'}"
+def small(source: Path, *texts: str) -> None:
+    """Write the chapters 20, 21 ... of these texts into `source`."""
+    source.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(texts, start=20):
+        cell = nbformat.v4.new_markdown_cell(text, id=f"cell-{number}")
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), source / f"{number}_small.ipynb")
+
+
+def text_of(path: Path) -> str:
+    return nbformat.read(path, as_version=4).cells[0].source
+
+
+@pytest.fixture
+def chapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two small chapters in place of those that labkit carries."""
+    source = tmp_path / "installed" / "notebooks"
+    small(source, "first", "second")
+    for command in ("exercises", "lab"):
+        monkeypatch.setattr(f"labkit.cli.{command}_command.CHAPTERS", source)
+    return source
+
+
+def test_a_changed_copy_is_kept_and_an_unchanged_one_is_renewed(chapters, tmp_path, monkeypatch, capsys) -> None:
+    folder = tmp_path / "my course"
+    words = ["exercises", "--dir", str(folder)]
+    assert main(words) == 0
+    mine = (folder / "20_small.ipynb").read_text().replace("first", "my work")
+    (folder / "20_small.ipynb").write_text(mine)
+    assert main(words) == 0
+    assert f"2 chapters in {folder}, 1 with your work, which stay as they are\nopen" in capsys.readouterr().out
+    with monkeypatch.context() as other:
+        other.setattr("sys.version", "3.99.0 (another environment)")
+        main(words)
+    said = capsys.readouterr().out
+    assert "newer" not in said and "renewed" not in said and '"3.99.0"' in (folder / "21_small.ipynb").read_text()
+
+    small(chapters, "first, revised", "second, revised")
+    beside = f"to get one beside yours: labkit exercises --dir '{folder}' --beside 20\n"
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "1 with your work, which stay as they are, 1 renewed\n" in said
+    assert f"labkit has newer versions of 20, which you have changed; {beside}" in said
+    assert (folder / "20_small.ipynb").read_text() == mine and text_of(folder / "21_small.ipynb") == "second, revised"
+
+    assert main([*words, "--beside", "20"]) == 0
+    assert capsys.readouterr().out == f"written: {folder / '20_small_2.ipynb'}\n"
+    assert text_of(folder / "20_small_2.ipynb") == "first, revised" and (folder / "20_small.ipynb").read_text() == mine
+    main(words)
+    assert "newer" not in capsys.readouterr().out, "it was said, and the reader has both"
+    assert main([*words, "--beside", "20"]) == 0 and text_of(folder / "20_small_3.ipynb") == "first, revised"
+
+
+def test_files_of_unknown_origin_are_kept(chapters, tmp_path) -> None:
+    small(tmp_path, "of an older labkit")
+    (tmp_path / RECORD).write_text("{damaged")
+    assert write_copies(tmp_path, chapters).changed == ["20_small.ipynb"]
+    assert text_of(tmp_path / "20_small.ipynb") == "of an older labkit"
 
 
 def test_links_to_the_docs_work_inside_the_checkout_and_are_text_elsewhere(tmp_path: Path) -> None:
     source = tmp_path / "installed" / "notebooks"
-    source.mkdir(parents=True)
-    text = nbformat.v4.new_markdown_cell("See [data](../docs/data.md) and [08](08_data_parallel.ipynb).")
-    nbformat.write(nbformat.v4.new_notebook(cells=[text]), source / "20_small.ipynb")
+    small(source, "See [data](../docs/data.md) and [08](08_data_parallel.ipynb).")
 
     def copied(folder: Path) -> str:
-        write_copies(folder, source, exercises=False, overwrite=True)
-        return nbformat.read(folder / "20_small.ipynb", as_version=4).cells[0].source
+        write_copies(folder, source)
+        return text_of(folder / "20_small.ipynb")
 
-    inside, outside = source.parent / "build" / "exercises", tmp_path / "mine"
+    inside, outside = source.parent / "my" / "copies", tmp_path / "mine"
     as_text = "See data (docs/data.md in labkit's repository) and [08](08_data_parallel.ipynb)."
     assert copied(inside) == copied(outside) == as_text
     (source.parent / "docs").mkdir()
@@ -92,19 +139,26 @@ def test_links_to_the_docs_work_inside_the_checkout_and_are_text_elsewhere(tmp_p
     assert copied(outside) == as_text
 
 
-def test_lab_serves_the_checkout_whose_docs_its_chapters_link_to(lab) -> None:
-    main(["lab", str(CHAPTERS)])
-    assert lab[3:5] == [f"--notebook-dir={ROOT}", "--LabApp.default_url=/lab/tree/notebooks/00_tour.ipynb"]
-    lab.clear()
-    assert main(["lab", str(CHAPTERS), "--exercises"]) == 2 and lab == []
+def test_lab_serves_the_checkout_whose_docs_its_chapters_link_to(lab, chapters) -> None:
+    (chapters.parent / "docs").mkdir()
+    main(["lab", "--dir", str(chapters.parent / "mine")])
+    assert lab[3:5] == [f"--notebook-dir={chapters.parent}", "--LabApp.default_url=/lab/tree/mine/20_small.ipynb"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lab", "file"], "file: is a file; name a folder"),
-        (["exercises", str(CHAPTERS)], "holds the original chapters; name another folder"),
-        (["exercises", "a", "b"], "'b': one folder is enough; leave this out"),
+        (["lab", "--dir", "file"], "--dir 'file': is a file; name a folder"),
+        (
+            ["lab", "--dir", "file/below"],
+            "--dir 'file/below': cannot be written (Not a directory); name",
+        ),
+        (["lab", "--dir", "/proc/mine"], "--dir '/proc/mine': cannot be written (No such file or directory)"),
+        (["lab", "--dir", str(CHAPTERS)], "holds the original chapters; name another folder"),
+        (["lab", "--dir", "build/mine"], "is inside build, which `make clean` removes, so your work would be lost"),
+        (["lab", "--dir", str(ROOT / "build")], "is inside build, which `make clean` removes"),
+        (["exercises", "course"], "'course': labkit exercises takes only options"),
+        (["exercises", "--beside", "99"], "--beside '99': no such chapter; choose one of 00, 01"),
         (["lab", "--port", "0"], "--port 0: must be at least 1"),
         (["completion"], "give one of bash, zsh, fish, as in labkit completion bash"),
         (["completion", "csh"], "give one of bash, zsh, fish, as in labkit completion bash"),
@@ -117,16 +171,17 @@ def test_what_cannot_be_is_refused(lab, tmp_path, capsys, words: list[str], said
 
 
 def test_without_jupyter_a_missing_package_is_one_line(lab, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "nbformat", None)
+    monkeypatch.delitem(sys.modules, "ipykernel.kernelspec", raising=False)
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
     assert main(["lab"]) == 1 and lab == []
-    assert capsys.readouterr().err == "labkit lab: the package nbformat is not installed; pip install nbformat\n"
+    assert capsys.readouterr().err == "labkit lab: the package ipykernel is not installed; pip install ipykernel\n"
 
 
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
         ("labkit comp", ["completion"]),
-        ("labkit train --preset llama", ["llama_tiny"]),
+        ("labkit train --preset llama", ["llama_tiny", "llama3_8b"]),
         ("labkit train --parallel.t", ["--parallel.tp"]),
         ("labkit train --num-l", ["--num-layers", "--num-layers-per-virtual-pipeline-stage"]),
         ("labkit train --position-embedding-type ro", ["rope"]),
@@ -135,7 +190,7 @@ def test_without_jupyter_a_missing_package_is_one_line(lab, monkeypatch, capsys)
         ("labkit data pre", ["prepare"]),
         ("labkit completion f", ["fish"]),
         ("labkit train runs/mine.y", []),
-        ("labkit exercises ", []),
+        ("labkit exercises --d", ["--dir"]),
     ],
 )
 def test_bash_completes_commands_options_and_values(capsys, words: str, completed: list[str]) -> None:

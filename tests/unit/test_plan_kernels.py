@@ -125,6 +125,18 @@ def bare(**changes: float) -> Machine:
     return dataclasses.replace(A100, levels=levels)
 
 
+def test_the_all_gather_dispatcher_moves_every_token_to_every_rank():
+    fields = EXPERTS | {"moe.dispatcher": "allgather", "moe.shared_expert_ffn_hidden": None}
+    model, moe, view = layout(8, parallel__ep=4, parallel__etp=2, **fields)
+    passes = layer_passes(model, moe, view, A100)
+    for terms in (passes.forward, passes.input_grad):
+        sent = {term.name: dict(term.inputs) for term in terms if term.kind == "ep"}
+        assert list(sent) == ["dispatch of all tokens", "combine of all tokens"]
+        # 8 ranks bring their tokens of two samples, in 16 bits
+        assert {each["bytes"] for each in sent.values()} == {8 * 2 * model.seq_length * model.hidden * 2}
+        assert {each["n"] for each in sent.values()} == {8}
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_ring_inside_a_node(size):
     share = (size - 1) / size * 1e9 / 232e9

@@ -35,6 +35,7 @@ LAYOUTS = [
     work(64, fsdp=True, model__recompute_granularity="full"),
     work(16, parallel__cp=4, model__seq_length=8192, model__position="rope"),
     work(16, parallel__ep=8, moe__num_experts=16, moe__top_k=2, moe__ffn_hidden=1024),
+    work(16, parallel__ep=8, moe__num_experts=16, moe__top_k=2, moe__ffn_hidden=1024, moe__dispatcher="allgather"),
     work(8, optim__fp8="hybrid", optim__fp8_recipe="current"),
     work(8, parallel__pp=2, graph__cuda_graph_impl="local", model__recompute_granularity="selective"),
 ]

@@ -132,6 +132,17 @@ def test_interrupt_cells_out_of_order_and_errors(kernel, family, wait_until, lim
     assert error is None
     assert shown == "labkit: new ranks started; what earlier calls left in memory is gone\n[-3, -3]"
 
+    # the same for a cell that runs on the ranks, and for one that ends them
+    assert session.execute("%load_ext labkit\nlater.close()") == ("", None)
+    message = session.send("%%ranks 2\nasleep()")
+    assert wait_until(lambda: len(family.pids()) >= idle + 4, 20)
+    session.manager.interrupt_kernel()
+    assert session.result(message)[1] == "KeyboardInterrupt"
+    assert wait_until(lambda: len(family.pids()) == idle, 2.0), "an interrupted rank or its child is still there"
+    shown, error = session.execute("%%ranks --close\ndist.get_rank()")
+    assert error is None and shown.endswith("is gone\n[rank 0] 0\n[rank 1] 1")
+    assert len(family.pids()) == idle
+
 
 @pytest.mark.parametrize("how", ["killed", "ended", "restarted", "restarted now", "shut down"])
 def test_no_rank_and_no_folder_survives_its_kernel(kernel, family, wait_until, how):
