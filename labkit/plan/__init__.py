@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from labkit.plan.checkpoint_intervals import daly_interval as daly_interval
     from labkit.plan.checkpoint_intervals import daly_seconds as daly_seconds
     from labkit.plan.checkpoint_intervals import young_interval as young_interval
+    from labkit.plan.choice_costs import at_scale as at_scale
+    from labkit.plan.choice_table import AtScale as AtScale
     from labkit.plan.cluster import Checkpoint as Checkpoint
     from labkit.plan.cluster import Cluster as Cluster
     from labkit.plan.cluster import checkpoint_of as checkpoint_of
-    from labkit.plan.choice_costs import at_scale as at_scale
-    from labkit.plan.choice_table import AtScale as AtScale
     from labkit.plan.device_memory import DeviceMemory as DeviceMemory
     from labkit.plan.device_memory import gpu_memory as gpu_memory
     from labkit.plan.flops import forward_flops as forward_flops
