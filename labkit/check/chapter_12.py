@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.schedules.verifier import verify
 from labkit.schedules.zero_bubble import split_backward, zbv, zero_bubble_h1
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 Rows = list[list[str]]
 
@@ -106,7 +109,27 @@ def _misread_kept(row: Sequence[str]) -> Misreadings:
 _FORM = "a list of rows (lists of texts such as 0F0)"
 
 
-@exercise("12.schedule", "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.")
+def draw_schedule(answer: Any) -> Figure | None:
+    """Draw the answer's table for 4 ranks and 8 microbatches, as far as it runs, with two of the targets as lines.
+
+    An answer that is no table, or has an action twice, has no drawing.
+    """
+    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
+
+    pp, count = 4, 8
+    rows = _parsed_rows(answer(pp, count) if callable(answer) else answer)
+    actions = [action for row in rows for action in row]
+    if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
+        return None
+    targets = {"least, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
+    return draw_played(PlayedTable(rows), targets)
+
+
+@exercise(
+    "12.schedule",
+    "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.",
+    draw=draw_schedule,
+)
 def schedule(answer: Any) -> Iterator[Outcome]:
     """Judge five targets at p = 4, m = 8, each harder than the one before; then the last two at other sizes, m >= p.
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
-from labkit.graphs.buffers import plan_buffers
+from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
 from labkit.graphs.order_table import read_order
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 _ORDERS: dict[str, list[float]] = {
     "the order 1 1 -1 1 -1 -1": [1, 1, -1, 1, -1, -1],
@@ -70,10 +73,39 @@ def _misread_held(order: Sequence[float]) -> Misreadings:
 # ---- the buffer of each forward ----
 
 
+def draw_buffers(answer: Any) -> Figure | None:
+    """Draw the answer's plan for the first order that it gets wrong, above the right one; two chunks if it gets none.
+
+    An answer that is no list of one whole number for each forward makes no plan.
+    """
+    from labkit.viz.graphs.graph_pool import compare_plans  # matplotlib, which a score does without
+
+    plans = {words: plain(list(answer(list(order)))) for words, order in _ORDERS.items()}
+    wrong = (words for words, numbers in plans.items() if numbers != _taken(_ORDERS[words]))
+    words = next(wrong, "the order 1 2 1 -2 -1 2 -2 -1 of two chunks")
+    order, numbers = _ORDERS[words], plans[words]
+    if _form(numbers, sum(step > 0 for step in order)):
+        return None
+    return compare_plans(_plan_of(order, numbers), plan_buffers(order, 1), order)
+
+
+def _plan_of(order: Sequence[float], numbers: Sequence[int]) -> BufferPlan:
+    """Return a plan that gives forward i buffer numbers[i], and takes it back at its backward."""
+    right = plan_buffers(order, 1)
+    uses = [Use(one.chunk, 0, one.microbatch) for one in read_order(order) if one.kind == "F"]
+    places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+    return replace(
+        right,
+        assignment={use: places[number] for use, number in zip(uses, numbers)},
+        signature=(None,) * len(places),
+    )
+
+
 @exercise(
     "17.buffers",
     "Write buffers(order) -> the buffer of each forward, in the order of the forwards: the one that has been free "
     "longest, or a new one, numbered 0, 1, ... as they are first taken.",
+    draw=draw_buffers,
 )
 def buffers(answer: Any) -> Iterator[Outcome]:
     """Judge six short orders and two long ones, and distinguish an unsafe answer from one that is merely different."""
@@ -98,9 +130,7 @@ def _judged(given: Any, order: Sequence[float]) -> Finding:
     if isinstance(given, str) or not isinstance(given, Iterable):
         return "form", f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
     numbers = plain(list(given))
-    strange = [n for n in numbers if not isinstance(n, int | np.integer) or isinstance(n, bool)]
-    if strange or len(numbers) != len(right):
-        what = f"{shown(strange[0])} is no whole number" if strange else f"{len(numbers)} for {len(right)} forwards"
+    if what := _form(numbers, len(right)):
         return "form", f"{shown(numbers)}: {what}"
     if numbers == right:
         return True
@@ -108,6 +138,14 @@ def _judged(given: Any, order: Sequence[float]) -> Finding:
     fault = _overwritten(order, numbers)
     seen = f"{shown(numbers)}: {words}" if words else shown(numbers)
     return words or ("unsafe" if fault else "different"), f"{seen}; {fault or _apart(numbers, right)}"
+
+
+def _form(numbers: Sequence[Any], forwards: int) -> str:
+    """Say why these are not one whole number for each forward; empty if they are."""
+    strange = [n for n in numbers if not isinstance(n, int | np.integer) or isinstance(n, bool)]
+    if strange:
+        return f"{shown(strange[0])} is no whole number"
+    return "" if len(numbers) == forwards else f"{len(numbers)} for {forwards} forwards"
 
 
 def _apart(numbers: Sequence[int], right: Sequence[int]) -> str:
