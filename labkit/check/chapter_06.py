@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.check.predictions import ask
 from labkit.check.rank_threads import RankThreads, Stalled
 from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, exercise, holds, plain, raised, reason_of, shown
 
@@ -90,6 +91,21 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
             _shapes(s, b, h, t, inside_too=True)
         ),
     }
+
+
+# ---- bytes on the wire ----
+
+ask(
+    "06.bytes",
+    "f and g send an all-reduce each. How many more bytes leave a rank with f_s and g_s in their places?",
+    choices={
+        "none": "An all-reduce is a reduce-scatter and then an all-gather. g_s is the first half of it, and the next "
+        "f_s the second: the same bytes leave at two moments.",
+        "25 %": "A step that gathers a third time, in backward, sends 1.25 times as much. It does so to keep less, and "
+        "here the gathered tensor is still kept.",
+        "100 %": "There are twice as many messages, but each sends N (t - 1)/t bytes, half of an all-reduce.",
+    },
+)
 
 
 # ---- one rank's program ----

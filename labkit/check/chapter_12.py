@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labkit.check.predictions import ask
 from labkit.check.scoring import (
     ONLY_FIRST,
     Diagnosis,
@@ -48,6 +49,40 @@ def _row(text: str) -> list[str]:
 
 def _same(value: Any, other: Any) -> bool:
     return plain(value) == plain(other)
+
+
+# ---- who waits for whom, and how long a batch takes ----
+
+
+def _pairs(p: int) -> dict[str, str]:
+    """Return each pair of neighbours with the reason why they wait for each other, or do not."""
+    tempting = (
+        "Later ranks wait as well, but for a message of rank 1: they wait for somebody who waits, and nobody waits for "
+        "them."
+    )
+    first = (
+        "Rank 1 gives out a gradient only after its second forward, whose input rank 0 sends only after that gradient."
+    )
+    return {f"ranks {rank} and {rank + 1}": tempting if rank else first for rank in range(p - 1)}
+
+
+ask(
+    "12.waits",
+    "Rank r runs r forwards, then a forward and a backward by turns. Who waits for each other?",
+    choices=_pairs,
+)
+ask(
+    "12.one",
+    "How long does a batch take if each rank keeps one microbatch?",
+    unit="steps",
+    misread=lambda p, m: {
+        "That is 1F1B's time, in which a rank keeps up to p microbatches.": 3 * (m + p - 1),
+        "That is the work of one rank. With one microbatch kept, ranks work one after another.": 3 * m,
+        "That counts forwards alone, one rank after another.": p * m,
+    },
+    because="A rank cannot take the next microbatch before the backward of this one, so microbatches pass all p ranks "
+    "one after another: 3 p m steps.",
+)
 
 
 # ---- what a row keeps ----

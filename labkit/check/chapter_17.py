@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labkit.check.predictions import ask
 from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
 from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
 from labkit.graphs.order_table import read_order
@@ -68,6 +69,18 @@ def _misread_held(order: Sequence[float]) -> Misreadings:
         "this stops at the first backward; later more can be in flight": first,
         "this leaves out the forward that runs beside the warm-up": _held(order) - 1,
     }
+
+
+ask(
+    "17.grows",
+    "Rank 0 of 1F1B, one layer: how many buffers does it need with four times as many microbatches?",
+    unit="buffers",
+    misread=lambda p, m: {
+        "That is a buffer for each microbatch. A backward gives one back, and a later forward takes it.": 4 * m,
+        "That grows with the batch; a buffer is free again once its backward has run.": 4 * min(p, m),
+    },
+    because="A rank needs a buffer for each forward in flight, and under 1F1B rank 0 never has more than p.",
+)
 
 
 # ---- the buffer of each forward ----

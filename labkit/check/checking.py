@@ -16,7 +16,7 @@ def check(name: str, answer: Any) -> Any:
     """Show the score of an answer; return the answer if it is right, otherwise labkit's solution.
 
     So the reader's own function is the one that later cells call: `splits = check("14.splits", splits)`. Where the
-    exercise has a drawing, what a reader's answer makes is drawn below the score. Progress is kept for `labkit progress`.
+    exercise has a drawing, what a reader's answer makes is drawn below. Progress is kept for `labkit progress`.
     Raises ValueError only if there is no such exercise.
     """
     exercise, found = named(name), score(name, answer)

@@ -6,12 +6,10 @@ import textwrap
 from dataclasses import dataclass
 from html import escape
 
+from labkit.check.boxed import boxed, paragraph, wrapped
 from labkit.check.scoring import Outcome, Score
 
-WIDTH = 90
-"""Columns of the text."""
-_COLORS = {"right": "#1a7f37", "wrong": "#cf222e", "open": "#6e7781"}
-"""Backgrounds of the white words of a headline, readable on a light and on a dark page, whose own colours stay."""
+_WHERE = "It was raised in your code:"
 
 
 @dataclass(frozen=True)
@@ -27,13 +25,13 @@ class ScorePage:
     """A last sentence, such as why progress could not be kept."""
 
     @property
-    def verdict(self) -> str:
-        """The score in one sentence."""
-        if self.score.ok:
-            return "Right. From here on the chapter uses your function."
+    def headline(self) -> str:
+        """The score in one line."""
+        passed, total = self.score.passed, self.score.total
         if not self.attempted:
             return "Not attempted yet: this is the body that you start from."
-        return f"{self.score.total - self.score.passed} of {self.score.total} cases are wrong."
+        said = "Right. From here on the chapter uses your function." if self.score.ok else f"{total - passed} to go."
+        return f"{passed}/{total}. {said}"
 
     @property
     def closing(self) -> list[str]:
@@ -42,33 +40,18 @@ class ScorePage:
         return [sentence for sentence in (self.score.advice, said, self.remark) if sentence]
 
     def __repr__(self) -> str:
-        head = f"{self.score.exercise}: {self._count()}{self.verdict}"
-        cases = [_wrapped(str(outcome), "  - ") for outcome in self.score.told]
+        cases = [wrapped(str(outcome), "  - ") for outcome in self.score.told]
         frames = [textwrap.indent(frame, "    ") for frame in self.score.frames]
-        where = ["  It was raised in your code:", *frames] if frames else []
-        closing = [_wrapped(sentence, "  ") for sentence in self.closing]
-        return "\n".join([_wrapped(head), *cases, *where, *closing])
+        where = [f"  {_WHERE}", *frames] if frames else []
+        closing = [wrapped(sentence, "  ") for sentence in self.closing]
+        return "\n".join([wrapped(f"{self.score.exercise}: {self.headline}"), *cases, *where, *closing])
 
     def _repr_html_(self) -> str:
         kind = "right" if self.score.ok else "wrong" if self.attempted else "open"
-        color = _COLORS[kind]
-        badge = f"background:{color};color:#fff;border-radius:3px;padding:1px 7px;font-weight:600"
-        name = f"<span style='{badge}'>{escape(self.score.exercise)}</span>"
-        parts = [f"<div>{name} {self._count()}{escape(self.verdict)}</div>", *map(_case, self.score.told)]
-        if self.score.frames:
-            code = escape("\n".join(self.score.frames))
-            parts.append(f"<div>It was raised in your code:</div><pre style='margin:2px 0 2px 1.5em'>{code}</pre>")
-        parts += [f"<div>{escape(sentence)}</div>" for sentence in self.closing]
-        box = f"border-left:4px solid {color};padding:2px 0 2px 10px;max-width:60em;line-height:1.5"
-        return f'<div style="{box}">{"".join(parts)}</div>'
-
-    def _count(self) -> str:
-        return f"{self.score.passed}/{self.score.total}. " if self.attempted else ""
-
-
-def _wrapped(text: str, start: str = "") -> str:
-    """Wrap a text; its later lines are indented as far as the first one, and a little where that is not at all."""
-    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * (len(start) or 2))
+        code = escape("\n".join(self.score.frames))
+        frames = f"{paragraph(_WHERE)}<pre style='margin:2px 0 2px 1.5em'>{code}</pre>" if code else ""
+        parts = (*map(_case, self.score.told), frames, *map(paragraph, self.closing))
+        return boxed(kind, self.score.exercise, self.headline, *parts)
 
 
 def _case(outcome: Outcome) -> str:

@@ -14,16 +14,14 @@ misunderstandings.
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labkit.check.chapter_modules import load_chapters
 from labkit.check.rounding import rounding
 from labkit.check.solution_source import solution_of
 from labkit.check.watched import Watch, raised
@@ -319,9 +317,7 @@ def reason_of(sentence: str) -> str:
 
 def exercises(chapter: str | None = None) -> dict[str, Exercise]:
     """Return all exercises by name, or those of one chapter (`02`); import only the modules that contain them."""
-    for _, module, _ in iter_modules(sys.modules["labkit.check"].__path__):
-        if module.startswith(f"chapter_{chapter or ''}"):
-            importlib.import_module(f"labkit.check.{module}")
+    load_chapters(chapter)
     return {name: item for name, item in sorted(_registry.items()) if chapter in (None, name.split(".")[0])}
 
 
