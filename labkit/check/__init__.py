@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from labkit.lazy import public_names
 
 if TYPE_CHECKING:
+    from labkit.check.bets import predict as predict
+    from labkit.check.bets import predictions as predictions
     from labkit.check.checking import check as check
     from labkit.check.parameters import check_parameters as check_parameters
-    from labkit.check.predictions import predict as predict
-    from labkit.check.predictions import predictions as predictions
     from labkit.check.scoring import Exercise as Exercise
     from labkit.check.scoring import Outcome as Outcome
     from labkit.check.scoring import Score as Score

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
 
 from labkit.check.boxed import boxed
 
-if TYPE_CHECKING:
-    from labkit.check.predictions import Bet
 
+def bet_control(name: str, question: str, choices: Sequence[str], unit: str, place: Callable[[Any], str]) -> Any:
+    """Return a widget whose button commits what is chosen, after which neither can be changed.
 
-def bet_control(bet: Bet) -> Any:
-    """Return a widget. Its button commits what is chosen, and neither can be changed afterwards."""
+    choices: empty for a number. place: takes the answer and returns a sentence about the bet, or raises ValueError.
+    """
     import ipywidgets as widgets
 
-    head = widgets.HTML(boxed("open", bet.name, bet.prediction.question))
     wide: Any = widgets.Layout(width="max-content")
-    if bet.choices:
-        field: Any = widgets.RadioButtons(options=list(bet.choices), value=None, layout=wide)
+    if choices:
+        field: Any = widgets.RadioButtons(options=list(choices), value=None, layout=wide)
     else:
         field = widgets.Text(placeholder="a number", layout=widgets.Layout(width="9em"))
     button, said = widgets.Button(description="Place bet"), widgets.HTML()
 
     def commit(_button: Any) -> None:
         try:
-            bet.place(_chosen(field.value, number=not bet.choices))
+            placed = place(_chosen(field.value, number=not choices))
         except ValueError as problem:
-            said.value = str(problem)
+            said.value = escape(str(problem))
             return
         field.disabled = button.disabled = True
-        said.value = f"{bet.terms()[0]} Run the next cells to settle it."
+        said.value = escape(f"{placed} Run the next cells to settle it.")
 
     button.on_click(commit)
-    row = [field, widgets.Label(bet.prediction.unit)] if bet.prediction.unit else [field]
+    row = [field, widgets.Label(unit)] if unit else [field]
+    head = widgets.HTML(boxed("open", name, question))
     return widgets.VBox([head, widgets.HBox(row), widgets.HBox([button, said])])
 
 

@@ -12,8 +12,9 @@ _COLORS = {"right": "#1a7f37", "near": "#9a6700", "wrong": "#cf222e", "open": "#
 
 
 def wrapped(text: str, start: str = "") -> str:
-    """Wrap a text. Its later lines are indented as far as the first one, or by two blanks if that is not."""
-    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * (len(start) or 2))
+    """Wrap a text at blanks. Its later lines are indented as far as the first one, or by two blanks if that is not."""
+    indents = {"initial_indent": start, "subsequent_indent": " " * (len(start) or 2)}
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
 
 
 def boxed(kind: str, name: str, headline: str, *paragraphs: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.predictions import ask
+from labkit.check.bets import ask
 from labkit.check.rank_threads import RankThreads, Stalled
 from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, exercise, holds, plain, raised, reason_of, shown
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from labkit.check.predictions import ask
+from labkit.check.bets import ask
 from labkit.check.scoring import (
     ONLY_FIRST,
     Diagnosis,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from labkit.check.predictions import ask
+from labkit.check.bets import ask
 from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
 from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
 from labkit.graphs.order_table import read_order

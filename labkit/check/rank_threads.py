@@ -56,9 +56,9 @@ class RankThreads:
                 self._barrier.abort()
 
         threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 thread.join()
         except BaseException:  # the alarm of a case that does not end

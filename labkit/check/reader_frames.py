@@ -26,7 +26,8 @@ def reader_frames(error: BaseException) -> tuple[str, ...]:
         if not frame.filename.startswith((*_OTHERS, "<frozen"))
     ]
     return tuple(
-        f"{_place(frame.filename)}, line {frame.lineno}, in {frame.name}\n    {frame.line}" for frame in frames[-MOST:]
+        f"{_place(frame.filename)}, line {frame.lineno}, in {frame.name}\n    {frame.line}".rstrip()
+        for frame in frames[-MOST:]
     )
 
 

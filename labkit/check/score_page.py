@@ -34,13 +34,19 @@ class ScorePage:
         return f"{passed}/{total}. {said}"
 
     @property
+    def cases(self) -> list[Outcome]:
+        """The cases that are told; of those that got None the first one, because they have one reason."""
+        nothing = [outcome for outcome in self.score.told if outcome.got == "None"]
+        return [outcome for outcome in self.score.told if outcome not in nothing[1:]]
+
+    @property
     def closing(self) -> list[str]:
         """The sentences below the cases."""
         said = "Until it is right, the next cells use labkit's solution." if self.solved_for_you else ""
         return [sentence for sentence in (self.score.advice, said, self.remark) if sentence]
 
     def __repr__(self) -> str:
-        cases = [wrapped(str(outcome), "  - ") for outcome in self.score.told]
+        cases = [wrapped(str(outcome), "  - ") for outcome in self.cases]
         frames = [textwrap.indent(frame, "    ") for frame in self.score.frames]
         where = [f"  {_WHERE}", *frames] if frames else []
         closing = [wrapped(sentence, "  ") for sentence in self.closing]
@@ -50,7 +56,7 @@ class ScorePage:
         kind = "right" if self.score.ok else "wrong" if self.attempted else "open"
         code = escape("\n".join(self.score.frames))
         frames = f"{paragraph(_WHERE)}<pre style='margin:2px 0 2px 1.5em'>{code}</pre>" if code else ""
-        parts = (*map(_case, self.score.told), frames, *map(paragraph, self.closing))
+        parts = (*map(_case, self.cases), frames, *map(paragraph, self.closing))
         return boxed(kind, self.score.exercise, self.headline, *parts)
 
 

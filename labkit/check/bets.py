@@ -9,8 +9,8 @@ The chapter places the bet in one cell and settles it in a later one:
     bet = predict("06.bytes")
     bet.settle("none" if sent_now == sent_before else "25 %")
 
-With a person at the notebook `predict` shows a control. Elsewhere the bet is an argument, `predict("06.bytes", "none")`;
-without it there is no bet, and nothing waits for an answer.
+With a person at the notebook `predict` shows a control. Elsewhere the bet is an argument, as in
+`predict("06.bytes", "none")`; without it there is no bet, and nothing waits for an answer.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def predict(name: str, answer: str | float | None = None, **parameters: Any) -> 
     if answer is None and is_live():
         from labkit.check.bet_control import bet_control  # ipywidgets, which a script does without
 
-        show(bet_control(bet))
+        show(bet_control(name, bet.prediction.question, list(bet.choices), bet.prediction.unit, bet.place))
     else:
-        show(BetPage("open", bet.name, bet.prediction.question, bet.terms()))
+        show(BetPage("open", name, bet.prediction.question, [bet.terms]))
     return bet
 
 
@@ -104,26 +104,24 @@ class Bet:
         self.answer: str | float | None = None
         self.settled = False
 
-    def place(self, answer: str | float) -> None:
-        """Commit an answer. Raises ValueError for one that is no choice, and for a bet that is settled."""
+    def place(self, answer: str | float) -> str:
+        """Commit an answer, and say which. Raises ValueError for one that is no choice, and if the bet is settled."""
         if self.settled:
-            raise ValueError(f"{self.name} is settled already; run its cell again to bet anew")
+            raise ValueError(f"{self.name} is settled already; run this cell again to bet anew")
         if self.choices and answer not in self.choices:
             raise ValueError(f"{self.name}: {answer!r} is not a choice; choose {self._listed()}")
         if not self.choices and (isinstance(answer, bool) or not isinstance(answer, int | float)):
             raise ValueError(f"{self.name}: {answer!r} is not a number")
         self.answer = answer
+        return self.terms
 
-    def terms(self) -> list[str]:
+    @property
+    def terms(self) -> str:
         """Say what may be answered, or what was."""
         if self.answer is not None:
-            return [f"Your bet: {self._said(self.answer)}."]
-        what = (
-            self._listed()
-            if self.choices
-            else f"a number{f' of {self.prediction.unit}' if self.prediction.unit else ''}"
-        )
-        return [f"Place your bet: {what}."]
+            return f"Your bet: {self._said(self.answer)}."
+        unit = f" of {self.prediction.unit}" if self.prediction.unit else ""
+        return f"Place your bet: {self._listed() if self.choices else f'a number{unit}'}."
 
     def settle(self, measured: str | float) -> None:
         """Show what came out, whether the bet is right, near or wrong, and the reasoning that led elsewhere.
@@ -138,7 +136,7 @@ class Bet:
         verdict = {"right": "Right", "near": "Near", "wrong": "Not this time", "open": "No bet was placed"}[state]
         bet = f"you bet {self._said(self.answer)}, and " if state in ("near", "wrong") else ""
         reasons = [self._astray(measured), self._why(measured), remark]
-        headline = f"{verdict}: {bet}it is {self._said(measured)}."
+        headline = f"{verdict}{':' if self.answer is not None else ';'} {bet}it is {self._said(measured)}."
         show(BetPage(state, self.name, headline, [reason for reason in reasons if reason]))
 
     def state(self, measured: str | float) -> str:
@@ -148,7 +146,7 @@ class Bet:
         if isinstance(measured, str) or isinstance(self.answer, str):
             return "right" if self.answer == measured else "wrong"
         apart = abs(self.answer - measured)
-        if apart <= (0 if isinstance(measured, int) else EXACT * abs(measured)):
+        if apart <= (0 if float(measured).is_integer() else EXACT * abs(measured)):
             return "right"
         return "near" if apart <= NEAR * abs(measured) else "wrong"
 
