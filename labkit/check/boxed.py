@@ -13,8 +13,11 @@ _COLORS = {"right": "#1a7f37", "near": "#9a6700", "wrong": "#cf222e", "open": "#
 
 def wrapped(text: str, start: str = "") -> str:
     """Wrap a text at blanks. Its later lines are indented as far as the first one, or by two blanks if that is not."""
-    indents = {"initial_indent": start, "subsequent_indent": " " * (len(start) or 2)}
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+    later = " " * (len(start) or 2)
+    blanks = textwrap.TextWrapper(
+        WIDTH, initial_indent=start, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+    return blanks.fill(text)
 
 
 def boxed(kind: str, name: str, headline: str, *paragraphs: str) -> str:
