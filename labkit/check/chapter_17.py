@@ -87,18 +87,20 @@ ask(
 
 
 def draw_buffers(answer: Any) -> Figure | None:
-    """Draw the answer's plan for the first order that it gets wrong, above the right one; two chunks if it gets none.
+    """Draw the answer's plan above the right one, for the first order in which a held buffer is overwritten.
 
+    If there is none, the first order that it gets wrong is drawn, and two chunks if it gets none wrong.
     An answer that is no list of one whole number for each forward makes no plan.
     """
     from labkit.viz.graphs.graph_pool import compare_plans  # matplotlib, which a score does without
 
     plans = {words: plain(list(answer(list(order)))) for words, order in _ORDERS.items()}
-    wrong = (words for words, numbers in plans.items() if numbers != _taken(_ORDERS[words]))
-    words = next(wrong, "the order 1 2 1 -2 -1 2 -2 -1 of two chunks")
-    order, numbers = _ORDERS[words], plans[words]
-    if _form(numbers, sum(step > 0 for step in order)):
+    if any(_form(numbers, len(_taken(_ORDERS[words]))) for words, numbers in plans.items()):
         return None
+    unsafe = [words for words, numbers in plans.items() if _first_fault(_ORDERS[words], numbers)]
+    wrong = [words for words, numbers in plans.items() if numbers != _taken(_ORDERS[words])]
+    words = [*unsafe, *wrong, "the order 1 2 1 -2 -1 2 -2 -1 of two chunks"][0]
+    order, numbers = _ORDERS[words], plans[words]
     return compare_plans(_plan_of(order, numbers), plan_buffers(order, 1), order)
 
 

@@ -8,8 +8,9 @@ from html import escape
 
 from labkit.check.boxed import boxed, paragraph, wrapped
 from labkit.check.scoring import Outcome, Score
+from labkit.check.watched import NOT_TRIED
 
-_WHERE = "It was raised in your code:"
+_WHERE = "Your code was here:"
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class ScorePage:
 
     @property
     def cases(self) -> list[Outcome]:
-        """The cases that are told; of those that got None the first one, because they have one reason."""
+        """The cases that are told: of those that got None the first one, and none that was not tried."""
         nothing = [outcome for outcome in self.score.told if outcome.got == "None"]
-        return [outcome for outcome in self.score.told if outcome not in nothing[1:]]
+        return [outcome for outcome in self.score.told if outcome not in nothing[1:] and NOT_TRIED not in outcome.got]
 
     @property
     def closing(self) -> list[str]:

@@ -15,6 +15,8 @@ from labkit.check.reader_frames import reader_frames
 SECONDS = 10.0
 """Longest time of one case. Exercises are small: the slowest case of a right answer takes a few tenths of a second."""
 
+NOT_TRIED = "not tried, because an earlier case did not end"
+
 Step = TypeVar("Step")
 
 
@@ -48,7 +50,7 @@ class Watch:
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._endless:
-                raise Endless("not tried, because an earlier case did not end")
+                raise Endless(NOT_TRIED)
             try:
                 result = function(*args, **kwargs)
             except (Exception, SystemExit) as error:

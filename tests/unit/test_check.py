@@ -152,6 +152,13 @@ def test_an_endless_loop_ends_and_its_case_is_named() -> None:
     assert found[2].got == "not tried, because an earlier case did not end"
 
 
+def test_cases_that_were_not_tried_are_not_told(monkeypatch) -> None:
+    monkeypatch.setattr(Watch.__init__, "__defaults__", (0.3,))
+    page = ScorePage(score("17.held", lambda order: max(endless(2), 0)), attempted=True, solved_for_you=True)
+    assert [case.got for case in page.cases] == ["no end after 0.3 seconds"] and page.score.total == 8
+    assert "while case == 2:" in repr(page) or "pass" in repr(page)
+
+
 def test_a_loop_that_catches_every_exception_ends_too() -> None:
     def stubborn(case: int) -> bool:
         while case == 2:
@@ -233,6 +240,11 @@ def gpipe_rows(pp: int, count: int) -> list[list[str]]:
             "17.buffers",
             lambda order: [0 for step in order if step > 0],
             "held twice in 2 places, first buffer 0",
+        ),
+        (
+            "17.buffers",
+            lambda order: [i % 2 for i in range(sum(s > 0 for s in order))],
+            "3 inputs; held twice in 1 place",
         ),
         ("17.buffers", None, "Your plan: 3 buffers for 4 inputs, at most 3 held at once, no buffer held twice."),
         ("06.shapes", None, "all shapes are right."),
