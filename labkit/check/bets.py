@@ -164,7 +164,7 @@ class Bet:
 
     def _listed(self) -> str:
         *first, last = self.choices
-        return f"{', '.join(first)} or {last}"
+        return f"{', '.join(first)} or {last}" if first else last
 
     def _said(self, answer: Any) -> str:
         return answer if isinstance(answer, str) else f"{answer:,.10g} {self.prediction.unit}".strip()

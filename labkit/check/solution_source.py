@@ -57,7 +57,7 @@ def solution(name: str) -> Source:
     found = solution_of(name)
     if found is None:
         raise ValueError(f"there is no solution of {name!r} in labkit; `labkit progress` lists the exercises")
-    return Source("\n\n".join(_source(function) for function in _with_helpers(found)))
+    return Source("\n\n\n".join(_source(function) for function in _with_helpers(found)))
 
 
 def _with_helpers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
@@ -79,4 +79,4 @@ def _names(code: CodeType) -> list[str]:
 def _source(function: Callable[..., Any]) -> str:
     """Return the source of a function without its decorator."""
     lines = inspect.getsource(function).splitlines()
-    return "\n".join(lines[1:] if lines[0].startswith("@solves") else lines) + "\n"
+    return "\n".join(lines[1:] if lines[0].startswith("@solves") else lines)

@@ -55,6 +55,13 @@ def test_a_number_is_right_near_or_wrong(answer, state, words, capsys, file) -> 
     assert words in said(capsys) and kept.read(file)["predict"] == {"12.one": state}
 
 
+def test_a_choice_that_depends_on_the_number_of_ranks_may_be_the_only_one(capsys) -> None:
+    predict("12.waits", "ranks 0 and 1", p=2).settle("ranks 0 and 1")
+    assert "Right: it is ranks 0 and 1." in said(capsys)
+    predict("12.waits", p=2)
+    assert said(capsys).endswith("Place your bet: ranks 0 and 1.")
+
+
 def test_the_first_bet_counts(file) -> None:
     for answer in ("25 %", "none"):
         predict("06.bytes", answer).settle("none")
