@@ -9,6 +9,9 @@ import numpy as np
 FLOAT32 = 1e-6
 """Relative difference that a few roundings to float32 explain, each of which changes a number by up to 6e-8 of it."""
 
+ROUNDED = "rounded"
+"""The reason of every case that is only rounded, so that a score tells one of them."""
+
 
 def rounding(value: Any, right: Any) -> str:
     """Return words for a result that differs from the right one by rounding alone; empty for any other difference.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from labkit.check.chapter_modules import load_chapters
-from labkit.check.rounding import rounding
+from labkit.check.rounding import ROUNDED, rounding
 from labkit.check.solution_source import solution_of
 from labkit.check.watched import Watch, raised
 
@@ -152,7 +152,9 @@ def compare(
         value = got()
         passed = bool(equal(value, expected) if equal else plain(value) == plain(expected))
         why = "" if passed else rounding(plain(value), plain(expected))
-        return Outcome(given, shown(expected), f"{shown(value)}: {why}" if why else shown(value), passed, why)
+        return Outcome(
+            given, shown(expected), f"{shown(value)}: {why}" if why else shown(value), passed, why and ROUNDED
+        )
     except (Exception, SystemExit) as error:
         return Outcome(given, shown(expected), raised(error), False, raised(error))
 
@@ -222,7 +224,9 @@ class Diagnosis:
             if self._equal(value, right):
                 return True
             fitting = [w for w, a in misreadings.items() if not self._equal(a, right) and self._equal(value, a)]
-            reason = self.meant(fitting) or rounding(plain(value), plain(right))
+            reason = self.meant(fitting)
+            if not reason and (why := rounding(plain(value), plain(right))):
+                return ROUNDED, f"{shown(value)}: {why}"
             return (reason, f"{shown(value)}: {reason}") if reason else shown(value)
 
         return holds(given, shown(right), test)
