@@ -2,16 +2,15 @@
 
     python scripts/make_exercises.py [FOLDER]     into exercises where no folder is given
 
-A chapter marks the cells of an exercise with the tag `exercise`, and those of its solution with `solution`. The last of
-them calls `check("NN.name", answer)`. Both may use what the chapter imports, and no other cell. A file that is there
-already may hold somebody's work, and is kept if it was changed. Exit code 1 if a proof fails.
+A chapter marks the cells of an exercise with the tag `exercise`. The last of them calls `check("NN.name", answer)`.
+They may use what the chapter imports, and no other cell. Cells that show a solution have the tag `solution`. A file
+that is there already may hold somebody's work, and is kept if it was changed. Exit code 1 if a proof fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +18,12 @@ from typing import Any, NamedTuple
 import nbformat
 from nbformat import NotebookNode
 
-from labkit.check import Score, check
+from labkit.check import Score, exercises, score
 from labkit.check.chapter_copies import chapters_in, write_copies
 from labkit.check.parameters import can_be_written
+from labkit.check.untouched import CHECKED
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKED = re.compile(r'\bcheck\("(\d\d\.\w+)"')
 
 
 class Exercise(NamedTuple):
@@ -32,22 +31,20 @@ class Exercise(NamedTuple):
 
     imports: str
     stub: str
-    solution: str
 
 
 def exercises_of(notebook: NotebookNode) -> dict[str, Exercise]:
-    """The exercises of a chapter by name; a solution that is missing is empty."""
+    """The exercises of a chapter by name."""
     imports = imports_of(notebook)
-    stubs, solutions = tagged(notebook, "exercise"), tagged(notebook, "solution")
-    return {name: Exercise(imports, stub, solutions.get(name, "")) for name, stub in stubs.items()}
+    return {name: Exercise(imports, stub) for name, stub in stubs_of(notebook).items()}
 
 
-def tagged(notebook: NotebookNode, tag: str) -> dict[str, str]:
-    """Source of the code cells with this tag, joined up to each call of `check`, by the name that it checks."""
+def stubs_of(notebook: NotebookNode) -> dict[str, str]:
+    """Source of the cells of exercises, joined up to each call of `check`, by the name that it checks."""
     found: dict[str, str] = {}
     waiting: list[str] = []
     for cell in notebook.cells:
-        if cell.cell_type == "code" and tag in cell.metadata.get("tags", []):
+        if cell.cell_type == "code" and "exercise" in cell.metadata.get("tags", []):
             waiting.append(cell.source)
             if name := CHECKED.search(cell.source):
                 found[name[1]] = "\n".join(waiting)
@@ -62,36 +59,24 @@ def imports_of(notebook: NotebookNode) -> str:
     return "\n".join(dict.fromkeys(map(ast.unparse, lines)))
 
 
-class Run(NamedTuple):
-    """A stub or a solution that was run."""
+def run(exercise: Exercise) -> Score:
+    """Run the cells of a stub, and return the score of what they give to `check`."""
+    checked: list[Score] = []
 
-    score: Score
-    answer: Any
-    """What its cells gave to `check`."""
-    names: dict[str, Any]
-    """What they define."""
-
-
-def run(imports: str, cells: str) -> Run:
-    """Run the cells of a stub or a solution."""
-    checked: list[tuple[Score, Any]] = []
-
-    def keep(name: str, answer: Any) -> Score:
-        checked.append((check(name, answer), answer))
-        return checked[-1][0]
+    def keep(name: str, answer: Any) -> Any:
+        checked.append(score(name, answer))
+        return answer
 
     names: dict[str, Any] = {}
-    exec(imports, names)
+    exec(exercise.imports, names)
     names["check"] = keep
-    exec(cells, names)
-    return Run(*checked[-1], names)
+    exec(exercise.stub, names)
+    return checked[-1]
 
 
-def problem(name: str, exercise: Exercise, stub: Score) -> str:
+def problem(name: str, stub: Score) -> str:
     """Why this is no exercise; empty where the stub fails by itself and the solution passes."""
-    if not exercise.solution:
-        return f"{name} has no cell tagged solution"
-    solution = run(exercise.imports, exercise.solution).score
+    solution = score(name, exercises()[name].solution)
     if not solution:
         return f"the solution of {name} fails: {solution!r}"
     if stub:
@@ -117,8 +102,8 @@ def main() -> int:
     print(f"{'cases passed':16} by the stub  by the solution")
     for path in chapters_in(ROOT / "notebooks"):
         for name, exercise in exercises_of(nbformat.read(path, as_version=4)).items():
-            stub = run(exercise.imports, exercise.stub).score
-            found = problem(name, exercise, stub)
+            stub = run(exercise)
+            found = problem(name, stub)
             problems += [found] if found else []
             print(f"{name:16}{stub.passed:>6} of {stub.total:<5}{found or 'all'}")
     try:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.check.bets import ask
 from labkit.check.rank_threads import RankThreads, Stalled
 from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, exercise, holds, plain, raised, reason_of, shown
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 Array = NDArray[Any]
 
@@ -30,8 +34,22 @@ def _shapes(s: int, b: int, h: int, t: int, *, cut: Sequence[str] = _BETWEEN, in
     return {name: ([s // t if name in cut else s, b, h] if name in _BETWEEN else list(inside)) for name in _NAMES}
 
 
+def draw_shapes(answer: Any) -> Figure | None:
+    """Draw the answer's shapes over two ranks with sequence parallelism; an answer of another form has no drawing."""
+    from labkit.viz.kept_shapes import compare_shapes  # matplotlib, which a score does without
+
+    s, b, h, t = _SIZES[1]
+    found, whole = plain(answer(s, b, h, t, True)), _shapes(s, b, h, 1)
+    if set(found) != set(whole) or any(len(shape) != 3 for shape in found.values()):
+        return None
+    what = f"Rank 0 of {t} with sequence parallelism, s {s}, b {b}, h {h}"
+    return compare_shapes(found, _shapes(s, b, h, t), whole, what)
+
+
 @exercise(
-    "06.shapes", "Write shapes(s, b, h, t, sequence_parallel) -> the shape of each tensor that a rank keeps, by name."
+    "06.shapes",
+    "Write shapes(s, b, h, t, sequence_parallel) -> the shape of each tensor that a rank keeps, by name.",
+    draw=draw_shapes,
 )
 def shapes(answer: Any) -> Iterator[Outcome]:
     """Judge one, two and four ranks, without sequence parallelism and with it."""
@@ -73,6 +91,21 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
             _shapes(s, b, h, t, inside_too=True)
         ),
     }
+
+
+# ---- bytes on the wire ----
+
+ask(
+    "06.bytes",
+    "f and g send an all-reduce each. How many more bytes leave a rank with f_s and g_s in their places?",
+    choices={
+        "none": "An all-reduce is a reduce-scatter and then an all-gather. g_s is the first half of it, and the next "
+        "f_s the second: the same bytes leave at two moments.",
+        "25 %": "A step that gathers a third time, in backward, sends 1.25 times as much. It does so to keep less, and "
+        "here the gathered tensor is still kept.",
+        "100 %": "There are twice as many messages, but each sends N (t - 1)/t bytes, half of an all-reduce.",
+    },
+)
 
 
 # ---- one rank's program ----

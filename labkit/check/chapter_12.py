@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labkit.check.bets import ask
 from labkit.check.scoring import (
     ONLY_FIRST,
     Diagnosis,
@@ -32,6 +33,9 @@ from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.schedules.verifier import verify
 from labkit.schedules.zero_bubble import split_backward, zbv, zero_bubble_h1
 
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
+
 Rows = list[list[str]]
 
 
@@ -45,6 +49,40 @@ def _row(text: str) -> list[str]:
 
 def _same(value: Any, other: Any) -> bool:
     return plain(value) == plain(other)
+
+
+# ---- who waits for whom, and how long a batch takes ----
+
+
+def _pairs(p: int) -> dict[str, str]:
+    """Return each pair of neighbours with the reason why they wait for each other, or do not."""
+    tempting = (
+        "Later ranks wait as well, but for a message of rank 1: they wait for somebody who waits, and nobody waits for "
+        "them."
+    )
+    first = (
+        "Rank 1 gives out a gradient only after its second forward, whose input rank 0 sends only after that gradient."
+    )
+    return {f"ranks {rank} and {rank + 1}": tempting if rank else first for rank in range(p - 1)}
+
+
+ask(
+    "12.waits",
+    "Rank r runs r forwards, then a forward and a backward by turns. Who waits for each other?",
+    choices=_pairs,
+)
+ask(
+    "12.one",
+    "How long does a batch take if each rank keeps one microbatch?",
+    unit="steps",
+    misread=lambda p, m: {
+        "That is 1F1B's time, in which a rank keeps up to p microbatches.": 3 * (m + p - 1),
+        "That is the work of one rank. With one microbatch kept, ranks work one after another.": 3 * m,
+        "That counts forwards alone, one rank after another.": p * m,
+    },
+    because="A rank cannot take the next microbatch before the backward of this one, so microbatches pass all p ranks "
+    "one after another: 3 p m steps.",
+)
 
 
 # ---- what a row keeps ----
@@ -106,7 +144,27 @@ def _misread_kept(row: Sequence[str]) -> Misreadings:
 _FORM = "a list of rows (lists of texts such as 0F0)"
 
 
-@exercise("12.schedule", "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.")
+def draw_schedule(answer: Any) -> Figure | None:
+    """Draw the answer's table for 4 ranks and 8 microbatches, as far as it runs, with two of the targets as lines.
+
+    An answer that is no table, or has an action twice, has no drawing.
+    """
+    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
+
+    pp, count = 4, 8
+    rows = _parsed_rows(answer(pp, count) if callable(answer) else answer)
+    actions = [action for row in rows for action in row]
+    if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
+        return None
+    targets = {"least, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
+    return draw_played(PlayedTable(rows), targets)
+
+
+@exercise(
+    "12.schedule",
+    "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.",
+    draw=draw_schedule,
+)
 def schedule(answer: Any) -> Iterator[Outcome]:
     """Judge five targets at p = 4, m = 8, each harder than the one before; then the last two at other sizes, m >= p.
 

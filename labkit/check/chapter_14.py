@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.rank_threads import RankThreads, Stalled
+from labkit.check.rounding import ROUNDED, rounding
 from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, asked, exercise, holds, listed, plain, raised, shown
 
 Array = NDArray[Any]
@@ -249,6 +250,8 @@ def _output_problem(answer: Any, problem: _Problem) -> tuple[str, str]:
             return "shape", f"an array {list(output.shape)} on rank {rank}, which needs {list(right.shape)}"
     for rank, (output, right) in enumerate(zip(found, rights, strict=True)):
         wrong = [] if not right.size else np.flatnonzero(~np.isclose(output, right, rtol=0, atol=1e-9).all(axis=1))
+        if len(wrong) and (why := rounding(output, right)):
+            return ROUNDED, f"other digits on rank {rank}: {why}"
         if len(wrong):
             reason = next((words for name, words in _MISREAD_OUTPUTS.items() if _like(found, problem, name)), "")
             pair = [shown(rows[wrong[0], :3].round(3)) for rows in (output, right)]

@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labkit.check.bets import ask
 from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
-from labkit.graphs.buffers import plan_buffers
+from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
 from labkit.graphs.order_table import read_order
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 _ORDERS: dict[str, list[float]] = {
     "the order 1 1 -1 1 -1 -1": [1, 1, -1, 1, -1, -1],
@@ -67,13 +71,56 @@ def _misread_held(order: Sequence[float]) -> Misreadings:
     }
 
 
+ask(
+    "17.grows",
+    "Rank 0 of 1F1B, one layer: how many buffers does it need with four times as many microbatches?",
+    unit="buffers",
+    misread=lambda p, m: {
+        "That is a buffer for each microbatch. A backward gives one back, and a later forward takes it.": 4 * m,
+        "That grows with the batch; a buffer is free again once its backward has run.": 4 * min(p, m),
+    },
+    because="A rank needs a buffer for each forward in flight, and under 1F1B rank 0 never has more than p.",
+)
+
+
 # ---- the buffer of each forward ----
+
+
+def draw_buffers(answer: Any) -> Figure | None:
+    """Draw the answer's plan above the right one, for the first order in which a held buffer is overwritten.
+
+    If there is none, the first order that it gets wrong is drawn, and two chunks if it gets none wrong.
+    An answer that is no list of one whole number for each forward makes no plan.
+    """
+    from labkit.viz.graphs.graph_pool import compare_plans  # matplotlib, which a score does without
+
+    plans = {words: plain(list(answer(list(order)))) for words, order in _ORDERS.items()}
+    if any(_form(numbers, len(_taken(_ORDERS[words]))) for words, numbers in plans.items()):
+        return None
+    unsafe = [words for words, numbers in plans.items() if _first_fault(_ORDERS[words], numbers)]
+    wrong = [words for words, numbers in plans.items() if numbers != _taken(_ORDERS[words])]
+    words = [*unsafe, *wrong, "the order 1 2 1 -2 -1 2 -2 -1 of two chunks"][0]
+    order, numbers = _ORDERS[words], plans[words]
+    return compare_plans(_plan_of(order, numbers), plan_buffers(order, 1), order)
+
+
+def _plan_of(order: Sequence[float], numbers: Sequence[int]) -> BufferPlan:
+    """Return a plan that gives forward i buffer numbers[i], and takes it back at its backward."""
+    right = plan_buffers(order, 1)
+    uses = [Use(one.chunk, 0, one.microbatch) for one in read_order(order) if one.kind == "F"]
+    places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+    return replace(
+        right,
+        assignment={use: places[number] for use, number in zip(uses, numbers)},
+        signature=(None,) * len(places),
+    )
 
 
 @exercise(
     "17.buffers",
     "Write buffers(order) -> the buffer of each forward, in the order of the forwards: the one that has been free "
     "longest, or a new one, numbered 0, 1, ... as they are first taken.",
+    draw=draw_buffers,
 )
 def buffers(answer: Any) -> Iterator[Outcome]:
     """Judge six short orders and two long ones, and distinguish an unsafe answer from one that is merely different."""
@@ -98,9 +145,7 @@ def _judged(given: Any, order: Sequence[float]) -> Finding:
     if isinstance(given, str) or not isinstance(given, Iterable):
         return "form", f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
     numbers = plain(list(given))
-    strange = [n for n in numbers if not isinstance(n, int | np.integer) or isinstance(n, bool)]
-    if strange or len(numbers) != len(right):
-        what = f"{shown(strange[0])} is no whole number" if strange else f"{len(numbers)} for {len(right)} forwards"
+    if what := _form(numbers, len(right)):
         return "form", f"{shown(numbers)}: {what}"
     if numbers == right:
         return True
@@ -108,6 +153,14 @@ def _judged(given: Any, order: Sequence[float]) -> Finding:
     fault = _overwritten(order, numbers)
     seen = f"{shown(numbers)}: {words}" if words else shown(numbers)
     return words or ("unsafe" if fault else "different"), f"{seen}; {fault or _apart(numbers, right)}"
+
+
+def _form(numbers: Sequence[Any], forwards: int) -> str:
+    """Say why these are not one whole number for each forward; empty if they are."""
+    strange = [n for n in numbers if not isinstance(n, int | np.integer) or isinstance(n, bool)]
+    if strange:
+        return f"{shown(strange[0])} is no whole number"
+    return "" if len(numbers) == forwards else f"{len(numbers)} for {forwards} forwards"
 
 
 def _apart(numbers: Sequence[int], right: Sequence[int]) -> str:

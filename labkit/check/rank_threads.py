@@ -6,13 +6,14 @@ data only through a call in which all ranks meet.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 10.0
-"""Seconds that a rank waits for the others, in case one of them never stops computing."""
+PATIENCE = 20.0
+"""Seconds that a rank waits for the others, where no alarm (`watched.py`) ends the case before."""
 
 
 class Stalled(Exception):
@@ -37,7 +38,7 @@ class RankThreads:
             self.calls[name] += 1
         for other, (theirs, _) in enumerate(slots):
             if theirs != slots[0][0]:
-                raise Stalled(f"rank 0 is in {slots[0][0]} and rank {other} in {theirs}: both wait for ever")
+                raise Stalled(f"rank 0 is in {slots[0][0]} and rank {other} in {theirs}: they deadlock")
         return [each for _, each in slots]
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
@@ -55,10 +56,21 @@ class RankThreads:
                 self._barrier.abort()
 
         threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # the alarm of a case that does not end
+            self._barrier.abort()
+            for thread in threads:
+                _end(thread)
+            raise
         if errors:
             raise errors[min(errors)]
         return found
+
+
+def _end(thread: threading.Thread) -> None:
+    """Raise SystemExit in a thread, so that an endless loop of Python does not take a core from now on."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))

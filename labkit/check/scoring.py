@@ -14,15 +14,20 @@ misunderstandings.
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pkgutil import iter_modules
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from labkit.check.chapter_modules import load_chapters
+from labkit.check.rounding import ROUNDED, rounding
+from labkit.check.solution_source import solution_of
+from labkit.check.watched import Watch, raised
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 MAX_SHOWN = 100
 """Most characters of a value that a sentence shows."""
@@ -57,6 +62,10 @@ class Score:
     """Name of the exercise, such as `02.groups`."""
     outcomes: tuple[Outcome, ...]
     """All cases, in order."""
+    advice: str = ""
+    """What the calls of a wrong answer have in common, such as a forgotten `return`."""
+    frames: tuple[str, ...] = ()
+    """Where the first error arose: the reader's own frames, each as its place and its line."""
 
     @property
     def passed(self) -> int:
@@ -91,6 +100,8 @@ class Score:
 
 
 Judge = Callable[[Any], Iterator[Outcome]]
+Drawing = Callable[[Any], "Figure | None"]
+"""Draws what an answer makes; None where it makes nothing that could be drawn."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +114,19 @@ class Exercise:
     """The task in one sentence."""
     judge: Judge
     """Yields one outcome for each case."""
+    draw: Drawing | None = None
+    """Draws what the reader's answer makes, next to what it should be; None for most exercises."""
+
+    @property
+    def solution(self) -> Callable[..., Any] | None:
+        """The function that solves it (`labkit/check/solutions`); None where the chapter itself still has it."""
+        return solution_of(self.name)
 
 
 _registry: dict[str, Exercise] = {}
 
 
-def exercise(name: str, task: str) -> Callable[[Judge], Judge]:
+def exercise(name: str, task: str, draw: Drawing | None = None) -> Callable[[Judge], Judge]:
     """Register the decorated generator as the judge of exercise `name`. Raises ValueError where the name is taken."""
 
     def register(judge: Judge) -> Judge:
@@ -117,7 +135,7 @@ def exercise(name: str, task: str) -> Callable[[Judge], Judge]:
             raise ValueError(
                 f"exercise {name!r} is registered by {known.judge.__module__} already; choose another name"
             )
-        _registry[name] = Exercise(name, task, judge)
+        _registry[name] = Exercise(name, task, judge, draw)
         return judge
 
     return register
@@ -133,7 +151,10 @@ def compare(
     try:
         value = got()
         passed = bool(equal(value, expected) if equal else plain(value) == plain(expected))
-        return Outcome(given, shown(expected), shown(value), passed)
+        why = "" if passed else rounding(plain(value), plain(expected))
+        return Outcome(
+            given, shown(expected), f"{shown(value)}: {why}" if why else shown(value), passed, why and ROUNDED
+        )
     except (Exception, SystemExit) as error:
         return Outcome(given, shown(expected), raised(error), False, raised(error))
 
@@ -204,6 +225,8 @@ class Diagnosis:
                 return True
             fitting = [w for w, a in misreadings.items() if not self._equal(a, right) and self._equal(value, a)]
             reason = self.meant(fitting)
+            if not reason and (why := rounding(plain(value), plain(right))):
+                return ROUNDED, f"{shown(value)}: {why}"
             return (reason, f"{shown(value)}: {reason}") if reason else shown(value)
 
         return holds(given, shown(right), test)
@@ -296,31 +319,44 @@ def reason_of(sentence: str) -> str:
     return sentence.partition(": ")[2] or sentence
 
 
-def raised(error: BaseException) -> str:
-    """Name an exception in words that fit into a sentence."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message[:200]}" if message else type(error).__name__
-
-
 def exercises(chapter: str | None = None) -> dict[str, Exercise]:
     """Return all exercises by name, or those of one chapter (`02`); import only the modules that contain them."""
-    for _, module, _ in iter_modules(sys.modules["labkit.check"].__path__):
-        if module.startswith(f"chapter_{chapter or ''}"):
-            importlib.import_module(f"labkit.check.{module}")
+    load_chapters(chapter)
     return {name: item for name, item in sorted(_registry.items()) if chapter in (None, name.split(".")[0])}
 
 
-def check(name: str, answer: Any) -> Score:
-    """Try `answer` on every case of exercise `name`. Raises ValueError only if there is no such exercise."""
+def named(name: str) -> Exercise:
+    """Return the exercise of this name. Raises ValueError, with the nearest name, if there is none."""
     known = exercises(str(name).split(".")[0])
-    if name not in known:
-        every = list(exercises())
-        near = difflib.get_close_matches(str(name), every, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(every)}"
-        raise ValueError(f"there is no exercise {name!r}; {hint}")
+    if name in known:
+        return known[name]
+    every = list(exercises())
+    near = difflib.get_close_matches(str(name), every, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(every)}"
+    raise ValueError(f"there is no exercise {name!r}; {hint}")
+
+
+def score(name: str, answer: Any) -> Score:
+    """Try `answer` on every case of exercise `name`. Raises ValueError only if there is no such exercise."""
+    known, watch = named(name), Watch(answer)
     outcomes: list[Outcome] = []
     try:
-        outcomes.extend(known[name].judge(answer))
+        outcomes.extend(watch.limited(known.judge(watch.answer)))
     except (Exception, SystemExit) as error:
-        outcomes.append(Outcome("the answer", known[name].task, raised(error), False))
-    return Score(name, tuple(outcomes))
+        outcomes.append(Outcome("the answer", known.task, raised(error), False))
+    found = Score(name, tuple(outcomes))
+    return found if found.ok else replace(found, advice=_advice(found, watch), frames=_frames(found, watch))
+
+
+def _advice(found: Score, watch: Watch) -> str:
+    if watch.nones == watch.calls > 0:
+        return "Your function returned None each time. Did you forget `return`?"
+    if watch.nones and all(outcome.expected != "None" for outcome in found.outcomes):
+        return f"Your function returned None in {watch.nones} of {watch.calls} calls. Does a branch lack its `return`?"
+    return ""
+
+
+def _frames(found: Score, watch: Watch) -> tuple[str, ...]:
+    """Return the reader's frames of the first error that the score tells."""
+    words = [words for outcome in found.told for words in watch.frames if words in outcome.got]
+    return watch.frames[words[0]] if words else ()

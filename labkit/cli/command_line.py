@@ -37,6 +37,7 @@ COMMANDS = {
     "run": ("run_command", "run chapters as notebooks, with parameters"),
     "lab": ("lab_command", "open JupyterLab on copies of the chapters"),
     "exercises": ("exercises_command", "copy the chapters without solutions and outputs"),
+    "progress": ("progress_command", "show what you solved and predicted in the chapters"),
     "completion": ("completion_command", "print the script that completes commands in your shell"),
 }
 """Subcommand -> (module, its line in the help)."""

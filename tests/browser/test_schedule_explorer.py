@@ -1,7 +1,8 @@
-"""The explorers in a real JupyterLab, in headless Chromium: what a reader of a chapter sees and moves."""
+"""Explorers, bets and scores in a real JupyterLab, in headless Chromium: what a reader of a chapter sees and moves."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -51,6 +52,19 @@ explore_pool(play_back(
     (time, "free" if kind == "-" else "alloc", place * 1024, 8192, f"microbatch {m} {names.get(kind, '')}")
     for time, (kind, m, place) in enumerate(rows)
 ))"""
+BET = 'from labkit.check import check, predict\n\nbet, steps = predict("06.bytes"), predict("12.one", p=4, m=8)'
+WRONG = """def splits(counts, rank):
+    return counts[rank + 5], []
+
+
+splits = check("14.splits", splits)"""
+ENDLESS = """def most_held(order):
+    while True:
+        pass
+
+
+most_held = check("17.held", most_held)"""
+SETTLE = 'bet.settle("none")\nsteps.settle(96)\nprint(splits.__module__)'
 PATIENCE = 60_000
 """Milliseconds for what a kernel start or a redraw may take on a busy machine."""
 
@@ -64,8 +78,10 @@ pytestmark = [
 
 @pytest.fixture
 def lab(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The address of a notebook with one cell, the parameter or CELL, in a JupyterLab of its own."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(getattr(request, "param", CELL))])
+    """The address of a notebook in a JupyterLab of its own. Its cells are the parameter, or CELL."""
+    sources = getattr(request, "param", CELL)
+    cells = [nbformat.v4.new_code_cell(source) for source in ([sources] if isinstance(sources, str) else sources)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "explorer.ipynb")
     port, settings = free_port(), own_settings(tmp_path)
@@ -105,10 +121,10 @@ def page(lab: str) -> Iterator[Any]:
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
         page.set_default_timeout(PATIENCE)
         page.goto(lab)
-        page.locator(".jp-CodeCell .cm-content").click()
+        page.locator(".jp-CodeCell .cm-content").first.click()
         page.get_by_text(re.compile(r"\| Idle$")).wait_for()  # the kernel: what is run earlier may be lost
         page.keyboard.press("Shift+Enter")
-        page.locator(".jp-OutputArea img").wait_for()
+        page.locator(".jp-OutputArea img, .jp-OutputArea button").first.wait_for()
         yield page
         browser.close()
 
@@ -227,3 +243,30 @@ def _screenshot(page: Any, name: str) -> None:
     """Into the folder SCREENSHOTS, if that is set: to look at what assertions cannot see."""
     if folder := os.environ.get("SCREENSHOTS"):
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+@pytest.mark.parametrize("lab", [[BET, WRONG, ENDLESS, SETTLE]], indirect=True)
+def test_bets_are_placed_and_settled_and_scores_show_the_readers_code(page: Any, tmp_path: Path) -> None:
+    choice, number = page.get_by_role("button", name="Place bet").all()
+    choice.click()
+    page.get_by_text("Choose an answer first.").wait_for()
+    page.get_by_text("100 %", exact=True).click()
+    choice.click()
+    page.get_by_text("Your bet: 100 %. Run the next cells to settle it.").wait_for()
+    assert page.get_by_role("radio").first.is_disabled()
+    page.get_by_placeholder("a number").fill("33")
+    number.click()
+    page.get_by_text("Your bet: 33 steps.").wait_for()
+    page.locator(".jp-CodeCell .cm-content").nth(1).click()
+    page.keyboard.press("Shift+Enter")
+    page.get_by_text("IndexError: list index out of range").wait_for()
+    page.get_by_text("return counts[rank + 5], []").nth(1).wait_for()
+    page.keyboard.press("Shift+Enter")
+    page.get_by_text("no end after 10 seconds").wait_for()
+    page.keyboard.press("Shift+Enter")
+    page.get_by_text("Not this time: you bet 100 %, and it is none.").wait_for()
+    page.get_by_text("33 steps? That is 1F1B's time").wait_for()
+    page.get_by_text("labkit.check.solutions.chapter_14").wait_for()
+    kept = json.loads((tmp_path / "progress.json").read_text())
+    assert kept["check"] == {"14.splits": "tried", "17.held": "tried"}
+    assert kept["predict"] == {"06.bytes": "wrong", "12.one": "wrong"}

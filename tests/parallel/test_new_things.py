@@ -180,8 +180,8 @@ print(*(result.losses[-1] for result in results))
 
 def test_a_new_exercise_is_scored(copy: Path) -> None:
     script = """
-from labkit.check import check
-print(check("99.double", lambda number: 2 * number))
-print(check("99.double", lambda number: number + 3))
+from labkit.check import score
+print(score("99.double", lambda number: 2 * number))
+print(score("99.double", lambda number: number + 3))
 """
     assert run(copy, script) == ["99.double: 2/2", "99.double: 1/2", "  - Given 2, expected 4, got 5."]

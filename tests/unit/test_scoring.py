@@ -1,11 +1,11 @@
-"""check() never raises on a wrong answer and says in one sentence what was given, expected and got."""
+"""score() never raises on a wrong answer and says in one sentence what was given, expected and got."""
 
 import re
 
 import numpy as np
 import pytest
 
-from labkit.check import check, exercises
+from labkit.check import exercises, score
 from labkit.check.scoring import MAX_SHOWN, ONLY_FIRST, Outcome, Score, compare, holds, shown, without_grid
 
 
@@ -14,12 +14,12 @@ def test_score_of_a_right_answer_and_its_repr() -> None:
         middle = ({"tp", "dp", "pp"} - {inner, outer}).pop()
         return f"{inner}-{middle}-{outer}"
 
-    score = check("02.order", answer)
-    assert bool(score) and repr(score) == "02.order: 4/4"
+    found = score("02.order", answer)
+    assert bool(found) and repr(found) == "02.order: 4/4"
 
 
 def test_failed_cases_are_sentences() -> None:
-    lines = repr(check("02.groups", lambda order, sizes, token: [[0]])).splitlines()
+    lines = repr(score("02.groups", lambda order, sizes, token: [[0]])).splitlines()
     assert lines[0] == "02.groups: 0/8"
     given = "order 'tp-dp', sizes {'tp': 2, 'dp': 2} and token 'tp'"
     assert lines[1] == f"  - Given {given}, expected [[0, 1], [2, 3]], got [[0]]."
@@ -28,16 +28,16 @@ def test_failed_cases_are_sentences() -> None:
 @pytest.mark.parametrize("answer", [None, 3, "tp", lambda: None, [], exit, lambda *a: 1 / 0, lambda *a: exit(3)])
 @pytest.mark.parametrize("name", ["02.groups", "02.order"])
 def test_nonsense_scores_zero_and_never_raises(name: str, answer: object) -> None:
-    score = check(name, answer)
-    assert not score.ok and score.passed == 0
-    assert "\n" not in str(score.outcomes[0])
+    found = score(name, answer)
+    assert not found.ok and found.passed == 0
+    assert "\n" not in str(found.outcomes[0])
 
 
 def test_an_exception_of_the_learner_is_shown() -> None:
     def answer(order: str, sizes: dict, token: str) -> list:
         raise KeyError("stride of dp")
 
-    assert "got KeyError: 'stride of dp'." in repr(check("02.groups", answer))
+    assert "got KeyError: 'stride of dp'." in repr(score("02.groups", answer))
 
 
 def test_an_answer_may_change_its_arguments_without_spoiling_later_cases() -> None:
@@ -45,14 +45,14 @@ def test_an_answer_may_change_its_arguments_without_spoiling_later_cases() -> No
         sizes.clear()
         return []
 
-    assert check("02.groups", answer).passed == check("02.groups", answer).passed == 0
+    assert score("02.groups", answer).passed == score("02.groups", answer).passed == 0
 
 
 def test_unknown_exercises_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"there is no exercise '02.group'; did you mean '02.groups'\?"):
-        check("02.group", None)
+        score("02.group", None)
     with pytest.raises(ValueError, match="there are 0"):
-        check("zzz", None)
+        score("zzz", None)
 
 
 def test_values_compare_as_a_learner_means_them() -> None:

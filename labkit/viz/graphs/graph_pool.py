@@ -27,7 +27,7 @@ MAX_LABELS = 60
 """Most steps or captures along an axis that are all labelled."""
 _WIDTH = 9.0
 _BACKWARD = "////"
-_WRONG = {"fill": False, "edgecolor": "#000000", "linewidth": 2.0}
+_WRONG = {"fill": False, "edgecolor": "#D40000", "linewidth": 2.5}
 _TAKEN_OVER = "#000000"
 _KIB = 1024
 
@@ -53,27 +53,52 @@ def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") ->
 
     what: the first words of the sentence.
     """
-    lives = _lives(plan, order)
-    chunks = len(plan.layers_per_chunk) > 1
     with styled():
         fig = new_figure(_WIDTH, 1.25 + 0.3 * plan.num_buffers)
-        axes = fig.subplots()
-        meetings = _meetings(plan, lives)
-        for use, first, last in sorted(lives, key=lambda life: life[1]):
-            _draw_life(axes, plan.assignment[use], use, first, last)
-            if not any(use == meeting[4] for meeting in meetings):  # those are named where they meet
-                _write_user(axes, use, first, plan.assignment[use] + 0.52, chunks)
-        for meeting in meetings:
-            _draw_meeting(axes, meeting, chunks)
-        columns = _thinned([f"{entry:g}" for entry in order])
-        name_cells(axes, columns, [f"buffer {number}" for number in range(plan.num_buffers)])
-        axes.set_xlabel("order, one step a column")
-        handles = [Patch(facecolor="#BBBBBB", label="held by microbatch (chunk in brackets)" if chunks
-                         else "held by microbatch, from its forward to its backward")]  # fmt: skip
-        if meetings:
-            handles.append(Patch(label="held twice", **_WRONG))
-        fig.legend(handles=handles, loc="outside upper right", ncols=2)
+        meetings = _draw_plan(fig.subplots(), plan, order)
+        _explain_plan(fig, plan, meetings)
     return Figure(fig, _plan_sentence(plan, order, meetings, what))
+
+
+def compare_plans(plan: BufferPlan, target: BufferPlan, order: Sequence[float]) -> Figure:
+    """Draw a reader's plan above, and below it the one to which it is compared, as `buffer_lives` draws each."""
+    with styled():
+        heights = [each.num_buffers + 2 for each in (plan, target)]
+        fig = new_figure(_WIDTH, 1.0 + 0.3 * sum(heights))
+        above, below = fig.subplots(2, 1, height_ratios=heights)
+        meetings = _draw_plan(above, plan, order)
+        _draw_plan(below, target, order)
+        above.set_title("yours", loc="left")
+        above.set_xlabel("")
+        below.set_title("longest free first", loc="left")
+        _explain_plan(fig, plan, meetings)
+    return Figure(fig, _plan_sentence(plan, order, meetings, "Your plan"))
+
+
+def _draw_plan(axes: Any, plan: BufferPlan, order: Sequence[float]) -> list[tuple[int, int, int, Use, Use]]:
+    """Draw the lives of all buffers, and return the meetings that are marked in it."""
+    lives = _lives(plan, order)
+    meetings = _meetings(plan, lives)
+    for use, first, last in sorted(lives, key=lambda life: life[1]):
+        _draw_life(axes, plan.assignment[use], use, first, last)
+        if not any(use == meeting[4] for meeting in meetings):  # those are named where they meet
+            _write_user(axes, use, first, plan.assignment[use] + 0.52, len(plan.layers_per_chunk) > 1)
+    for meeting in meetings:
+        _draw_meeting(axes, meeting, len(plan.layers_per_chunk) > 1)
+    columns = _thinned([f"{entry:g}" for entry in order])
+    name_cells(axes, columns, [f"buffer {number}" for number in range(plan.num_buffers)])
+    axes.set_xlabel("order, one step a column")
+    return meetings
+
+
+def _explain_plan(fig: Any, plan: BufferPlan, meetings: Sequence[Any]) -> None:
+    held = "held by microbatch (chunk in brackets)"
+    if len(plan.layers_per_chunk) == 1:
+        held = "held by microbatch, from its forward to its backward"
+    handles = [Patch(facecolor="#BBBBBB", label=held)]
+    if meetings:
+        handles.append(Patch(label="held twice", **_WRONG))
+    fig.legend(handles=handles, loc="outside upper right", ncols=2)
 
 
 def _lives(plan: BufferPlan, order: Sequence[float]) -> list[tuple[Use, int, int]]:

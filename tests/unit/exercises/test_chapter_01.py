@@ -2,7 +2,7 @@
 
 from math import log2
 
-from labkit.check import check
+from labkit.check import score
 
 
 def everything(before):
@@ -130,4 +130,4 @@ TABLES = {"01.after": AFTER, "01.ring": RING, "01.order": ORDER, "01.seconds": S
 def test_one_mistake_gets_one_sentence():
     for name, table in TABLES.items():
         for answer, _ in table.values():
-            assert len(repr(check(name, answer)).splitlines()) == 2
+            assert len(repr(score(name, answer)).splitlines()) == 2

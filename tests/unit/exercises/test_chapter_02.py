@@ -2,7 +2,7 @@
 
 from math import prod
 
-from labkit.check import check
+from labkit.check import score
 
 
 def digits(value):
@@ -84,5 +84,5 @@ TABLES = {"02.digits": DIGITS, "02.groups": GROUPS, "02.order": ORDERS}
 
 
 def test_failed_groups_name_order_sizes_and_token():
-    score = check("02.groups", lambda order, sizes, token: None)
-    assert "Given order 'pp-dp-tp', sizes {'tp': 3, 'dp': 2, 'pp': 2} and token 'tp', expected" in repr(score)
+    found = score("02.groups", lambda order, sizes, token: None)
+    assert "Given order 'pp-dp-tp', sizes {'tp': 3, 'dp': 2, 'pp': 2} and token 'tp', expected" in repr(found)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from labkit.check import check
+from labkit.check import score
 
 # ---- 03.parts ----
 
@@ -127,8 +127,8 @@ RIGHT = {"03.parts": split(0, 1), "03.f_and_g": mlp(), "03.suspect": suspect(sub
 
 def test_all_reduces_are_not_counted_in_a_group_of_one():
     """An answer that never talks is right for one rank."""
-    score = check("03.f_and_g", lambda *case: mlp()(*case[:-1], list))
-    failed = [outcome.given for outcome in score.outcomes if not outcome.passed]
+    found = score("03.f_and_g", lambda *case: mlp()(*case[:-1], list))
+    failed = [outcome.given for outcome in found.outcomes if not outcome.passed]
     assert failed == [
         f"tp {tp}, {of}" for tp in (2, 4) for of in ("y on every rank", "dx on every rank", "the number of all-reduces")
     ]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from labkit.check import check
+from labkit.check import score
 
 # ---- 04.lookup ----
 
@@ -188,5 +188,5 @@ def test_a_loss_that_sends_all_logits_is_told_the_price():
         whole = all_reduce(placed, "sum")[0]
         return losses()([whole], labels, [sum(columns)], lambda parts, op: parts) * len(logits)
 
-    score = check("04.loss", gathered)
-    assert score.total - score.passed == 1 and "expected at most 12: three for each of 4 tokens, got 48" in repr(score)
+    found = score("04.loss", gathered)
+    assert found.total - found.passed == 1 and "expected at most 12: three for each of 4 tokens, got 48" in repr(found)

@@ -82,7 +82,7 @@ SEQUENCE = {
     "mean": (block(dgain="mean"), "too small by the number of ranks"),
     "twice": (block(dgain="twice"), "too large by the number of ranks"),
     "whole y": (block(leave="none"), "the shape of y is wrong"),
-    "stall": (uneven, "rank 0 is in all_gather and rank 1 in return: both wait for ever"),
+    "stall": (uneven, "rank 0 is in all_gather and rank 1 in return: they deadlock"),
 }
 
 # ---- 06.seeds ----

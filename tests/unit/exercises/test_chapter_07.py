@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from labkit.check import check
+from labkit.check import score
 
 
 def triangle(part):
@@ -157,7 +157,7 @@ RING = {
     ),
     "one too many": (ring(passes=lambda cp: cp), "brings a rank's own keys home, for nothing"),
     "gathered": (gathered, "more than one rank's keys travel at once"),
-    "stall": (stalled, "both wait for ever"),
+    "stall": (stalled, "they deadlock"),
     "form": (lambda rows, kv, cp, pass_on: kv[1][:2], "returns an array [2, 4], not [4, 4]"),
 }
 
@@ -260,7 +260,7 @@ RIGHT = {"07.ring": ring(), "07.backward": backward()}
 
 @pytest.mark.parametrize(("name", "other"), [("hidden", "overflows"), ("no common maximum", "are averaged")])
 def test_a_misunderstanding_is_not_taken_for_another_at_large_scores(name, other):
-    assert other not in repr(check("07.ring", RING[name][0]))
+    assert other not in repr(score("07.ring", RING[name][0]))
 
 
 def test_arrays_that_arrive_are_copies():
@@ -271,4 +271,4 @@ def test_arrays_that_arrive_are_copies():
         kv[0][:] = kv[1][:] = 0
         return found
 
-    assert check("07.ring", careless).ok
+    assert score("07.ring", careless).ok

@@ -2,7 +2,7 @@
 
 import math
 
-from labkit.check import chapter_09, check
+from labkit.check import chapter_09, score
 from labkit.check.chapter_09 import _cut, _laid_out, _once, _squares, owners
 
 
@@ -96,7 +96,7 @@ def test_owners_that_cannot_be_are_told_by_an_element():
     """The cases before compare whole maps; of forty parameters the first wrong element says more."""
 
     def got(answer) -> str:
-        return check("09.shards", answer).outcomes[-1].got
+        return score("09.shards", answer).outcomes[-1].got
 
     everything = lambda sizes, bucket_size, dp: [[(p, 0, n) for p, n in enumerate(sizes)]] * dp  # noqa: E731
     assert got(everything) == "element 0 of parameter 0 owned twice, by ranks 0 and 1"
@@ -104,7 +104,7 @@ def test_owners_that_cannot_be_are_told_by_an_element():
     alone = lambda sizes, bucket_size, dp: [everything(sizes, 0, 1)[0]] + [[]] * (dp - 1)  # noqa: E731
     assert " on rank 0, which belongs to rank 1" in got(alone)
     right = chapter_09.owners
-    assert got(right) == check("09.shards", right).outcomes[-1].expected
+    assert got(right) == score("09.shards", right).outcomes[-1].expected
 
     def more(*case):
         first, *others = right(*case)

@@ -2,7 +2,7 @@
 
 import math
 
-from labkit.check import check
+from labkit.check import score
 from labkit.check.chapter_10 import _program
 from labkit.schedules import one_f_one_b
 
@@ -104,10 +104,10 @@ TABLES = {"10.enough": ENOUGH, "10.one_f_one_b": ROWS, "10.messages": MESSAGES}
 
 def test_one_microbatch_too_many_where_the_share_is_exact_is_no_stage_too_many():
     """With 4 stages and half of the step both give 4; a pipeline that tells them apart is judged first."""
-    score = repr(check("10.enough", lambda p, share: math.floor(least(p, share)) + 1))
-    assert "one fewer is enough" in score and "stages wait" not in score
-    score = repr(check("10.enough", lambda p, share: max(1, math.ceil(p * (1 - share) / share))))
-    assert "stages wait" in score and "one fewer is enough" not in score
+    found = repr(score("10.enough", lambda p, share: math.floor(least(p, share)) + 1))
+    assert "one fewer is enough" in found and "stages wait" not in found
+    found = repr(score("10.enough", lambda p, share: max(1, math.ceil(p * (1 - share) / share))))
+    assert "stages wait" in found and "one fewer is enough" not in found
 
 
 def test_other_programs_that_run_are_right():
@@ -129,28 +129,28 @@ def test_other_programs_that_run_are_right():
         posts = [post.split(" + ") for post in megatron(pp, rank, count)]
         return [step for post in posts for step in (post if rank % 2 == 0 else reversed(post))]
 
-    assert check("10.messages", megatron).ok and check("10.messages", even_odd).ok
+    assert score("10.messages", megatron).ok and score("10.messages", even_odd).ok
 
 
 def test_rows_that_cannot_run_are_told_from_rows_that_are_merely_different():
-    late = check("10.one_f_one_b", lambda pp, rank, m: _program(rank, min(pp - rank, m), m))
+    late = score("10.one_f_one_b", lambda pp, rank, m: _program(rank, min(pp - rank, m), m))
     assert "with [5, 4, 3, 2] in flight by rank" in repr(late) and "cannot run" not in repr(late)
-    grows = check("10.one_f_one_b", lambda pp, rank, m: _program(rank, min(rank, m), m))
+    grows = score("10.one_f_one_b", lambda pp, rank, m: _program(rank, min(rank, m), m))
     assert "cannot run" in repr(grows)
 
 
 def test_rows_without_backwards_are_named_instead_of_timed():
     """A schedule of forwards alone is quick and keeps nothing: to say so would praise what is missing."""
-    forwards = check("10.one_f_one_b", lambda pp, rank, m: [f"{rank}F{i}" for i in range(m)])
+    forwards = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}F{i}" for i in range(m)])
     assert forwards.passed == 0
     assert forwards.outcomes[-1].got == "no backward for 0F0, 0F1, 0F2"
     assert "in flight" not in forwards.outcomes[-2].got
-    one_missing = check("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m) for k in "FB"][:-1])
+    one_missing = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m) for k in "FB"][:-1])
     assert one_missing.outcomes[-1].got == "no backward for 0F2"
 
 
 def test_rows_in_another_order_are_timed_in_units_that_are_named():
-    gpipe = check("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)])
+    gpipe = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)])
     assert (
         gpipe.outcomes[-1].expected == "a schedule that takes 21 units of time (F = 1, B = 2) with at most 3 in flight"
     )
@@ -164,7 +164,7 @@ def test_a_row_in_another_form_is_told_what_a_row_is():
     """Each has its backwards: to miss them would send the reader looking in the wrong place."""
 
     def got(row):
-        return check("10.one_f_one_b", row).outcomes[-1].got
+        return score("10.one_f_one_b", row).outcomes[-1].got
 
     assert got(lambda pp, rank, m: "0F0 0F1") == "'0F0 0F1' for rank 0: a row is a list of texts such as '0F0'"
     assert got(lambda pp, rank, m: [f"{k}{i}" for i in range(m) for k in "FB"]) == (
@@ -176,14 +176,14 @@ def test_a_row_in_another_form_is_told_what_a_row_is():
 
 
 def test_a_microbatch_that_is_left_out_lacks_its_forward_first():
-    left_out = check("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m - 1) for k in "FB"])
+    left_out = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m - 1) for k in "FB"])
     assert left_out.outcomes[-1].got.startswith("the answer cannot run: 0F2 is missing; 1F2 is missing")
-    many = check("10.one_f_one_b", lambda pp, rank, m: [f"{rank}F{i}" for i in range(30)])
+    many = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}F{i}" for i in range(30)])
     assert many.outcomes[-1].got.endswith("0F6, 0F7 and 22 more")
 
 
 def test_a_deadlock_is_told_in_sentences_without_the_grid():
-    backward_first = check("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m) for k in "BF"])
+    backward_first = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m) for k in "BF"])
     got = backward_first.outcomes[-1].got
     assert "the answer cannot run, rank" in got
     assert "|" not in got and "which rank" in got.rsplit("; ", 1)[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.check import check
+from labkit.check import score
 from labkit.check.chapter_11 import _EARLY, _PIPELINES, _Case, _first_early
 from labkit.schedules import interleaved
 
@@ -122,20 +122,20 @@ def test_equal_groups_are_the_librarys_schedule():
 
 def test_the_shorter_warm_up_is_told_what_messages_cost():
     """It is as fast with free messages and keeps less: without a reason the score would praise the mistake."""
-    (found, *_) = [outcome for outcome in check("11.order", order(each=1)).outcomes if "all ranks" in outcome.given]
+    (found, *_) = [outcome for outcome in score("11.order", order(each=1)).outcomes if "all ranks" in outcome.given]
     assert found.expected.startswith("28.5 forwards of a whole share if messages are free, 32 if")
     assert found.got.startswith("28.5 forwards of a whole share if messages are free, 36 if")
     assert "at most 4 shares in flight: it looks better while messages are free" in found.got
 
 
 def test_all_forwards_first_are_not_said_to_look_better():
-    (found, *_) = [outcome for outcome in check("11.order", order(more=99)).outcomes if "all ranks" in outcome.given]
+    (found, *_) = [outcome for outcome in score("11.order", order(more=99)).outcomes if "all ranks" in outcome.given]
     assert found.got.endswith("it keeps more, and takes longer with slow messages")
 
 
 @pytest.mark.parametrize("name", ["any", "backwards", "no turn", "free turn"])
 def test_no_other_misunderstanding_is_named(name):
-    reasons = [outcome.got.partition(": ")[2] for outcome in check("11.early", EARLY[name][0]).outcomes]
+    reasons = [outcome.got.partition(": ")[2] for outcome in score("11.early", EARLY[name][0]).outcomes]
     assert set(filter(None, reasons)) == {reason for reason in reasons if EARLY[name][1] in reason}, reasons
 
 
@@ -143,7 +143,7 @@ def test_no_other_misunderstanding_is_named(name):
 def test_unsafe_is_told_from_merely_different(case):
     """The largest group decides: with a smaller one the pipeline cannot run, with a longer warm-up it keeps more."""
     place = _PIPELINES.index(case) - len(_PIPELINES)
-    short, longer = (check("11.order", order(**how)).outcomes[place].got for how in ({"size": 1}, {"more": 1}))
+    short, longer = (score("11.order", order(**how)).outcomes[place].got for how in ({"size": 1}, {"more": 1}))
     assert short.startswith("no pipeline: the answer cannot run, ") and "|" not in short
     assert longer.endswith("it runs as fast, and keeps more")
 
@@ -160,14 +160,14 @@ def test_an_order_in_another_form_is_told_what_an_order_is():
         ([1, 0], "0 in the"),
         (None, "None"),
     ):
-        got = check("11.order", lambda *sizes, answer=wrong: answer).outcomes[-1].got
+        got = score("11.order", lambda *sizes, answer=wrong: answer).outcomes[-1].got
         assert got.startswith(seen) and "an order is a list of whole numbers" in got
-    forwards = check("11.order", lambda pp, v, n, r: list(range(1, v + 1)) * sum(n))
+    forwards = score("11.order", lambda pp, v, n, r: list(range(1, v + 1)) * sum(n))
     assert forwards.outcomes[-3].got == "0 times -1 on rank 0; each chunk runs 8 microbatches each way"
 
 
 def test_a_deadlock_is_told_in_sentences_without_the_grid():
-    last_first = check("11.order", lambda pp, v, n, r: [s * c for s in (1, -1) for c in range(1, v + 1)] * sum(n))
+    last_first = score("11.order", lambda pp, v, n, r: [s * c for s in (1, -1) for c in range(1, v + 1)] * sum(n))
     got = last_first.outcomes[-1].got
     assert "the answer cannot run, these wait for each other: rank" in got
     assert "|" not in got and "which rank" in got.rsplit("; ", 1)[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.check import chapter_12, check
+from labkit.check import chapter_12, score
 from labkit.check.chapter_12 import crossed_pairs, most
 from labkit.schedules import gpipe, one_f_one_b, split_backward, verify, zbv, zero_bubble_h1
 from labkit.schedules.ir import Schedule, ScheduleError
@@ -81,16 +81,16 @@ def test_crossings_are_those_that_verify_refuses() -> None:
 
 
 def test_pairs_may_come_in_any_order_and_type() -> None:
-    assert check("12.crossed", lambda rows: set(crossed_pairs(rows))).ok
-    assert "None" in repr(check("12.crossed", lambda rows: None))
+    assert score("12.crossed", lambda rows: set(crossed_pairs(rows))).ok
+    assert "None" in repr(score("12.crossed", lambda rows: None))
 
 
 def test_a_schedule_that_only_goes_forward_scores_nothing():
     """Forwards alone are quick and remember nothing: without a rule of its own they would beat every target."""
-    forwards = check("12.schedule", lambda pp, m: [[f"{rank}F{i}" for i in range(m)] for rank in range(pp)])
+    forwards = score("12.schedule", lambda pp, m: [[f"{rank}F{i}" for i in range(m)] for rank in range(pp)])
     assert forwards.passed == 0
     assert forwards.outcomes[0].got == "no backward in any row"
-    one_half = check(
+    one_half = score(
         "12.schedule",
         lambda pp, m: [
             [f"{rank}{k}{i}" for i in range(m) for k in ("FB" if i < m // 2 else "F")] for rank in range(pp)
@@ -102,18 +102,18 @@ def test_a_schedule_that_only_goes_forward_scores_nothing():
 
 def test_a_schedule_that_does_not_run_is_told_once():
     """One mistake, one sentence, though all nine targets are missed."""
-    score = check(
+    found = score(
         "12.schedule", lambda pp, m: [[f"{r}{kind}{i}" for kind in "FI" for i in range(m)] for r in range(pp)]
     )
-    assert (score.passed, score.total) == (0, 9)
-    told = repr(score).splitlines()
+    assert (found.passed, found.total) == (0, 9)
+    told = repr(found).splitlines()
     assert len(told) == 2
     assert "got 32 actions are missing, first 0W0" in told[1]
 
 
 def test_a_schedule_that_runs_is_told_each_target_of_the_ladder_once():
     """Other sizes add nothing while the same target is missed at the first size."""
-    head, *told = repr(check("12.schedule", lambda pp, m: texts(gpipe(pp, m)))).splitlines()
+    head, *told = repr(score("12.schedule", lambda pp, m: texts(gpipe(pp, m)))).splitlines()
     assert head == "12.schedule: 1/9" and [line.split(" steps")[0].split()[-1] for line in told] == [
         "33", "29", "27", "25.5",
     ]  # fmt: skip
@@ -121,9 +121,9 @@ def test_a_schedule_that_runs_is_told_each_target_of_the_ladder_once():
 
 
 def test_a_table_for_one_size_is_refused_at_the_others():
-    score = check("12.schedule", texts(zbv(4, 8)))
-    assert [outcome.passed for outcome in score.outcomes] == [True] * 5 + [False] * 4
-    assert "got 4 rows for 2 ranks" in repr(score)
+    found = score("12.schedule", texts(zbv(4, 8)))
+    assert [outcome.passed for outcome in found.outcomes] == [True] * 5 + [False] * 4
+    assert "got 4 rows for 2 ranks" in repr(found)
 
 
 def test_an_answer_that_is_no_rows_is_told_what_rows_are():
@@ -136,11 +136,11 @@ def test_an_answer_that_is_no_rows_is_told_what_rows_are():
         (lambda pp, m: zbv(pp, m).to_csv(), "str '0F0,0F1"),
         (lambda pp, m: ["0F0 0B0"] * pp, "'0F0 0B0' as the row of rank 0"),
     ):
-        head, *told = repr(check("12.schedule", answer)).splitlines()
+        head, *told = repr(score("12.schedule", answer)).splitlines()
         assert head == "12.schedule: 0/9" and len(told) == 1
         assert f"expected a list of rows (lists of texts such as 0F0) that runs, got {seen}" in told[0]
     rows = [[str(action) for action in v.actions(rank)] for rank in range(v.pp)]
-    assert check("12.schedule", rows).outcomes[0].passed, "rows themselves are an answer for their own sizes"
+    assert score("12.schedule", rows).outcomes[0].passed, "rows themselves are an answer for their own sizes"
 
 
 def test_one_stage_a_rank_meets_all_targets_but_those_with_two():
@@ -148,7 +148,7 @@ def test_one_stage_a_rank_meets_all_targets_but_those_with_two():
 
     missed = [
         outcome.expected
-        for outcome in check("12.schedule", lambda pp, m: texts(zero_bubble_h1(pp, m))).outcomes
+        for outcome in score("12.schedule", lambda pp, m: texts(zero_bubble_h1(pp, m))).outcomes
         if not outcome.passed
     ]
     assert [text.split(" steps")[0] for text in missed] == ["at most 25.5", "at most 22", "at most 38"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from labkit.check import check
+from labkit.check import score
 from labkit.check.chapter_13 import SMALLEST, SMALLEST_NORMAL
 
 
@@ -146,10 +146,10 @@ def test_the_limits_are_those_of_fp16(gradient, lost):
 
 
 def test_reads_may_come_in_any_order_from_a_generator():
-    assert check("13.reads", lambda *case: reversed(right(*case))).ok
+    assert score("13.reads", lambda *case: reversed(right(*case))).ok
 
 
 def test_an_answer_that_reads_an_element_twice_is_told_so():
-    twice = check("13.reads", lambda *case: [*right(*case), *right(*case)])
+    twice = score("13.reads", lambda *case: [*right(*case), *right(*case)])
     assert twice.passed == 0 and twice.outcomes[-1].got.endswith("read 2 times")
-    assert check("13.reads", lambda *case: []).outcomes[-1].got.endswith("read never")
+    assert score("13.reads", lambda *case: []).outcomes[-1].got.endswith("read never")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from labkit.check import check
+from labkit.check import score
 from labkit.moe import apply_capacity
 
 # ---- 14.splits ----
@@ -97,7 +97,7 @@ DISPATCH = {
     "overwritten": (program(add=False), "overwrite each other"),
     "unweighted": (program(weigh="none"), "the weights are left out"),
     "by token": (program(weigh="token"), "the weights lie token by token"),
-    "leaves": (program(leave=True), "rank 0 is in exchange and rank 1 in return: both wait for ever"),
+    "leaves": (program(leave=True), "rank 0 is in exchange and rank 1 in return: they deadlock"),
     "twice": (program(once=False), "2 calls of expert 0, 2 calls of expert 1"),
     # Sends every token to every rank and picks there: right, and it moves far more than the routing needs.
     "to all": (to_all, "rows go where no expert wants them"),
@@ -159,8 +159,8 @@ RIGHT = {"14.dispatch": program(), "14.places": table()}
 
 
 def test_a_rank_that_asks_for_too_much_computes_right_and_is_told_so_alone():
-    score = check("14.dispatch", to_all)
-    assert score.total - score.passed == 1 and len(repr(score).splitlines()) == 2, repr(score)
+    found = score("14.dispatch", to_all)
+    assert found.total - found.passed == 1 and len(repr(found).splitlines()) == 2, repr(found)
 
 
 def test_the_places_are_those_of_the_library():

@@ -2,7 +2,7 @@
 
 from math import lcm
 
-from labkit.check import check
+from labkit.check import score
 from labkit.check.chapter_15 import _left_of_pp, _Order, _Place, _right, _sides
 
 WORLDS = {
@@ -142,11 +142,11 @@ TABLES = {"15.world": WORLDS, "15.place": PLACES, "15.safe": SAFE}
 def test_the_first_sentence_names_the_misunderstanding() -> None:
     for name, table in TABLES.items():
         for answer, words in table.values():
-            assert words in repr(check(name, answer)).splitlines()[1]
+            assert words in repr(score(name, answer)).splitlines()[1]
 
 
 def test_leave_and_refusal_are_told_apart_and_once() -> None:
-    flipped = check(
+    flipped = score(
         "15.safe", safe(lambda case: not (case.sizes["pp"] == 1 or _left_of_pp(case, 0) == _left_of_pp(case, 1)))
     )
     assert flipped.passed == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.check import check
+from labkit.check import score
 from labkit.check.chapter_16 import _foreign
 from labkit.graphs.study.launches import predict_launches
 
@@ -108,7 +108,7 @@ RIGHT = {"16.clipped": right_clip}
 
 @pytest.mark.parametrize("row", ["one", "last", "in step"])
 def test_a_wrong_model_of_time_is_named_by_the_misunderstanding_that_fits_every_case(row: str) -> None:
-    assert "beside the one before" not in repr(check("16.launches", LAUNCHES[row][0]))
+    assert "beside the one before" not in repr(score("16.launches", LAUNCHES[row][0]))
 
 
 def test_a_norm_of_zero_is_told_from_an_infinite_entry() -> None:
@@ -117,7 +117,7 @@ def test_a_norm_of_zero_is_told_from_an_infinite_entry() -> None:
         count.add_(~finite | (x.norm() > limit))
         return torch.where(finite, x * limit / x.norm(), 0.0)
 
-    assert "the norm is 0" in repr(check("16.clipped", always_scaled))
+    assert "the norm is 0" in repr(score("16.clipped", always_scaled))
 
 
 def test_a_clip_has_one_denominator_and_says_what_was_refused() -> None:
@@ -127,15 +127,15 @@ def test_a_clip_has_one_denominator_and_says_what_was_refused() -> None:
         return x * min(1.0, limit.item() / x.norm().item()) if x.isfinite().all() else torch.zeros_like(x)
 
     for answer in (asks, lambda x, limit, count: None, lambda x, limit, count: x):
-        score = check("16.clipped", answer)
-        assert score.total == 12
-        told = [str(outcome) for outcome in score.told]
+        found = score("16.clipped", answer)
+        assert found.total == 12
+        told = [str(outcome) for outcome in found.told]
         assert len({text.split("got ")[1] for text in told}) == len(told)
 
 
 def test_a_stale_read_is_named_with_its_place_and_writer() -> None:
-    score = check("16.stale", lambda captures, replays: [])
-    assert "(position 1: B0 reads address 0, wants F0, finds None)" in repr(score)
-    assert "captures F0 (writes 0), F1 (writes 1), B0 (reads 0, writes 2), F2 (writes 0)" in repr(score)
-    harmless = check("16.stale", lambda captures, replays: list(range(len(replays))))
+    found = score("16.stale", lambda captures, replays: [])
+    assert "(position 1: B0 reads address 0, wants F0, finds None)" in repr(found)
+    assert "captures F0 (writes 0), F1 (writes 1), B0 (reads 0, writes 2), F2 (writes 0)" in repr(found)
+    harmless = score("16.stale", lambda captures, replays: list(range(len(replays))))
     assert "(every read finds its own writer here)" in repr(harmless)

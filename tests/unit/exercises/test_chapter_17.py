@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 17, with what each believes and words of its score."""
 
-from labkit.check import check
+from labkit.check import score
 from labkit.check.chapter_17 import _ends, _first_fault, _held, _taken, _walked
 
 
@@ -61,16 +61,16 @@ TABLES = {"17.held": HELD, "17.buffers": BUFFERS, "17.unsafe": UNSAFE}
 
 
 def test_a_safe_plan_is_told_from_one_that_overwrites() -> None:
-    own = repr(check("17.buffers", lambda order: list(range(sum(step > 0 for step in order)))))
+    own = repr(score("17.buffers", lambda order: list(range(sum(step > 0 for step in order)))))
     assert "safe, but forward 2 takes buffer 2 instead of 0, and takes 1 more buffer" in own
     assert "overwritten" not in own
-    one = repr(check("17.buffers", lambda order: [0 for step in order if step > 0]))
+    one = repr(score("17.buffers", lambda order: [0 for step in order if step > 0]))
     assert "buffer 0 is overwritten by the forward at position 1, and the backward at position 2" in one
     assert "safe, but" not in one
 
 
 def test_buffers_may_be_yielded() -> None:
-    score = check("17.buffers", lambda order: (buffer for buffer in _taken(order)))
-    assert score.ok, repr(score)
-    wrong = check("17.buffers", lambda order: (0 for step in order if step > 0))
+    found = score("17.buffers", lambda order: (buffer for buffer in _taken(order)))
+    assert found.ok, repr(found)
+    wrong = score("17.buffers", lambda order: (0 for step in order if step > 0))
     assert "expected [0, 1, 0], got [0, 0, 0]" in repr(wrong), "numbers, not the address of a generator"

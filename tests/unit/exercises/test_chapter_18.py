@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.check import chapter_18, check
+from labkit.check import chapter_18, score
 from labkit.check.chapter_18 import _PARTS, STEPS, _computed, _inside, _read_and_written
 from labkit.config import GraphConfig, MoEConfig, presets
 from labkit.graphs import wrap_layers
@@ -75,15 +75,15 @@ def test_a_name_too_much_at_a_boundary_has_its_reason() -> None:
         read, written = ([name for step in steps[:captured] for name in step[which]] for which in (1, 2))
         return read, written
 
-    assert "(t is too much: a captured step writes it before it is read)" in repr(check("18.boundary", names))
+    assert "(t is too much: a captured step writes it before it is read)" in repr(score("18.boundary", names))
     both = lambda steps, captured: (["x"], ["x", "y"])  # noqa: E731
-    assert "(x is too much: no captured step writes it, so the caller has it)" in repr(check("18.boundary", both))
+    assert "(x is too much: no captured step writes it, so the caller has it)" in repr(score("18.boundary", both))
 
 
 def test_a_hook_too_few_is_unsafe_and_one_too_many_is_not() -> None:
     named = [name for name, _ in chapter_18._CASES[0][1].items()]
-    assert "(unsafe: attention.norm would compute with" in repr(check("18.hooks", lambda modules, scope: []))
-    told = repr(check("18.hooks", lambda modules, scope: named))
+    assert "(unsafe: attention.norm would compute with" in repr(score("18.hooks", lambda modules, scope: []))
+    told = repr(score("18.hooks", lambda modules, scope: named))
     assert "(safe, but attention waits for nothing)" in told and "unsafe: mlp.shared_experts" in told
 
 

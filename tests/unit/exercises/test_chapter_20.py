@@ -3,7 +3,7 @@
 import math
 from itertools import accumulate
 
-from labkit.check import check
+from labkit.check import score
 from labkit.evaluate.wikitext import perplexity_of, window_starts
 
 # ---- 20.windows ----
@@ -124,4 +124,4 @@ def test_the_tokens_that_top_p_keeps_are_those_of_the_sampler():
         logits = torch.tensor([probabilities], dtype=torch.float64).log()
         return within_top_p(logits, p)[0].isfinite().nonzero()[:, 0]
 
-    assert len(_CHOICES) == 6 and check("20.top_p", kept).ok
+    assert len(_CHOICES) == 6 and score("20.top_p", kept).ok

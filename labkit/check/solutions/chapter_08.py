@@ -1,0 +1,46 @@
+"""Solutions of chapter 08, Data parallel: buckets and overlap."""
+
+from itertools import product
+
+from labkit.check.solution_source import solves
+
+
+@solves("08.tokens")
+def mean_gradient(gradients, tokens):
+    """A mean times its tokens is a sum; sums add up, and all tokens divide them once."""
+    sums = [sum(n * g for n, g in zip(tokens, column)) for column in zip(*gradients)]
+    return [total / sum(tokens) for total in sums]
+
+
+@solves("08.leaving")
+def leaving(buckets, backwards):
+    """In the last microbatch a complete bucket leaves, behind all buckets before it."""
+    found, arrived = [], set()
+    for name in backwards[-1]:
+        arrived.add(name)
+        while len(found) < len(buckets) and arrived >= set(buckets[len(found)]):
+            found.append((name, len(found)))
+    return found
+
+
+def exposed_by(counts, ready, sizes, latency, bandwidth):
+    leaves = arrives = 0.0
+    first = 0
+    for count in counts:
+        leaves = max(leaves, *ready[first : first + count])
+        takes = latency + sum(sizes[first : first + count]) / bandwidth
+        arrives = max(leaves, arrives) + takes
+        first += count
+    return arrives - ready[-1]
+
+
+@solves("08.cuts")
+def cuts(ready, sizes, latency, bandwidth):
+    """Try all ways to cut; ten gradients have 512 of them."""
+    tries = []
+    for marks in product((False, True), repeat=len(sizes) - 1):
+        counts = [1]
+        for cut_here in marks:
+            counts = [*counts, 1] if cut_here else [*counts[:-1], counts[-1] + 1]
+        tries.append(counts)
+    return min(tries, key=lambda each: exposed_by(each, ready, sizes, latency, bandwidth))
