@@ -10,9 +10,9 @@ from labkit.check import exercises, predictions
 from labkit.check.chapter_copies import CHAPTERS, chapters_in
 from labkit.check.progress import FILE, BrokenProgress, Progress, progress_file, read
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.exercises_command import DIR
 from labkit.cli.output import room, show, table
 
-FOLDER = "chapters"
 HEADS = ("chapter", "exercises", "tried", "solved", "bets", "right", "near", "faults found")
 
 
@@ -61,7 +61,7 @@ COMMAND = Command(
     summary="Show what you have tried, solved, predicted and found in the chapters. Notebooks that you work in keep it "
     f"in {FILE} next to them, or in the file that LABKIT_PROGRESS names.",
     options=(
-        Option("dir", "str", "folder of the copies", FOLDER, path="any"),
+        DIR,
         Option("json", "bool", "print JSON", False),
         Option("reset", "bool", "remove the file, so that progress starts anew", False),
     ),
