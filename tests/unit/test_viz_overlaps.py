@@ -29,6 +29,7 @@ from labkit.models import stage_contents
 from labkit.parallel import ParameterSpec, plan_buckets
 from labkit.plan import BackwardPiece, Link, predict_step
 from labkit.plan.overlap import BucketSize, exposed_seconds
+from labkit.plan.terms import KINDS
 from labkit.schedules import Costs, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz.experts.router_lab import replay_policies, standard_policies
 
@@ -337,6 +338,25 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "zero_stages": (
         lambda: viz.zero_stages(param_dtype="fp32", grad_dtype="fp32", dp=1, parameters=1e5),
         lambda: viz.zero_stages(param_dtype="bf16", grad_dtype="fp32", dp=1024, parameters=7e11),
+    ),
+    "roofline": (
+        lambda: viz.roofline({1: 1e9}, {1: 2e9}, label="rows", peak=2e9),
+        lambda: viz.roofline(
+            {2**n: 14e9 * 2**n for n in range(10)}, {2**n: 15e9 * 2**n for n in range(10)}, label="rows of x", peak=8e12
+        ),
+    ),
+    "step_parts": (
+        lambda: viz.step_parts({"one": {"gemm": 1e-4}}),
+        lambda: viz.step_parts(
+            {f"layout {n}": dict.fromkeys(KINDS, 0.1) for n in range(10)}, measured={"layout 3": 2.0}
+        ),
+    ),
+    "published_rates": (
+        lambda: viz.published_rates({"a": [viz.Rate("1", 1, 1, 1, 1)]}, unit="TFLOP/s", below="GPUs", sentence="."),
+        lambda: viz.published_rates(
+            {f"{b} billion": [viz.Rate(str(n), 39, 37, 33, 42) for n in (1, 64, 512)] for b in (1.2, 2.5, 4.2, 8.3)},
+            unit="TFLOP/s per GPU", below="GPUs", sentence=".",
+        ),
     ),
 }  # fmt: skip
 """Function -> its figure at the smallest and at the largest parameters."""
