@@ -22,7 +22,12 @@ from labkit.cli.plan_output import as_json, explanation, report
 from labkit.cli.train_command import output_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
-from labkit.config.foreign.megatron_arguments import SCHEDULES_OF_MEGATRON, megatron_arguments
+from labkit.config.foreign.megatron_arguments import (
+    CONNECTIONS,
+    NOT_WRITTEN,
+    SCHEDULES_OF_MEGATRON,
+    megatron_arguments,
+)
 from labkit.config.foreign.stacks import convert
 from labkit.output_files import appearing
 from labkit.plan.cluster import Cluster, parse_cluster
@@ -31,7 +36,7 @@ from labkit.plan.layouts import NEUTRAL, SCHEDULE_NAMES, in_words, matching, par
 from labkit.plan.machine import load_machine
 from labkit.plan.ranking import GB, losers
 from labkit.plan.search import Ranked, Search
-from labkit.plan.software import SOFTWARE
+from labkit.plan.software import MEGATRON_OF_TODAY, SOFTWARE, software_of
 from labkit.plan.workload import Workload
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -71,6 +76,9 @@ def execute(arguments: Arguments) -> int:
     columns = _columns(arguments)
     started = time.perf_counter()
     software = arguments.options["software"] or machine.default_software
+    if arguments.options["write_megatron"] is not None and software not in MEGATRON_OF_TODAY:
+        rule = f"no arguments make Megatron-LM run so; plan with --software {' or '.join(MEGATRON_OF_TODAY)}"
+        arguments.refuse([f"--write-megatron: the plan is for {software}, and {rule}"])
     base = Workload(_config(arguments), arguments.options["gpus"], software=software)
     with closing(_Bar()) as bar:
         reserve = arguments.options["reserve"]
@@ -172,8 +180,8 @@ def _write(arguments: Arguments, search: Search, best: list[Ranked]) -> list[str
                        f"{winner.workload.world_size} ranks")  # fmt: skip
     if options["write_megatron"] is not None:
         with appearing(options["write_megatron"]) as draft:
-            draft.write_text(megatron_arguments(winner.workload.config), encoding="utf-8")
-        written.append(f"written: {options['write_megatron']}")
+            draft.write_text(_megatron(winner), encoding="utf-8")
+        written += _about_megatron(winner, options["write_megatron"])
     if options["plot"] is not None:
         from labkit.plan.ranking import pareto_front
         from labkit.viz.plan_layouts import ranked_layouts
@@ -181,6 +189,22 @@ def _write(arguments: Arguments, search: Search, best: list[Ranked]) -> list[str
         ranked_layouts(best, search.simulated, pareto_front(search, winner)).save(options["plot"])
         written.append(f"written: {options['plot']}")
     return ["", *written] if written else []
+
+
+def _megatron(winner: Ranked) -> str:
+    """Return the winner as arguments of Megatron-LM, with those that its software generation assumes."""
+    overlaps = software_of(winner.workload.software).overlaps_tensor_parallel
+    return megatron_arguments(winner.workload.config, overlaps_tensor_parallel=overlaps)
+
+
+def _about_megatron(winner: Ranked, path: str) -> list[str]:
+    """Return what a run needs beside the written arguments."""
+    parallel = winner.workload.config.parallel
+    lines = [f"{path}: torchrun ... pretrain_gpt.py $(cat {path}), and add what a plan does not decide:"]
+    lines += [f"  {words}" for words in NOT_WRITTEN]
+    if parallel.tp > 1 or parallel.cp > 1:
+        lines.append(f"  {CONNECTIONS} in the environment, on GPUs before Blackwell: the plan counts on its overlap")
+    return lines
 
 
 def _yaml(winner: Ranked) -> str:

@@ -127,6 +127,23 @@ def test_arguments_of_megatron_are_written_and_read_back(capsys, tmp_path: Path)
     assert [each["seconds"] for each in found["best"]] == [each["seconds"] for each in same["best"]]
 
 
+def test_arguments_of_megatron_say_what_the_plan_assumed(capsys, tmp_path: Path):
+    """--tp-comm-overlap needs sequence parallelism, and is not given without it."""
+    script = tmp_path / "args.sh"
+    words = [*TINY, "--tp", "2", "--software", "megatron_tp_overlap", "--write-megatron", str(script)]
+    out = run(capsys, *words, "--only", "sp=true")
+    assert "--tokenizer-type" in out and "CUDA_DEVICE_MAX_CONNECTIONS=1" in out
+    assert {"--tp-comm-overlap", "--sequence-parallel", "--attention-backend auto"} <= set(
+        script.read_text().split("\n")
+    )
+    run(capsys, *words, "--only", "sp=false")
+    assert "--tp-comm-overlap" not in script.read_text()
+    run(capsys, *TINY[:-1], "fp16", "--write-megatron", str(script), "--only", "tp=1")
+    assert "--accumulate-allreduce-grads-in-fp32" in script.read_text()
+    code, err = refused(capsys, *TINY, "--software", "torchtitan", "--write-megatron", str(script))
+    assert code == 2 and "the plan is for torchtitan" in err and "megatron_core or megatron_tp_overlap" in err
+
+
 @pytest.mark.parametrize("name", ["table1_8_3b", "llama_tiny", "deepseek_moe_16b", "gpt2_124m"])
 def test_megatron_reads_the_model_and_layout_that_were_written(name, tmp_path: Path):
     from labkit.config import yaml_text
