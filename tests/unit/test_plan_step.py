@@ -135,7 +135,9 @@ def test_only_sequence_parallelism_overlaps_with_gemms():
     """Transformer Engine splits all-gathers and reduce-scatters beside a GEMM; an all-reduce stays whole."""
     plain, sharded = (
         [
-            predict_step(work(8, parallel__tp=8, parallel__sequence_parallel=sp, software=name), H100).parts["tp"]
+            predict_step(
+                work(8, parallel__tp=8, parallel__sequence_parallel=sp, model__hidden=8192, software=name), H100
+            ).parts["tp"]
             for name in ("megatron_core", "megatron_tp_overlap")
         ]
         for sp in (False, True)
