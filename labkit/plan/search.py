@@ -53,9 +53,14 @@ class Ranked:
         return flops / self.prediction.seconds / self.workload.world_size
 
     @property
+    def peak(self) -> float:
+        """FLOP/s of one GPU at the peak of the type that the run computes in."""
+        return self.machine.peak_flops[computed_type(self.workload)]
+
+    @property
     def mfu(self) -> float:
-        """`flops_per_gpu` over the peak of the type that the run computes in."""
-        return self.flops_per_gpu / self.machine.peak_flops[computed_type(self.workload)]
+        """`flops_per_gpu` over `peak`."""
+        return self.flops_per_gpu / self.peak
 
     @property
     def bubble(self) -> float:

@@ -66,7 +66,7 @@ def test_each_column_has_one_line_and_all_has_every_value(capsys):
     columns = [[line.split()[0] for line in each if line] for each in lines]
     assert len(set(columns[0])) == len(columns[0]) and set(columns[0]) == set(columns[1]) and len(columns[1]) > 12
     assert any("; best: tp=" in line for line in lines[1]) and not any("best: " in line for line in lines[0])
-    assert short.splitlines()[4].split()[:2] == ["tp", "pp"] and "sharded: the distributed optimizer" in short
+    assert short.splitlines()[4].split()[:2] == ["tp", "pp"] and "dist-opt: the distributed optimizer" in short
 
 
 def test_fields_that_are_given_stay(capsys):
@@ -75,15 +75,18 @@ def test_fields_that_are_given_stay(capsys):
         assert (each["layout"]["tp"], each["layout"]["pp"], each["layout"]["recompute"]) == (2, 2, "full")
 
 
-def test_what_is_recomputed_is_counted_as_executed(capsys):
-    assert "executed" not in run(capsys, *TINY, "--only", "recompute=none")
-    lines = run(capsys, *TINY, "--only", "recompute=full").splitlines()
+def test_hfu_counts_what_is_recomputed(capsys):
+    larger = [*TINY[:6], "table1_1_2b", *TINY[7:], "--global-batch-size", "8"]
+    assert "HFU" not in run(capsys, *larger, "--only", "recompute=none")
+    lines = run(capsys, *larger, "--only", "recompute=full").splitlines()
     header = next(number for number, line in enumerate(lines) if "s/step" in line)
     names = lines[header].replace("80 % interval", "low to high").split()
     for line in lines[header + 1 : header + 4]:
         cells = dict(zip(names, line.split()[1:], strict=True))
-        assert 1.2 < float(cells["executed"]) / float(cells["TFLOP/s"]) < 4 / 3  # all but embedding and logits
-    assert "as most papers up to 2022 count them" in "".join(lines)
+        assert (
+            1.2 < float(cells["HFU"].rstrip("%")) / float(cells["MFU"].rstrip("%")) < 4 / 3
+        )  # all but embedding and logits
+    assert "as most papers up to 2022 count" in "".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_why_explains_a_layout(capsys, layout, words):
 
 def test_why_shows_what_a_layout_lacks(capsys):
     large = ["plan", "--machine", "a100", "--gpus", "64", "--preset", "mixtral_8x7b", "--global-batch-size", "64"]
-    out = run(capsys, *large, "--why", "pp=1,ep=1,tp=1,etp=1,sharded=false")
+    out = run(capsys, *large, "--why", "pp=1,ep=1,tp=1,etp=1,dist-opt=false")
     assert "none of which fits" in out and "optimizer" in out and "in all" in out
 
 
