@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from labkit.cli.output import table
+from labkit.config.errors import counted
 from labkit.plan.fitting import memory_terms
 from labkit.plan.flops import hardware_flops
 from labkit.plan.layouts import ALWAYS, AXES, COLUMNS, SHOWN, in_words, matching, rules_broken, workload_of
 from labkit.plan.parameters import model_parameters
-from labkit.plan.ranking import GB, Loser, changes, compared, milliseconds, word
+from labkit.plan.ranking import DIFFERENCE, GB, Loser, changes, compared, milliseconds, word
 from labkit.plan.search import Ranked, Search
 from labkit.plan.step_time import schedule_of
 from labkit.plan.terms import KINDS
@@ -37,6 +38,9 @@ def report(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], counts
     lines += ["TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank"]
     if _recomputes(best):
         lines += ["HFU: as MFU, but with what is recomputed, as most papers up to 2022 count"]
+    if near := sum(each.prediction.seconds < (1 + DIFFERENCE) * best[0].prediction.seconds for each in best) - 1:
+        order = "a measurement may order them otherwise" if near > 1 else "a measurement may put it first"
+        lines += [f"{counted(near, 'other layout')} within {DIFFERENCE:.0%} of the first: {order}"]
     lines += [
         "; ".join(text for name, text in _MEANINGS.items() if any(_is_told(each.row, name) for each in best)),
         "",

@@ -25,6 +25,9 @@ _FAR = 1.0
 """Families that are slower by more than this share of the winner's step are in one line."""
 _TRIES = 24
 """Layouts of a family that are tried: those with the least bounds, of which the fastest is shown."""
+DIFFERENCE = 0.06
+"""Half width of the interval of the ratio of two layouts' steps, as a logarithm: 80 % of pairs of published layouts of
+one run are within it (docs/scale.md). It is less than that of one step, because two layouts share much of their error."""
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp"}
 """Kind of a part of the step -> the group of ranks that communicates."""
 
@@ -122,7 +125,7 @@ def no_fit(least: float, available: float) -> str:
 
 
 def compared(winner: Ranked, other: Ranked) -> str:
-    """Return by how much a layout is slower than the winner, and the part of the step that grew most."""
+    """Return by how much a layout is slower than the winner, with its interval, and the part that grew most."""
     more = other.prediction.seconds - winner.prediction.seconds
     kinds = [kind for kind in KINDS if kind in winner.prediction.parts or kind in other.prediction.parts]
     grown = {
@@ -131,7 +134,8 @@ def compared(winner: Ranked, other: Ranked) -> str:
     kind = max(grown, key=grown.__getitem__)
     if more < 0.0005 * winner.prediction.seconds:
         return f"as fast (+{milliseconds(max(0.0, more))})"
-    slower = f"+{milliseconds(more)} (+{more / winner.prediction.seconds:.1%})"
+    margin = DIFFERENCE * other.prediction.seconds
+    slower = f"+{milliseconds(more)} ± {milliseconds(margin)} (+{more / winner.prediction.seconds:.1%})"
     part = f"{KINDS[kind]} +{milliseconds(grown[kind])}{_leaves_node(kind, winner, other)}"
     return f"{slower}: {part}"
 
