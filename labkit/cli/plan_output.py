@@ -189,7 +189,7 @@ def _ranked(each: Ranked) -> dict[str, Any]:
 def explanation(search: Search, columns: Mapping[str, int], winner: Ranked | None) -> str:
     """Return why a layout is illegal, or what it lacks, or its terms next to the winner's."""
     only = matching(search.rows, columns)
-    asked = ",".join(f"{name}={word(name, value)}" for name, value in columns.items())
+    asked = ",".join(f"{SHOWN.get(name, name)}={word(name, value)}" for name, value in columns.items())
     if not only.any():
         return f"{asked}: {_forbidden(search, columns)}"
     found = search.best(1, only)

@@ -27,7 +27,7 @@ _TRIES = 24
 """Layouts of a family that are tried: those with the least bounds, of which the fastest is shown."""
 DIFFERENCE = 0.06
 """Half width of the interval of the ratio of two layouts' steps, as a logarithm: 80 % of pairs of published layouts of
-one run are within it (docs/scale.md). It is less than that of one step, because two layouts share much of their error."""
+one run are within it (docs/scale.md). It is less than that of one step, since two layouts share much of their error."""
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp"}
 """Kind of a part of the step -> the group of ranks that communicates."""
 

@@ -163,7 +163,8 @@ def test_megatron_reads_the_model_and_layout_that_were_written(name, tmp_path: P
     assert back.train.global_batch_size == config.train.global_batch_size
     for field in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_length", "vocab_size", "position", "norm",
                   "activation", "bias", "untie_embeddings_and_output_weights", "recompute_granularity",
-                  "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout"):  # fmt: skip
+                  "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "rope_theta", "norm_eps",
+                  "attention_backend"):  # fmt: skip
         assert getattr(back.model, field) == getattr(config.model, field), field
     for field in ("num_experts", "top_k", "ffn_hidden", "shared_expert_ffn_hidden", "layer_freq", "dispatcher"):
         assert getattr(back.moe, field) == getattr(config.moe, field), field

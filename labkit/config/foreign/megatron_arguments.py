@@ -31,6 +31,7 @@ _VALUES = {
     "make-vocab-size-divisible-by": "model.make_vocab_size_divisible_by",
     "attention-dropout": "model.attention_dropout",
     "hidden-dropout": "model.hidden_dropout",
+    "norm-epsilon": "model.norm_eps",
     "tensor-model-parallel-size": "parallel.tp",
     "pipeline-model-parallel-size": "parallel.pp",
     "context-parallel-size": "parallel.cp",
@@ -81,6 +82,8 @@ def megatron_arguments(config: RunConfig, *, overlaps_tensor_parallel: bool = Fa
     given = {flag: _of(config, name) for flag, name in _VALUES.items()}
     given |= {flag: words[_of(config, name)] for flag, (name, words) in _WORDS.items()}
     given |= {flag: True for flag, (name, value) in _SWITCHES.items() if _of(config, name) == value}
+    if model.position == "rope":
+        given["rotary-base"] = int(model.rope_theta)
     if model.kv_heads is not None:
         given |= {"group-query-attention": True, "num-query-groups": model.kv_heads}
     if moe.num_experts:
