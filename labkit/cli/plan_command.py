@@ -6,6 +6,7 @@ It needs no GPU and starts no rank.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from contextlib import closing
@@ -18,7 +19,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import room, show
 from labkit.cli.plan_goodput import PlannedGoodput, goodput_json, goodput_lines, planned_goodput
-from labkit.cli.plan_output import as_json, explanation, report
+from labkit.cli.plan_output import as_json, calibration, explanation, report
 from labkit.cli.train_command import output_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
@@ -88,11 +89,12 @@ def execute(arguments: Arguments) -> int:
             only &= np.isin(search.rows["schedule"], [SCHEDULE_NAMES.index(name) for name in SCHEDULES_OF_MEGATRON])
         if not only.any():
             arguments.refuse([explanation(search, columns, None)])
+        told = _calibrated(arguments, search)
         best = search.best(only=only)
         counts, seconds = search.counts.line(), time.perf_counter() - started
         if arguments.options["why"] is not None:
             asked = columns | parse_words(arguments.options["why"])
-            show(explanation(search, asked, best[0] if best else None))
+            show(told + explanation(search, asked, best[0] if best else None))
             goodput = _goodput(cluster, search.best(1, matching(search.rows, asked)))
             show("\n".join(["", *goodput_lines(goodput, room())]) if goodput else "")
             return 0
@@ -107,7 +109,7 @@ def execute(arguments: Arguments) -> int:
     else:
         lines = report(search, best, lost, counts, seconds, room(), every=arguments.options["all"])
         lines += ["", *goodput_lines(goodput, room())] if goodput else []
-        show("\n".join([*lines, *written]))
+        show(told + "\n".join([*lines, *written]))
     return 0
 
 
@@ -133,6 +135,30 @@ def _cluster(arguments: Arguments) -> Cluster | None:
 def _goodput(cluster: Cluster | None, layouts: list[Ranked]) -> PlannedGoodput | None:
     """Return the goodput of the first layout, if it is asked for and there is one."""
     return planned_goodput(layouts[0], cluster) if cluster is not None and layouts else None
+
+
+def _calibrated(arguments: Arguments, search: Search) -> str:
+    """Take the measured step of --measured, if it is given, and return what it changes."""
+    given = arguments.options["measured"]
+    if given is None:
+        return ""
+    layout, _, seconds = given.rpartition(":")
+    try:
+        measured = float(seconds.strip().removesuffix("s"))
+    except ValueError:
+        measured = math.nan
+    if not layout or not 0 < measured < math.inf:
+        arguments.refuse([f"--measured {shown(given)}: give a layout and its seconds, as in tp=8,pp=4:5.3"])
+    columns = parse_words(layout)
+    only = matching(search.rows, columns)
+    if not only.any():
+        arguments.refuse([f"--measured: {explanation(search, columns, None)}"])
+    found = search.calibrate(only, measured)
+    if found is None:
+        rule = "the plan says that it does not fit, so there is no prediction to compare with; look at --reserve"
+        arguments.refuse([f"--measured {shown(given)}: {rule}"])
+    assert found is not None
+    return calibration(found, search.ratio) + "\n"
 
 
 def _columns(arguments: Arguments) -> dict[str, int]:
@@ -234,6 +260,8 @@ COMMAND = Command(
         Option("only", "str", "search only layouts with these values, as in tp=8,recompute=full,sp=false"),
         Option("why", "str", "explain one layout, as in tp=4,pp=8: the rule that forbids it, or what it lacks, or its "
                "time term by term next to the winner's; what you leave out is chosen as the best"),
+        Option("measured", "str", "a step that you measured, as in tp=8,pp=4,micro_batch=1:5.3 (seconds): all predicted "
+               "times are multiplied by measured / predicted, and their intervals are then those of differences"),
         Option("software", "str", "generation of the training software, which decides overlap and efficiency",
                choices=tuple(SOFTWARE), unset="default: the machine's, megatron_core for a GPU"),
         Option("reserve", "float", "GB of each GPU that stay free", ge=0, unset=f"default: {RESERVE / GB:.1f}"),

@@ -13,8 +13,8 @@ from labkit.plan.fitting import memory_terms
 from labkit.plan.flops import hardware_flops
 from labkit.plan.layouts import ALWAYS, AXES, COLUMNS, SHOWN, in_words, matching, rules_broken, workload_of
 from labkit.plan.parameters import model_parameters
-from labkit.plan.ranking import DIFFERENCE, GB, Loser, changes, compared, milliseconds, word
-from labkit.plan.search import Ranked, Search
+from labkit.plan.ranking import GB, Loser, changes, compared, milliseconds, word
+from labkit.plan.search import DIFFERENCE, Ranked, Search
 from labkit.plan.step_time import schedule_of
 from labkit.plan.terms import KINDS
 
@@ -142,6 +142,19 @@ def title(search: Search) -> str:
         f"{model.layers} layers, hidden {model.hidden}{experts}, {parameters}, sequence {model.seq_length}, "
         f"global batch {config.train.global_batch_size}\n{search.base.world_size} GPUs of {search.machine.name} "
         f"({search.available / GB:.1f} of {search.machine.memory_bytes / GB:.1f} GB usable), {search.base.software}"
+    )
+
+
+def calibration(measured: Ranked, ratio: float) -> str:
+    """Return what a measured step changes; measured: its layout, with the prediction before."""
+    step = measured.prediction
+    seconds = ratio * step.seconds
+    inside = "inside" if step.low <= seconds <= step.high else "outside"
+    doubt = "" if inside == "inside" else "; look whether model, layout and --software are those of the run"
+    return (
+        f"measured: {in_words(measured.row)} took {seconds:.4g} s, predicted were {step.seconds:.4g} s, {inside} its "
+        f"interval{doubt}\n"
+        f"so all times here are the predicted ones times {ratio:.3f}, with the interval of a difference\n"
     )
 
 

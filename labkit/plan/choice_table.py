@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from labkit.plan.ranking import DIFFERENCE
+from labkit.plan.search import DIFFERENCE
 
 Rest = Literal["same", "best"]
 HEAD = ("", "ms per step", "GB per GPU", "GPU-hours of the run", "carried by", "layout")

@@ -14,7 +14,7 @@ import numpy as np
 
 from labkit.plan.layout import layout_of
 from labkit.plan.layouts import AXES, SCHEDULE_NAMES, SHOWN, WORDS, matching
-from labkit.plan.search import Ranked, Search
+from labkit.plan.search import DIFFERENCE, Ranked, Search
 from labkit.plan.terms import KINDS
 
 GB = 1e9
@@ -25,9 +25,6 @@ _FAR = 1.0
 """Families that are slower by more than this share of the winner's step are in one line."""
 _TRIES = 24
 """Layouts of a family that are tried: those with the least bounds, of which the fastest is shown."""
-DIFFERENCE = 0.06
-"""Half width of the interval of the ratio of two layouts' steps, as a logarithm: 80 % of pairs of published layouts of
-one run are within it (docs/scale.md). It is less than that of one step, since two layouts share much of their error."""
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp"}
 """Kind of a part of the step -> the group of ranks that communicates."""
 

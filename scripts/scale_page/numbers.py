@@ -16,7 +16,7 @@ from scale_page.pipeline_tables import bubble
 from scale_page.ranking_tables import differences, gaps, runs, share_of, single_errors
 
 from labkit.plan.flops import paper_step_flops
-from labkit.plan.ranking import DIFFERENCE
+from labkit.plan.search import DIFFERENCE
 
 A100 = ("arXiv 2104.04473", "arXiv 2205.05198", "MosaicML")
 """Sources of well-specified A100 rows."""

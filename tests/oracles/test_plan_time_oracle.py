@@ -21,7 +21,7 @@ from labkit.plan.layer_times import layer_passes
 from labkit.plan.layout import layout_of
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import RULES, planned, read_published
-from labkit.plan.ranking import DIFFERENCE
+from labkit.plan.search import DIFFERENCE
 from labkit.plan.step_time import predict_step
 from labkit.plan.workload import Workload
 

@@ -89,6 +89,20 @@ def test_hfu_counts_what_is_recomputed(capsys):
     assert "as most papers up to 2022 count" in "".join(lines)
 
 
+def test_a_measured_step_scales_all_and_keeps_their_order(capsys):
+    plain = json.loads(run(capsys, *TINY, "--json"))["best"]
+    layout = "tp=1,pp=1,dp=8,micro_batch=2,dist-opt=false,recompute=none"
+    before = json.loads(run(capsys, *TINY, "--only", layout, "--json"))["best"][0]["seconds"]
+    scaled = json.loads(run(capsys, *TINY, "--measured", f"{layout}:{2 * before}", "--json"))["best"]
+    assert [each["layout"] for each in scaled] == [each["layout"] for each in plain]
+    for each, other in zip(scaled, plain, strict=True):
+        assert each["seconds"] == pytest.approx(2 * other["seconds"])
+        assert sum(each["parts"].values()) == pytest.approx(each["seconds"])
+        assert each["high"] / each["seconds"] < 1.1 < other["high"] / other["seconds"]
+    out = run(capsys, *TINY, "--measured", f"{layout}: {2 * before} s")
+    assert "times 2.000" in out and "outside its interval; look whether" in out
+
+
 @pytest.mark.parametrize(
     "layout, words",
     [
@@ -300,6 +314,10 @@ def test_a_machine_with_a_negative_bandwidth_is_one_error(capsys, tmp_path: Path
         ("--machine h100 --gpus 8 --preset tiny --only tq=2", 2, "'tq' is no part of a layout"),
         ("--machine h100 --gpus 8 --preset tiny --schedule.name gpipe", 2, "not searched; choose one of"),
         ("--machine h100 --gpus 8 --preset tiny --plot a.txt", 2, "its name ends with one of .png, .svg, .pdf"),
+        ("--machine h100 --gpus 8 --preset tiny --precision bf16 --measured tp=2", 2, "as in tp=8,pp=4:5.3"),
+        ("--machine h100 --gpus 8 --preset tiny --precision bf16 --measured tp=2:-1", 2, "a layout and its seconds"),
+        ("--machine h100 --gpus 8 --preset tiny --precision bf16 --measured tp=3:1", 2, "multiple of parallel.tp = 3"),
+        ("--machine v100 --gpus 8 --preset llama3_8b --precision fp16 --measured tp=1,pp=1:9", 2, "it does not fit"),
         ("--rows missing.csv", 2, "--rows 'missing.csv': no such file"),
         ("--rows pyproject.toml", 2, "has no column source"),
         ("--rows pyproject.toml --machine h100 --preset tiny", 2, "--machine: a row of a table has its own"),
