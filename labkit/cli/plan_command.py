@@ -260,7 +260,7 @@ COMMAND = Command(
         Option("only", "str", "search only layouts with these values, as in tp=8,recompute=full,sp=false"),
         Option("why", "str", "explain one layout, as in tp=4,pp=8: the rule that forbids it, or what it lacks, or its "
                "time term by term next to the winner's; what you leave out is chosen as the best"),
-        Option("measured", "str", "a step that you measured, as in tp=8,pp=4,micro_batch=1:5.3 (seconds): all predicted "
+        Option("measured", "str", "a step that you measured, as in tp=8,pp=4,micro_batch=1:5.3 (seconds): predicted "
                "times are multiplied by measured / predicted, and their intervals are then those of differences"),
         Option("software", "str", "generation of the training software, which decides overlap and efficiency",
                choices=tuple(SOFTWARE), unset="default: the machine's, megatron_core for a GPU"),
