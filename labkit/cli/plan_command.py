@@ -29,12 +29,12 @@ from labkit.config.foreign.megatron_arguments import (
     SCHEDULES_OF_MEGATRON,
     megatron_arguments,
 )
-from labkit.config.foreign.stacks import convert
+from labkit.config.foreign.stacks import convert, keys_of
 from labkit.output_files import appearing
 from labkit.plan.cluster import Cluster, parse_cluster
 from labkit.plan.fitting import RESERVE
 from labkit.plan.layouts import NEUTRAL, SCHEDULE_NAMES, in_words, matching, parse_words, pinned
-from labkit.plan.machine import load_machine
+from labkit.plan.machine import Machine, load_machine
 from labkit.plan.ranking import GB, losers
 from labkit.plan.search import Ranked, Search
 from labkit.plan.software import MEGATRON_OF_TODAY, SOFTWARE, software_of
@@ -76,11 +76,12 @@ def execute(arguments: Arguments) -> int:
     machine = load_machine(arguments.options["machine"])
     columns = _columns(arguments)
     started = time.perf_counter()
-    software = arguments.options["software"] or machine.default_software
+    config = _config(arguments)
+    software = _software(arguments, machine)
     if arguments.options["write_megatron"] is not None and software not in MEGATRON_OF_TODAY:
         rule = f"no arguments make Megatron-LM run so; plan with --software {' or '.join(MEGATRON_OF_TODAY)}"
         arguments.refuse([f"--write-megatron: the plan is for {software}, and {rule}"])
-    base = Workload(_config(arguments), arguments.options["gpus"], software=software)
+    base = Workload(config, arguments.options["gpus"], software=software)
     with closing(_Bar()) as bar:
         reserve = arguments.options["reserve"]
         search = Search(base, machine, RESERVE if reserve is None else reserve * GB, bar)
@@ -183,6 +184,15 @@ def _config(arguments: Arguments) -> RunConfig:
         if converted.report:
             show(f"not in the plan, from {path}:\n{converted.report}\n", stream=sys.stderr)
     return config
+
+
+def _software(arguments: Arguments, machine: Machine) -> str:
+    """Return the generation of software: as given, or as arguments of Megatron-LM imply, or the machine's."""
+    given, path = arguments.options["software"], arguments.options["megatron_args"]
+    if given is None and path is not None and keys_of(path, "megatron").get("--tp-comm-overlap"):
+        show("--tp-comm-overlap: planned with --software megatron_tp_overlap\n", stream=sys.stderr)
+        return "megatron_tp_overlap"
+    return given or machine.default_software
 
 
 def _nothing_fits(search: Search, only: Any) -> str:

@@ -153,6 +153,8 @@ def test_arguments_of_megatron_say_what_the_plan_assumed(capsys, tmp_path: Path)
     assert {"--tp-comm-overlap", "--sequence-parallel", "--attention-backend auto"} <= set(
         script.read_text().split("\n")
     )
+    back = run(capsys, "plan", "--machine", "h100", "--gpus", "8", "--megatron-args", str(script))
+    assert back.splitlines()[1].endswith("megatron_tp_overlap")
     run(capsys, *words, "--only", "sp=false")
     assert "--tp-comm-overlap" not in script.read_text()
     run(capsys, *TINY[:-1], "fp16", "--write-megatron", str(script), "--only", "tp=1")
