@@ -21,6 +21,7 @@ from scale_page import (
     memory_tables,
     numbers,
     pipeline_tables,
+    ranking_tables,
 )
 from scale_page.compared import ROOT
 
@@ -40,6 +41,7 @@ def contents() -> dict[str, Callable[[], str]]:
     return {
         "errors by source": lambda: belief.errors_by_source(specified=True),
         "errors of other sources": lambda: belief.errors_by_source(specified=False),
+        "ranking": ranking_tables.ranked,
         "where it is wrong": belief.where_it_is_wrong,
         "large errors": belief.large_errors,
         "bubbles": pipeline_tables.bubbles,

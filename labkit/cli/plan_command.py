@@ -6,6 +6,7 @@ It needs no GPU and starts no rank.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from contextlib import closing
@@ -18,20 +19,25 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import room, show
 from labkit.cli.plan_goodput import PlannedGoodput, goodput_json, goodput_lines, planned_goodput
-from labkit.cli.plan_output import as_json, explanation, report
+from labkit.cli.plan_output import as_json, calibration, explanation, report
 from labkit.cli.train_command import output_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
-from labkit.config.foreign.megatron_arguments import SCHEDULES_OF_MEGATRON, megatron_arguments
-from labkit.config.foreign.stacks import convert
+from labkit.config.foreign.megatron_arguments import (
+    CONNECTIONS,
+    NOT_WRITTEN,
+    SCHEDULES_OF_MEGATRON,
+    megatron_arguments,
+)
+from labkit.config.foreign.stacks import convert, keys_of
 from labkit.output_files import appearing
 from labkit.plan.cluster import Cluster, parse_cluster
 from labkit.plan.fitting import RESERVE
 from labkit.plan.layouts import NEUTRAL, SCHEDULE_NAMES, in_words, matching, parse_words, pinned
-from labkit.plan.machine import load_machine
+from labkit.plan.machine import Machine, load_machine
 from labkit.plan.ranking import GB, losers
 from labkit.plan.search import Ranked, Search
-from labkit.plan.software import SOFTWARE
+from labkit.plan.software import MEGATRON_OF_TODAY, SOFTWARE, software_of
 from labkit.plan.workload import Workload
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -70,8 +76,12 @@ def execute(arguments: Arguments) -> int:
     machine = load_machine(arguments.options["machine"])
     columns = _columns(arguments)
     started = time.perf_counter()
-    software = arguments.options["software"] or machine.default_software
-    base = Workload(_config(arguments), arguments.options["gpus"], software=software)
+    config = _config(arguments)
+    software = _software(arguments, machine)
+    if arguments.options["write_megatron"] is not None and software not in MEGATRON_OF_TODAY:
+        rule = f"no arguments make Megatron-LM run so; plan with --software {' or '.join(MEGATRON_OF_TODAY)}"
+        arguments.refuse([f"--write-megatron: the plan is for {software}, and {rule}"])
+    base = Workload(config, arguments.options["gpus"], software=software)
     with closing(_Bar()) as bar:
         reserve = arguments.options["reserve"]
         search = Search(base, machine, RESERVE if reserve is None else reserve * GB, bar)
@@ -80,11 +90,12 @@ def execute(arguments: Arguments) -> int:
             only &= np.isin(search.rows["schedule"], [SCHEDULE_NAMES.index(name) for name in SCHEDULES_OF_MEGATRON])
         if not only.any():
             arguments.refuse([explanation(search, columns, None)])
+        told = _calibrated(arguments, search)
         best = search.best(only=only)
         counts, seconds = search.counts.line(), time.perf_counter() - started
         if arguments.options["why"] is not None:
             asked = columns | parse_words(arguments.options["why"])
-            show(explanation(search, asked, best[0] if best else None))
+            show(told + explanation(search, asked, best[0] if best else None))
             goodput = _goodput(cluster, search.best(1, matching(search.rows, asked)))
             show("\n".join(["", *goodput_lines(goodput, room())]) if goodput else "")
             return 0
@@ -99,7 +110,7 @@ def execute(arguments: Arguments) -> int:
     else:
         lines = report(search, best, lost, counts, seconds, room(), every=arguments.options["all"])
         lines += ["", *goodput_lines(goodput, room())] if goodput else []
-        show("\n".join([*lines, *written]))
+        show(told + "\n".join([*lines, *written]))
     return 0
 
 
@@ -127,6 +138,30 @@ def _goodput(cluster: Cluster | None, layouts: list[Ranked]) -> PlannedGoodput |
     return planned_goodput(layouts[0], cluster) if cluster is not None and layouts else None
 
 
+def _calibrated(arguments: Arguments, search: Search) -> str:
+    """Take the measured step of --measured, if it is given, and return what it changes."""
+    given = arguments.options["measured"]
+    if given is None:
+        return ""
+    layout, _, seconds = given.rpartition(":")
+    try:
+        measured = float(seconds.strip().removesuffix("s"))
+    except ValueError:
+        measured = math.nan
+    if not layout or not 0 < measured < math.inf:
+        arguments.refuse([f"--measured {shown(given)}: give a layout and its seconds, as in tp=8,pp=4:5.3"])
+    columns = parse_words(layout)
+    only = matching(search.rows, columns)
+    if not only.any():
+        arguments.refuse([f"--measured: {explanation(search, columns, None)}"])
+    found = search.calibrate(only, measured)
+    if found is None:
+        rule = "the plan says that it does not fit, so there is no prediction to compare with; look at --reserve"
+        arguments.refuse([f"--measured {shown(given)}: {rule}"])
+    assert found is not None
+    return calibration(found, search.ratio) + "\n"
+
+
 def _columns(arguments: Arguments) -> dict[str, int]:
     """Return the columns that the command line sets, by --only or by the names of fields."""
     columns, problems = pinned(arguments.given)
@@ -151,6 +186,15 @@ def _config(arguments: Arguments) -> RunConfig:
     return config
 
 
+def _software(arguments: Arguments, machine: Machine) -> str:
+    """Return the generation of software: as given, or as arguments of Megatron-LM imply, or the machine's."""
+    given, path = arguments.options["software"], arguments.options["megatron_args"]
+    if given is None and path is not None and keys_of(path, "megatron").get("--tp-comm-overlap"):
+        show("--tp-comm-overlap: planned with --software megatron_tp_overlap\n", stream=sys.stderr)
+        return "megatron_tp_overlap"
+    return given or machine.default_software
+
+
 def _nothing_fits(search: Search, only: Any) -> str:
     row, need = search.smallest(only)
     lacking = need.bytes - search.available
@@ -172,8 +216,8 @@ def _write(arguments: Arguments, search: Search, best: list[Ranked]) -> list[str
                        f"{winner.workload.world_size} ranks")  # fmt: skip
     if options["write_megatron"] is not None:
         with appearing(options["write_megatron"]) as draft:
-            draft.write_text(megatron_arguments(winner.workload.config), encoding="utf-8")
-        written.append(f"written: {options['write_megatron']}")
+            draft.write_text(_megatron(winner), encoding="utf-8")
+        written += _about_megatron(winner, options["write_megatron"])
     if options["plot"] is not None:
         from labkit.plan.ranking import pareto_front
         from labkit.viz.plan_layouts import ranked_layouts
@@ -181,6 +225,22 @@ def _write(arguments: Arguments, search: Search, best: list[Ranked]) -> list[str
         ranked_layouts(best, search.simulated, pareto_front(search, winner)).save(options["plot"])
         written.append(f"written: {options['plot']}")
     return ["", *written] if written else []
+
+
+def _megatron(winner: Ranked) -> str:
+    """Return the winner as arguments of Megatron-LM, with those that its software generation assumes."""
+    overlaps = software_of(winner.workload.software).overlaps_tensor_parallel
+    return megatron_arguments(winner.workload.config, overlaps_tensor_parallel=overlaps)
+
+
+def _about_megatron(winner: Ranked, path: str) -> list[str]:
+    """Return what a run needs beside the written arguments."""
+    parallel = winner.workload.config.parallel
+    lines = [f"{path}: torchrun ... pretrain_gpt.py $(cat {path}), and add what a plan does not decide:"]
+    lines += [f"  {words}" for words in NOT_WRITTEN]
+    if parallel.tp > 1 or parallel.cp > 1:
+        lines.append(f"  {CONNECTIONS} in the environment, on GPUs before Blackwell: the plan counts on its overlap")
+    return lines
 
 
 def _yaml(winner: Ranked) -> str:
@@ -210,6 +270,8 @@ COMMAND = Command(
         Option("only", "str", "search only layouts with these values, as in tp=8,recompute=full,sp=false"),
         Option("why", "str", "explain one layout, as in tp=4,pp=8: the rule that forbids it, or what it lacks, or its "
                "time term by term next to the winner's; what you leave out is chosen as the best"),
+        Option("measured", "str", "a step that you measured, as in tp=8,pp=4,micro_batch=1:5.3 (seconds): predicted "
+               "times are multiplied by measured / predicted, and their intervals are then those of differences"),
         Option("software", "str", "generation of the training software, which decides overlap and efficiency",
                choices=tuple(SOFTWARE), unset="default: the machine's, megatron_core for a GPU"),
         Option("reserve", "float", "GB of each GPU that stay free", ge=0, unset=f"default: {RESERVE / GB:.1f}"),

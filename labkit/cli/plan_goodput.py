@@ -90,7 +90,8 @@ def _losses(found: PlannedGoodput, width: int | None) -> list[str]:
         "checkpoints": f"{size:,.{0 if size >= 10 else 2}f} GB block for {duration(checkpoint.blocking)}{mode}; one "
         f"every {duration(chosen.interval)}",
         "lost": f"{chosen.failures:.1f} failures, one every {duration(run.mtbf)}",
-        "restarts": f"{duration(run.restart)} each, {duration(checkpoint.load)} of it to load the checkpoint",
+        "restarts": f"{duration(run.restart)} each, unless it fails again, {duration(checkpoint.load)} of it to load "
+        "the checkpoint",
         "stragglers": f"{cluster.straggler_share:.3%} of GPUs take {cluster.straggler_factor:g} times as long",
         "jitter": f"the slowest of {run.gpus:,} ranks; {run.communication:.1%} of the step is communication",
     }

@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 
 from labkit.cli.output import table
+from labkit.config.errors import counted
 from labkit.plan.fitting import memory_terms
 from labkit.plan.flops import hardware_flops
-from labkit.plan.layouts import ALWAYS, AXES, COLUMNS, in_words, matching, rules_broken, workload_of
+from labkit.plan.layouts import ALWAYS, AXES, COLUMNS, SHOWN, in_words, matching, rules_broken, workload_of
 from labkit.plan.parameters import model_parameters
-from labkit.plan.ranking import GB, Loser, compared, milliseconds, word
-from labkit.plan.search import Ranked, Search
+from labkit.plan.ranking import GB, Loser, changes, compared, milliseconds, word
+from labkit.plan.search import DIFFERENCE, Ranked, Search
 from labkit.plan.step_time import schedule_of
 from labkit.plan.terms import KINDS
 
-_MEASURES = ("s/step", "80 % interval", "TFLOP/s", "executed", "MFU", "GB", "bubble")
-"""Columns of numbers; `executed` only if a layout recomputes."""
+_MEASURES = ("s/step", "80 % interval", "TFLOP/s", "MFU", "HFU", "GB", "bubble")
+"""Columns of numbers; HFU only if a layout recomputes."""
 
 
 _MEANINGS = {
-    "sharded": "sharded: the distributed optimizer (ZeRO-1)",
+    "sharded": "dist-opt: the distributed optimizer (ZeRO-1)",
     "sp": "sp: sequence parallelism",
     "vpp": "vpp: model chunks of a rank",
 }
@@ -36,25 +37,31 @@ def report(search: Search, best: Sequence[Ranked], lost: Sequence[Loser], counts
     lines += _ranking(best, width)
     lines += ["TFLOP/s per GPU and MFU: forward and backward without recomputation; GB: peak of the fullest rank"]
     if _recomputes(best):
-        lines += ["executed: TFLOP/s with what is recomputed, as most papers up to 2022 count them"]
+        lines += ["HFU: as MFU, but with what is recomputed, as most papers up to 2022 count"]
+    if near := sum(each.prediction.seconds < (1 + DIFFERENCE) * best[0].prediction.seconds for each in best) - 1:
+        order = "a measurement may order them otherwise" if near > 1 else "a measurement may put it first"
+        lines += [f"{counted(near, 'other layout')} within {DIFFERENCE:.0%} of the first: {order}"]
     lines += [
         "; ".join(text for name, text in _MEANINGS.items() if any(_is_told(each.row, name) for each in best)),
         "",
     ]
     if every:
         lines.append("why others lose, by the best layout that was found with this value:")
-        return lines + [f"  {each.family}: {each.reason}" for each in lost]
-    lines.append("why others lose: the best other value of each column, and what the rest costs (--all says more)")
+        return lines + [f"  {each.family}: {each.reason}{_layout_of(each)}" for each in lost]
+    lines.append(
+        "why others lose: the best other value of each column, what else it changes, and the rest (--all: more)"
+    )
     return lines + [f"  {_of_column(name, lost, best[0])}" for name in dict.fromkeys(each.column for each in lost)]
 
 
 def _of_column(name: str, lost: Sequence[Loser], winner: Ranked) -> str:
-    """Return a line on the values of one column: why the fastest loses, and how much slower the others are."""
+    """Return a line on the values of one column: the fastest, what else its layout changes, why it loses, and how much
+    slower the others are."""
     of_column = [each for each in lost if each.column == name]
     fitting = [(each.best.prediction.seconds, each) for each in of_column if each.best]
     others = [f"{each.values.replace(', ', '/')} does not fit" for each in of_column if not each.best]
     if not fitting:
-        return f"{name} {others[0]}"
+        return f"{SHOWN.get(name, name)} {others[0]}"
     (_, first), *rest = sorted(fitting, key=lambda pair: pair[0])
     slower = [
         f"{each.values.replace(', ', '/')} +{milliseconds(seconds - winner.prediction.seconds)}"
@@ -63,9 +70,13 @@ def _of_column(name: str, lost: Sequence[Loser], winner: Ranked) -> str:
     ]
     if len(slower) > _MOST_VALUES:
         slower = [*slower[: _MOST_VALUES - 1], f"others up to {slower[-1]}"]
-    why = first.reason.partition("; best: ")[0].partition("): tp=")[0]
-    why += ")" if why.startswith("as fast") else ""
-    return "; ".join([f"{first.family}: {why}", *([", ".join([*slower, *others])] if slower or others else [])])
+    besides = changes(winner, first.best, name) if first.best else ""
+    family = f"{first.family}, with {besides}" if besides else first.family
+    return "; ".join([f"{family}: {first.reason}", *([", ".join([*slower, *others])] if slower or others else [])])
+
+
+def _layout_of(lost: Loser) -> str:
+    return f"; best: {in_words(lost.best.row)}" if lost.best else ""
 
 
 _GROUPS = ("tp", "cp", "ep", "etp")
@@ -77,8 +88,8 @@ _MOST_VALUES = 5
 def _ranking(best: Sequence[Ranked], width: int | None) -> list[str]:
     """Return the table of the best: a column for each field of a layout, or where that is too wide all in words."""
     names = [name for name in AXES if name in ALWAYS or any(_is_told(each.row, name) for each in best)]
-    measures = [name for name in _MEASURES if name != "executed" or _recomputes(best)]
-    rows = [["", *names, *measures]]
+    measures = [name for name in _MEASURES if name != "HFU" or _recomputes(best)]
+    rows = [["", *(SHOWN.get(name, name) for name in names), *measures]]
     rows += [
         [str(number), *(word(name, each.row[name]) for name in names), *_measures(each, measures)]
         for number, each in enumerate(best, start=1)
@@ -113,8 +124,8 @@ def _measures(each: Ranked, names: Sequence[str]) -> list[str]:
         "s/step": f"{step.seconds:.4g}",
         "80 % interval": f"{step.low:.3g} to {step.high:.3g}",
         "TFLOP/s": f"{each.flops_per_gpu / 1e12:.3g}",
-        "executed": f"{_executed(each) / 1e12:.3g}",
         "MFU": f"{each.mfu:.1%}",
+        "HFU": f"{_executed(each) / each.peak:.1%}",
         "GB": f"{each.memory.bytes / GB:.1f}",
         "bubble": f"{each.bubble:.1%}",
     }
@@ -131,6 +142,19 @@ def title(search: Search) -> str:
         f"{model.layers} layers, hidden {model.hidden}{experts}, {parameters}, sequence {model.seq_length}, "
         f"global batch {config.train.global_batch_size}\n{search.base.world_size} GPUs of {search.machine.name} "
         f"({search.available / GB:.1f} of {search.machine.memory_bytes / GB:.1f} GB usable), {search.base.software}"
+    )
+
+
+def calibration(measured: Ranked, ratio: float) -> str:
+    """Return what a measured step changes; measured: its layout, with the prediction before."""
+    step = measured.prediction
+    seconds = ratio * step.seconds
+    inside = "inside" if step.low <= seconds <= step.high else "outside"
+    doubt = "" if inside == "inside" else "; look whether model, layout and --software are those of the run"
+    return (
+        f"measured: {in_words(measured.row)} took {seconds:.4g} s, predicted were {step.seconds:.4g} s, {inside} its "
+        f"interval{doubt}\n"
+        f"so all times here are the predicted ones times {ratio:.3f}, with the interval of a difference\n"
     )
 
 
@@ -178,7 +202,7 @@ def _ranked(each: Ranked) -> dict[str, Any]:
 def explanation(search: Search, columns: Mapping[str, int], winner: Ranked | None) -> str:
     """Return why a layout is illegal, or what it lacks, or its terms next to the winner's."""
     only = matching(search.rows, columns)
-    asked = ",".join(f"{name}={word(name, value)}" for name, value in columns.items())
+    asked = ",".join(f"{SHOWN.get(name, name)}={word(name, value)}" for name, value in columns.items())
     if not only.any():
         return f"{asked}: {_forbidden(search, columns)}"
     found = search.best(1, only)
@@ -230,15 +254,22 @@ def _beside(each: Ranked, winner: Ranked) -> list[str]:
     rows.append(_rates("TFLOP/s per GPU", each.flops_per_gpu, winner.flops_per_gpu))
     if _recomputes([each, winner]):
         rows.append(_rates("with recomputation", _executed(each), _executed(winner)))
-    rows.append(["MFU", f"{each.mfu:.1%}", f"{winner.mfu:.1%}", f"{each.mfu - winner.mfu:+.1%}"])
+    rows.append(_shares("MFU", each.mfu, winner.mfu))
+    if _recomputes([each, winner]):
+        rows.append(_shares("HFU", _executed(each) / each.peak, _executed(winner) / winner.peak))
     head = [f"this layout: {in_words(each.row)}", f"the winner:  {in_words(winner.row)}"]
-    reason = [] if each is winner else [compared(winner, each).partition("; best: ")[0]]
+    reason = [] if each is winner else [compared(winner, each)]
     return [*head, *reason, "", *table(rows, right=(1, 2, 3))]
 
 
 def _rates(name: str, ours: float, theirs: float) -> list[str]:
     """Return a row of two rates in TFLOP/s."""
     return [name, f"{ours / 1e12:.1f}", f"{theirs / 1e12:.1f}", f"{(ours - theirs) / 1e12:+.1f}"]
+
+
+def _shares(name: str, ours: float, theirs: float) -> list[str]:
+    """Return a row of two shares of the peak."""
+    return [name, f"{ours:.1%}", f"{theirs:.1%}", f"{ours - theirs:+.1%}"]
 
 
 def _terms(search: Search, each: Ranked) -> list[str]:

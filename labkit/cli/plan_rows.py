@@ -17,8 +17,8 @@ from labkit.output_files import appearing
 from labkit.plan.row_predictions import Errors, PredictedTable, memory_errors, predict_table, time_errors
 
 _IDLE = (
-    "machine", "gpus", "only", "why", "software", "reserve", "megatron_args", "hf", "write_megatron", "plot", "goodput",
-    "cluster",
+    "machine", "gpus", "only", "why", "measured", "software", "reserve", "megatron_args", "hf", "write_megatron",
+    "plot", "goodput", "cluster",
 )  # fmt: skip
 _MOST_REASONS = 12
 """Reasons that are printed; the file has all."""

@@ -54,10 +54,9 @@ def _about_steps(found: Waterfall) -> str:
     numbers = _ranges(found.steps)
     if len(found.steps) == 1:
         return f"measured: step {numbers}"
-    return (
-        f"measured: mean of steps {numbers}, the middle half by time (median of all that count: "
-        f"{_seconds(found.median)})"
-    )
+    low, high = found.ends
+    middle = f"the middle half by time, which took {_seconds(low)} to {_seconds(high)}"
+    return f"measured: mean of steps {numbers}, {middle} (median of all that count: {_seconds(found.median)})"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -108,11 +107,22 @@ def _seconds(seconds: float) -> str:
 
 
 def _joint_words(found: Waterfall) -> list[str]:
-    """Return a line for each set of rows that was measured together, unless another set has all of them."""
+    """Return what is measured of each set of rows that was measured together, unless another set has all of them."""
     sets = [set(keys) for keys in found.joint]
     alone = [keys for keys in found.joint if not any(set(keys) < other for other in sets)]
-    names = [", ".join(ROWS[key] for key in keys) for keys in alone]
-    return [f"~ measured together, and split as predicted: {each}" for each in names]
+    return [line for keys in alone for line in _together(found, keys)]
+
+
+def _together(found: Waterfall, keys: Sequence[str]) -> list[str]:
+    """Return the sum of rows that was measured, and how it is split."""
+    rows = [row for row in found.rows if row.key in keys]
+    predicted, measured = _ms(sum(row.predicted for row in rows)), _ms(sum(row.measured for row in rows))
+    names = ", ".join(ROWS[row.key] for row in rows)
+    whole = [name for key, name in (("gemm", "GEMMs"), ("attention", "attention")) if key in keys]
+    split = "  It is split in the predicted proportions" + (
+        f" of whole times; a part of {' and '.join(whole)} is in the first row." if whole else "."
+    )
+    return [f"~ only the sum of these is measured: {measured}, predicted {predicted} ({names})", split]
 
 
 def flops_per_rank(workload: Workload, seconds: float) -> float:

@@ -83,7 +83,8 @@ LACKING: dict[str, str] = {
     "model.activation lists the activations that labkit has": "squared_relu quick_geglu glu_linear_offset "
     "activation_func_clamp_value use_fused_weighted_squared_relu",
     "labkit predicts one token at a time": "mtp_*",
-    "labkit has no user buffers of Transformer Engine": "tp_comm_* no_tp_comm_* disable_tp_comm_*",
+    "labkit runs without user buffers of Transformer Engine; `labkit plan` can count on them": "tp_comm_* "
+    "no_tp_comm_* disable_tp_comm_*",
     "of ZeRO, labkit shards the optimizer's states (--use-distributed-optimizer)": "use_torch_fsdp2 "
     "use_megatron_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer "
     "fsdp_manual_registration torch_fsdp2_no_reshard_after_forward enable_full_sharding_in_hsdp "

@@ -222,12 +222,30 @@ def llama3_8b() -> RunConfig:
     A batch has 512 sequences, 4.2 million tokens, which the paper states for the first steps of its largest model. The
     vocabulary of 128,256 needs a tokenizer file in `data.tokenizer`.
     """
+    return _llama3(layers=32, hidden=4096, heads=32, ffn_hidden=14336, lr=3e-4)
+
+
+def llama3_70b() -> RunConfig:
+    """Return Llama 3 70B (arXiv 2407.21783, table 3); batch, tokens and vocabulary as in `llama3_8b`."""
+    return _llama3(layers=80, hidden=8192, heads=64, ffn_hidden=28672, lr=1.5e-4)
+
+
+def llama3_405b() -> RunConfig:
+    """Return Llama 3 405B (arXiv 2407.21783, table 3); batch, tokens and vocabulary as in `llama3_8b`.
+
+    The paper's batch grows to 2,048 sequences, 16.8 million tokens, which most of its training has.
+    """
+    return _llama3(layers=126, hidden=16384, heads=128, ffn_hidden=53248, lr=8e-5)
+
+
+def _llama3(*, layers: int, hidden: int, heads: int, ffn_hidden: int, lr: float) -> RunConfig:
+    """Return a model of the herd; the peak rate falls to a hundredth."""
     model = ModelConfig(
-        layers=32,
-        hidden=4096,
-        heads=32,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
         kv_heads=8,
-        ffn_hidden=14336,
+        ffn_hidden=ffn_hidden,
         vocab_size=128256,
         seq_length=8192,
         position="rope",
@@ -240,7 +258,7 @@ def llama3_8b() -> RunConfig:
     return RunConfig(
         model=model,
         optim=OptimConfig(
-            lr=3e-4, min_lr=3e-6, lr_schedule="cosine", warmup_steps=8_000, weight_decay=0.1, precision="bf16"
+            lr=lr, min_lr=lr / 100, lr_schedule="cosine", warmup_steps=8_000, weight_decay=0.1, precision="bf16"
         ),
         train=TrainConfig(
             steps=3_576_279, micro_batch_size=1, global_batch_size=512, log_interval=100, record_events=False
@@ -398,6 +416,8 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "mixtral_8x7b": mixtral_8x7b,
     "gpt3_175b": gpt3_175b,
     "llama3_8b": llama3_8b,
+    "llama3_70b": llama3_70b,
+    "llama3_405b": llama3_405b,
     "bert_tiny": bert_tiny,
     "mamba_tiny": mamba_tiny,
     "t5_tiny": t5_tiny,

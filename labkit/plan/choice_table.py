@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from labkit.plan.search import DIFFERENCE
+
 Rest = Literal["same", "best"]
 HEAD = ("", "ms per step", "GB per GPU", "GPU-hours of the run", "carried by", "layout")
 WIDTH = 90
@@ -155,6 +157,7 @@ def _note(found: AtScale) -> str:
         notes.append("In parentheses: what a step would take if there were room.")
     low, high = found.interval
     notes.append(
-        f"Predicted, not measured: of measured steps, 80 % are expected at {low:.2f} to {high:.2f} times this."
+        f"Predicted, not measured: of measured steps, 80 % are expected at {low:.2f} to {high:.2f} times this, and of "
+        f"changes within {DIFFERENCE:.0%} of a step."
     )
     return " ".join(notes)

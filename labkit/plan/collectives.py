@@ -13,6 +13,11 @@ Each hop of a ring costs a latency, n - 1 hops one way and n - 1 back. An all-re
 depth is log2 of the nodes (NCCL's own model, nccl/src/graph/tuning.cc). The faster one counts. For small messages the
 hops are the whole time, so leaving the node costs far more than the ratio of the bandwidths.
 
+A switch that adds (NVLS) takes the bytes of each rank once and returns the sum once, so that in an all-reduce
+(1 + 1 / n) x leave a rank, where a ring sends 2 (n - 1) / n x. An all-gather still brings (n - 1) / n x into each rank,
+and a reduce-scatter takes as much out of it. These two gain nothing, and NCCL expects less of NVLS there than of a ring
+(nccl/src/tuning/nvls.cc).
+
 A long message is sent in chunks, so that all hops work at once. With the best number of chunks this costs another
 2 sqrt(latency x bytes / bandwidth); measured curves show less (`Level.ramp`).
 

@@ -155,7 +155,8 @@ def _row(pieces: Pieces, name: str, depth: int, *, part: str = "") -> None:
     model, layout = pieces.model, pieces.layout
     size = pieces.tokens * model.hidden * pieces.element
     made = pieces.linear(name, pieces.tokens, model.hidden, depth, part=part)
-    hidden = made.forward.seconds if layout.software.overlaps_tensor_parallel else 0.0
+    overlaps = layout.software.overlaps_tensor_parallel and layout.sequence_parallel  # an all-reduce has no such kernel
+    hidden = made.forward.seconds if overlaps else 0.0
     kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
     pieces.sends(pieces.forward, f"{name}, sum", "tp", kind, size, layout.tp, hidden=hidden, part=part)
     if layout.sequence_parallel:

@@ -31,6 +31,9 @@ RECOMPUTATIONS = ("none", "selective", "full")
 """`model.recompute_granularity`, by its number in the column."""
 WORDS: Mapping[str, tuple[str, ...]] = {"schedule": SCHEDULE_NAMES, "recompute": RECOMPUTATIONS}
 """Column -> its words, of those whose numbers are not sizes."""
+SHOWN = {"sharded": "dist-opt"}
+"""Column -> how tables and layouts in words call it, as users of Megatron-LM do; the column's name is read as well."""
+_COLUMN_OF = {shown: name for name, shown in SHOWN.items()}
 AXES = tuple(name for name in COLUMNS.names or () if name != "microbatches")
 """Names that a layout in words may set."""
 ALWAYS = ("tp", "pp", "dp")
@@ -208,7 +211,7 @@ def in_words(row: np.void) -> str:
     parts += [f"etp={row['etp']}"] if row["etp"] != row["tp"] else []
     parts += [f"schedule={SCHEDULE_NAMES[row['schedule']]}"] if row["pp"] > 1 else []
     parts += [f"recompute={RECOMPUTATIONS[row['recompute']]}"] if row["recompute"] else []
-    return ",".join([*parts, *(name for name in ("sp", "sharded") if row[name])])
+    return ",".join([*parts, *(SHOWN.get(name, name) for name in ("sp", "sharded") if row[name])])
 
 
 def parse_words(text: str) -> dict[str, int]:
@@ -219,9 +222,11 @@ def parse_words(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     problems = []
     for item in filter(None, (part.strip() for part in text.split(","))):
-        name, _, word = item.partition("=")
+        given, _, word = item.partition("=")
+        name = _COLUMN_OF.get(given, given)
         if name not in AXES:
-            problems.append(f"{shown(name)} is no part of a layout; name {', '.join(AXES)}{nearest(name, AXES)}")
+            known = [SHOWN.get(axis, axis) for axis in AXES]
+            problems.append(f"{shown(name)} is no part of a layout; name {', '.join(known)}{nearest(name, known)}")
         elif name in WORDS:
             if word not in WORDS[name]:
                 problems.append(f"{item}: choose one of {', '.join(WORDS[name])}{nearest(word, WORDS[name])}")

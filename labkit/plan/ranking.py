@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from labkit.plan.layout import layout_of
-from labkit.plan.layouts import AXES, WORDS, in_words, matching
-from labkit.plan.search import Ranked, Search
+from labkit.plan.layouts import AXES, SCHEDULE_NAMES, SHOWN, WORDS, matching
+from labkit.plan.search import DIFFERENCE, Ranked, Search
 from labkit.plan.terms import KINDS
 
 GB = 1e9
@@ -44,7 +44,21 @@ class Loser:
     @property
     def family(self) -> str:
         """Such as `tp 16`."""
-        return f"{self.column} {self.values}"
+        return f"{SHOWN.get(self.column, self.column)} {self.values}"
+
+
+def changes(winner: Ranked, other: Ranked, column: str) -> str:
+    """Return in which other columns a layout differs from the winner, such as `pp 2, dp 256`.
+
+    What follows from these is left out: etp that is tp, the schedule of a single stage, the chunks of a V.
+    """
+    row, follows = other.row, {"etp"} if other.row["etp"] == other.row["tp"] else set()
+    if row["pp"] == 1:
+        follows |= {"schedule", "vpp"}
+    elif SCHEDULE_NAMES[row["schedule"]] != "interleaved":
+        follows |= {"vpp"}
+    names = (name for name in AXES if name not in {column} | follows and row[name] != winner.row[name])
+    return ", ".join(f"{SHOWN.get(name, name)} {word(name, row[name])}" for name in names)
 
 
 def losers(search: Search, winner: Ranked, within: np.ndarray, fixed: Collection[str] = ()) -> list[Loser]:
@@ -108,7 +122,7 @@ def no_fit(least: float, available: float) -> str:
 
 
 def compared(winner: Ranked, other: Ranked) -> str:
-    """Return by how much a layout is slower than the winner, and the part of the step that grew most."""
+    """Return by how much a layout is slower than the winner, with its interval, and the part that grew most."""
     more = other.prediction.seconds - winner.prediction.seconds
     kinds = [kind for kind in KINDS if kind in winner.prediction.parts or kind in other.prediction.parts]
     grown = {
@@ -116,10 +130,11 @@ def compared(winner: Ranked, other: Ranked) -> str:
     }  # fmt: skip
     kind = max(grown, key=grown.__getitem__)
     if more < 0.0005 * winner.prediction.seconds:
-        return f"as fast (+{milliseconds(max(0.0, more))}): {in_words(other.row)}"
-    slower = f"+{milliseconds(more)} (+{more / winner.prediction.seconds:.1%})"
+        return f"as fast (+{milliseconds(max(0.0, more))})"
+    margin = DIFFERENCE * other.prediction.seconds
+    slower = f"+{milliseconds(more)} ± {milliseconds(margin)} (+{more / winner.prediction.seconds:.1%})"
     part = f"{KINDS[kind]} +{milliseconds(grown[kind])}{_leaves_node(kind, winner, other)}"
-    return f"{slower}: {part}; best: {in_words(other.row)}"
+    return f"{slower}: {part}"
 
 
 def _leaves_node(kind: str, winner: Ranked, other: Ranked) -> str:

@@ -48,7 +48,7 @@ def _loss(row: Row, workload: Workload) -> str:
     if row.key == "fill":
         microbatches = counted(workload.microbatches, "microbatch")
         return f"the pipeline's fill and drain, with {microbatches} on pp {workload.config.parallel.pp}"
-    named = {"gemm": "products below the machine's peak", "unexplained": "not explained by the Events",
+    named = {"gemm": "GEMMs below the machine's peak", "unexplained": "not explained by the Events",
              "actions": "waits for single slow actions of other stages", "stages": "waits for longer stages",
              "pp": "messages between stages, and waits for them", "host": "the host's, between actions"}  # fmt: skip
     return named.get(row.key, ROWS[row.key])
@@ -121,7 +121,7 @@ def _remedies(key: str, workload: Workload) -> Iterator[Remedy]:
     config = workload.config
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     larger = Remedy({"train.global_batch_size": 4 * batch}, f"{4 * workload.microbatches} microbatches")
-    wider = Remedy({"train.micro_batch_size": 2 * micro}, "larger products, fewer launches")
+    wider = Remedy({"train.micro_batch_size": 2 * micro}, "larger GEMMs, fewer launches")
     if key == "fill":
         yield larger
         yield Remedy({"parallel.vpp": 2 * config.parallel.vpp}, "interleaved stages")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from labkit.plan.workload import Workload
 
 BEST = 10
 """Layouts that a search ranks."""
+DIFFERENCE = 0.06
+"""Half width of the interval of the ratio of two layouts' steps, as a logarithm: 80 % of pairs of published layouts of
+one run are within it (docs/scale.md). It is less than that of one step, since two layouts share much of their error."""
 _BOUNDS_PER_TRY = 4
 """Layouts whose `step_lower_bound` orders those that are tried, for each of them."""
 
@@ -53,9 +56,14 @@ class Ranked:
         return flops / self.prediction.seconds / self.workload.world_size
 
     @property
+    def peak(self) -> float:
+        """FLOP/s of one GPU at the peak of the type that the run computes in."""
+        return self.machine.peak_flops[computed_type(self.workload)]
+
+    @property
     def mfu(self) -> float:
-        """`flops_per_gpu` over the peak of the type that the run computes in."""
-        return self.flops_per_gpu / self.machine.peak_flops[computed_type(self.workload)]
+        """`flops_per_gpu` over `peak`."""
+        return self.flops_per_gpu / self.peak
 
     @property
     def bubble(self) -> float:
@@ -117,6 +125,8 @@ class Search:
     time_bound: np.ndarray = field(init=False)
     """Seconds (N,); infinite where the memory bound is too large."""
     counts: Counts = field(init=False)
+    ratio: float = field(default=1.0, init=False)
+    """Measured over predicted step of a layout (`calibrate`); all times of ranked layouts are multiplied with it."""
     _known: dict[int, Ranked | None] = field(default_factory=dict, init=False)
     """Layout -> its step; None if it does not fit."""
     _refined: dict[int, float] = field(default_factory=dict, init=False)
@@ -146,12 +156,13 @@ class Search:
     @property
     def simulated(self) -> list[Ranked]:
         """Every layout that was simulated so far."""
-        return [ranked for ranked in self._known.values() if ranked is not None]
+        return [self._calibrated(ranked) for ranked in self._known.values() if ranked is not None]
 
     def fastest_simulated(self, only: np.ndarray) -> Ranked | None:
         """Return the fastest of the layouts in a mask (N,) that were simulated so far; None if none was."""
         known = [ranked for place, ranked in self._known.items() if ranked is not None and only[place]]
-        return min(known, key=lambda ranked: ranked.prediction.seconds, default=None)
+        fastest = min(known, key=lambda ranked: ranked.prediction.seconds, default=None)
+        return None if fastest is None else self._calibrated(fastest)
 
     def best(self, count: int = BEST, only: np.ndarray | None = None, *, limit: float = np.inf,
              tries: int | None = None) -> list[Ranked]:  # fmt: skip
@@ -174,7 +185,25 @@ class Search:
                     self.progress("simulated", self.counts.simulated, self.counts.legal)
             if found:
                 break
-        return [ranked for _, place in found if (ranked := self._known[place]) is not None]
+        return [self._calibrated(ranked) for _, place in found if (ranked := self._known[place]) is not None]
+
+    def calibrate(self, only: np.ndarray, seconds: float) -> Ranked | None:
+        """Take the measured step of a layout; return its prediction, or None if no layout of the mask `only` fits.
+
+        From then on every step is multiplied by measured / predicted, and has the interval of a difference
+        (`DIFFERENCE`): what the layouts have in common, such as a GEMM rate, is corrected, and their order stays.
+        """
+        self.ratio = 1.0
+        found = self.best(1, only)
+        if not found:
+            return None
+        self.ratio = seconds / found[0].prediction.seconds
+        return found[0]
+
+    def _calibrated(self, ranked: Ranked) -> Ranked:
+        if self.ratio == 1.0:
+            return ranked
+        return replace(ranked, prediction=ranked.prediction.scaled(self.ratio, DIFFERENCE))
 
     def _candidates(self, only: np.ndarray | None, limit: float, tries: int | None) -> Iterator[np.ndarray]:
         """Yield the layouts in the order of `time_bound`: all at once, or with `tries` some first, and the others only

@@ -133,6 +133,8 @@ SOFTWARE = {
     )
 }
 """Name -> generation."""
+MEGATRON_OF_TODAY = ("megatron_core", "megatron_tp_overlap")
+"""Generations whose assumptions hold for a run that today's pretrain_gpt.py makes of a plan's arguments."""
 
 
 def software_of(name: str) -> Software:

@@ -12,7 +12,7 @@ The parts of a step are those of the critical rank, whose computation takes long
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -57,6 +57,17 @@ class StepPrediction:
         for kind, seconds in self.parts.items():
             lines.append(f"  {KINDS[kind]:<{width}} {seconds:10.4f} s {seconds / self.seconds:6.1%}")
         return "\n".join(lines)
+
+    def scaled(self, ratio: float, width: float) -> StepPrediction:
+        """Return it with all seconds but those of stages and timeline times `ratio`.
+
+        width: half width of its interval, as log(measured / predicted).
+        """
+        seconds = ratio * self.seconds
+        parts = {kind: ratio * spent for kind, spent in self.parts.items()}
+        return replace(
+            self, seconds=seconds, low=seconds * math.exp(-width), high=seconds * math.exp(width), parts=parts
+        )
 
     def explain(self, stage: int = 0) -> str:
         """Return every term of one stage's actions, with formula and inputs, and what comes after the pipeline."""

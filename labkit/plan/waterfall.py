@@ -79,6 +79,8 @@ class Waterfall:
     """Numbers of the steps whose mean the measured column is."""
     median: float
     """Median seconds of all steps that could be used."""
+    ends: tuple[float, float]
+    """Seconds of the shortest and of the longest of `steps`."""
     slowest: list[tuple[int, int, float]] = field(default_factory=list)
     """(global rank, pipeline rank, its computation over the lower median of its peers), the slowest first."""
     stage_loads: list[float] = field(default_factory=list)
@@ -113,7 +115,8 @@ def waterfall(workload: Workload, machine: Machine, steps: Mapping[int, Sequence
     schedule = schedule_of(workload.config, workload.microbatches)
     pipelines = pipelines_of(workload)
     predicted = predicted_rows(workload, machine, prediction)
-    chosen = middle_half({number: max(rank.total for rank in ranks) for number, ranks in steps.items()})
+    times = {number: max(rank.total for rank in ranks) for number, ranks in steps.items()}
+    chosen = middle_half(times)
     causes = [step_causes(steps[number], schedule, pipelines, sees_waits=sees_waits) for number in chosen]
     mean = {cause: fmean(each[cause] for each in causes) for cause in causes[0]}
     phases = all(rank.has_phases for number in chosen for rank in steps[number])
@@ -123,7 +126,6 @@ def waterfall(workload: Workload, machine: Machine, steps: Mapping[int, Sequence
     joint = _without_products(joint, products)
     measured = _measured_rows(mean, predicted, joint, _ideal(workload, machine), PRODUCTS * products)
     rows = [Row(key, predicted[key], measured[key]) for key in ROWS]
-    times = [max(rank.total for rank in ranks) for ranks in steps.values()]
     seconds = [all_actions(steps[number], schedule, pipelines) for number in chosen]
     loads = _loads(np.mean([each.computing + each.waiting for each in seconds], axis=(0, 1)), schedule)
     expected = _loads(_durations(prediction), schedule)
@@ -133,7 +135,8 @@ def waterfall(workload: Workload, machine: Machine, steps: Mapping[int, Sequence
         [keys for keys in joint.values() if len(keys) > 1],
         prediction,
         chosen,
-        median(times),
+        median(times.values()),
+        (min(times[number] for number in chosen), max(times[number] for number in chosen)),
         slowest,
         loads,
         expected,

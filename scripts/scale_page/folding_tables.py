@@ -30,7 +30,7 @@ def layout(workload: Workload) -> str:
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "vpp": parallel.vpp, "ep": parallel.ep,
              "etp": parallel.expert_tp}  # fmt: skip
     named_sizes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    return f"{'sharded' if workload.fsdp else ''} {named_sizes}".strip() or "dp alone"
+    return f"{'FSDP,' if workload.fsdp else ''} {named_sizes}".strip() or "dp alone"
 
 
 def foldings(prefix: str) -> str:

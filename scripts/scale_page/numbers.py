@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from statistics import median
 
 from fit_plan_rates import FITS
 from scale_page.belief import coverage, held_out
@@ -12,11 +13,16 @@ from scale_page.compared import Summary, left_out, planned_rows, summary, timed_
 from scale_page.megatron_tables import DAY, EPOCH, days_of
 from scale_page.memory_tables import recorded_counts, room
 from scale_page.pipeline_tables import bubble
+from scale_page.ranking_tables import differences, gaps, runs, share_of, single_errors
 
 from labkit.plan.flops import paper_step_flops
+from labkit.plan.search import DIFFERENCE
 
 A100 = ("arXiv 2104.04473", "arXiv 2205.05198", "MosaicML")
 """Sources of well-specified A100 rows."""
+
+MEGATRON = ("Megatron-Core README", "arXiv 2504.14960", "arXiv 2407.21783", "Megatron-Bridge")
+"""Sources of runs of Megatron on H100; none says all that decides the time."""
 
 
 @cache
@@ -31,6 +37,23 @@ def _every() -> Summary:
     found = summary(held_out())
     assert found is not None
     return found
+
+
+@cache
+def _h100() -> list[float]:
+    """Return the absolute errors of Megatron's rows on H100."""
+    rows = held_out(specified=False, sources=MEGATRON, gpus=("H100",))
+    return [abs(each.error) for each in rows]
+
+
+def _close() -> list[bool]:
+    """Return of each pair of layouts that differ by less than `DIFFERENCE` whether the plan orders it as published."""
+    return [
+        fast.predicted < slow.predicted
+        for run in runs()
+        for fast, slow in run.pairs
+        if slow.measured < (1 + DIFFERENCE) * fast.measured
+    ]
 
 
 def _petaflops(*, recompute: bool) -> float:
@@ -85,6 +108,19 @@ def numbers() -> dict[str, Callable[[], str]]:
         "worst guessed": lambda: f"{100 * max(abs(each.error) for each in held_out(specified=False)):.0f} %",
         "within 10": lambda: str(sum(abs(each.error) <= 0.1 for each in held_out())),
         "every inside": lambda: f"{100 * _every().inside:.0f} %",
+        "h100 count": lambda: str(len(_h100())),
+        "h100 within 10": lambda: str(sum(error <= 0.1 for error in _h100())),
+        "h100 within 25": lambda: str(sum(error <= 0.25 for error in _h100())),
+        "h100 worst": lambda: _percent(max(_h100())),
+        "runs": lambda: str(len(runs())),
+        "median gap": lambda: f"{100 * median(gaps()):.0f} %",
+        "close pairs": lambda: str(len(_close())),
+        "close right": lambda: str(sum(_close())),
+        "difference": lambda: f"{100 * DIFFERENCE:.0f} %",
+        "pairs": lambda: str(len(differences())),
+        "pair error": lambda: _percent(share_of(differences())),
+        "single error": lambda: _percent(share_of(single_errors())),
+        "independent error": lambda: _percent(2**0.5 * share_of(single_errors())),
         "2019 inside": lambda: coverage(held_out(sources=("arXiv 1909",))),
         "PFLOP/s with": lambda: f"{_petaflops(recompute=True):.1f}",
         "PFLOP/s without": lambda: f"{_petaflops(recompute=False):.1f}",

@@ -7,6 +7,7 @@ The machines hold what it prints. The limits here leave slack to what was reache
 from __future__ import annotations
 
 import csv
+import importlib
 import math
 import statistics
 from pathlib import Path
@@ -20,6 +21,7 @@ from labkit.plan.layer_times import layer_passes
 from labkit.plan.layout import layout_of
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import RULES, planned, read_published
+from labkit.plan.search import DIFFERENCE
 from labkit.plan.step_time import predict_step
 from labkit.plan.workload import Workload
 
@@ -74,6 +76,16 @@ def test_other_rows_kept_out_of_the_fit(load_script, source, machine, least, mea
     errors = [abs(error(row)) for row in rows]
     assert len(rows) >= least
     assert statistics.fmean(errors) < mean and max(errors) < worst
+
+
+def test_the_fastest_published_layout_is_ranked_first(load_script, monkeypatch):
+    """Runs of which several layouts were published: the plan's first is the fastest, and differences are in bounds."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    ranking = importlib.import_module("scale_page.ranking_tables")
+    runs = ranking.runs()
+    assert len(runs) >= 40 and sum(run.lost < 0.001 for run in runs) >= 0.85 * len(runs)
+    assert max(run.lost for run in runs) < 0.06 and ranking.kendall(runs) > 0.8
+    assert 0.8 * DIFFERENCE < ranking.share_of(ranking.differences()) < DIFFERENCE
 
 
 def test_no_constant_belongs_to_a_row(load_script):

@@ -181,7 +181,7 @@ def test_without_jupyter_a_missing_package_is_one_line(lab, monkeypatch, capsys)
     ("words", "completed"),
     [
         ("labkit comp", ["completion"]),
-        ("labkit train --preset llama", ["llama_tiny", "llama3_8b"]),
+        ("labkit train --preset llama", ["llama_tiny", "llama3_8b", "llama3_70b", "llama3_405b"]),
         ("labkit train --parallel.t", ["--parallel.tp"]),
         ("labkit train --num-l", ["--num-layers", "--num-layers-per-virtual-pipeline-stage"]),
         ("labkit train --position-embedding-type ro", ["rope"]),

@@ -59,7 +59,13 @@ def test_parameters_of_every_rank(model: ModelConfig, moe: MoEConfig, layout: st
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("mixtral_8x7b", "46.7", "12.9"), ("deepseek_moe_16b", "16.4", "2.8"), ("llama3_8b", "8.0", "8.0")],  # billions
+    [
+        ("mixtral_8x7b", "46.7", "12.9"),
+        ("deepseek_moe_16b", "16.4", "2.8"),
+        ("llama3_8b", "8.0", "8.0"),
+        ("llama3_70b", "70.6", "70.6"),
+        ("llama3_405b", "405.9", "405.9"),
+    ],  # billions
 )
 def test_released_models_have_their_size(name: str, total: str, active: str) -> None:
     config = presets.get(name)

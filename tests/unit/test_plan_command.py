@@ -66,7 +66,7 @@ def test_each_column_has_one_line_and_all_has_every_value(capsys):
     columns = [[line.split()[0] for line in each if line] for each in lines]
     assert len(set(columns[0])) == len(columns[0]) and set(columns[0]) == set(columns[1]) and len(columns[1]) > 12
     assert any("; best: tp=" in line for line in lines[1]) and not any("best: " in line for line in lines[0])
-    assert short.splitlines()[4].split()[:2] == ["tp", "pp"] and "sharded: the distributed optimizer" in short
+    assert short.splitlines()[4].split()[:2] == ["tp", "pp"] and "dist-opt: the distributed optimizer" in short
 
 
 def test_fields_that_are_given_stay(capsys):
@@ -75,15 +75,32 @@ def test_fields_that_are_given_stay(capsys):
         assert (each["layout"]["tp"], each["layout"]["pp"], each["layout"]["recompute"]) == (2, 2, "full")
 
 
-def test_what_is_recomputed_is_counted_as_executed(capsys):
-    assert "executed" not in run(capsys, *TINY, "--only", "recompute=none")
-    lines = run(capsys, *TINY, "--only", "recompute=full").splitlines()
+def test_hfu_counts_what_is_recomputed(capsys):
+    larger = [*TINY[:6], "table1_1_2b", *TINY[7:], "--global-batch-size", "8"]
+    assert "HFU" not in run(capsys, *larger, "--only", "recompute=none")
+    lines = run(capsys, *larger, "--only", "recompute=full").splitlines()
     header = next(number for number, line in enumerate(lines) if "s/step" in line)
     names = lines[header].replace("80 % interval", "low to high").split()
     for line in lines[header + 1 : header + 4]:
         cells = dict(zip(names, line.split()[1:], strict=True))
-        assert 1.2 < float(cells["executed"]) / float(cells["TFLOP/s"]) < 4 / 3  # all but embedding and logits
-    assert "as most papers up to 2022 count them" in "".join(lines)
+        assert (
+            1.2 < float(cells["HFU"].rstrip("%")) / float(cells["MFU"].rstrip("%")) < 4 / 3
+        )  # all but embedding and logits
+    assert "as most papers up to 2022 count" in "".join(lines)
+
+
+def test_a_measured_step_scales_all_and_keeps_their_order(capsys):
+    plain = json.loads(run(capsys, *TINY, "--json"))["best"]
+    layout = "tp=1,pp=1,dp=8,micro_batch=2,dist-opt=false,recompute=none"
+    before = json.loads(run(capsys, *TINY, "--only", layout, "--json"))["best"][0]["seconds"]
+    scaled = json.loads(run(capsys, *TINY, "--measured", f"{layout}:{2 * before}", "--json"))["best"]
+    assert [each["layout"] for each in scaled] == [each["layout"] for each in plain]
+    for each, other in zip(scaled, plain, strict=True):
+        assert each["seconds"] == pytest.approx(2 * other["seconds"])
+        assert sum(each["parts"].values()) == pytest.approx(each["seconds"])
+        assert each["high"] / each["seconds"] < 1.1 < other["high"] / other["seconds"]
+    out = run(capsys, *TINY, "--measured", f"{layout}: {2 * before} s")
+    assert "times 2.000" in out and "outside its interval; look whether" in out
 
 
 @pytest.mark.parametrize(
@@ -102,7 +119,7 @@ def test_why_explains_a_layout(capsys, layout, words):
 
 def test_why_shows_what_a_layout_lacks(capsys):
     large = ["plan", "--machine", "a100", "--gpus", "64", "--preset", "mixtral_8x7b", "--global-batch-size", "64"]
-    out = run(capsys, *large, "--why", "pp=1,ep=1,tp=1,etp=1,sharded=false")
+    out = run(capsys, *large, "--why", "pp=1,ep=1,tp=1,etp=1,dist-opt=false")
     assert "none of which fits" in out and "optimizer" in out and "in all" in out
 
 
@@ -127,6 +144,25 @@ def test_arguments_of_megatron_are_written_and_read_back(capsys, tmp_path: Path)
     assert [each["seconds"] for each in found["best"]] == [each["seconds"] for each in same["best"]]
 
 
+def test_arguments_of_megatron_say_what_the_plan_assumed(capsys, tmp_path: Path):
+    """--tp-comm-overlap needs sequence parallelism, and is not given without it."""
+    script = tmp_path / "args.sh"
+    words = [*TINY, "--tp", "2", "--software", "megatron_tp_overlap", "--write-megatron", str(script)]
+    out = run(capsys, *words, "--only", "sp=true")
+    assert "--tokenizer-type" in out and "CUDA_DEVICE_MAX_CONNECTIONS=1" in out
+    assert {"--tp-comm-overlap", "--sequence-parallel", "--attention-backend auto"} <= set(
+        script.read_text().split("\n")
+    )
+    back = run(capsys, "plan", "--machine", "h100", "--gpus", "8", "--megatron-args", str(script))
+    assert back.splitlines()[1].endswith("megatron_tp_overlap")
+    run(capsys, *words, "--only", "sp=false")
+    assert "--tp-comm-overlap" not in script.read_text()
+    run(capsys, *TINY[:-1], "fp16", "--write-megatron", str(script), "--only", "tp=1")
+    assert "--accumulate-allreduce-grads-in-fp32" in script.read_text()
+    code, err = refused(capsys, *TINY, "--software", "torchtitan", "--write-megatron", str(script))
+    assert code == 2 and "the plan is for torchtitan" in err and "megatron_core or megatron_tp_overlap" in err
+
+
 @pytest.mark.parametrize("name", ["table1_8_3b", "llama_tiny", "deepseek_moe_16b", "gpt2_124m"])
 def test_megatron_reads_the_model_and_layout_that_were_written(name, tmp_path: Path):
     from labkit.config import yaml_text
@@ -143,7 +179,8 @@ def test_megatron_reads_the_model_and_layout_that_were_written(name, tmp_path: P
     assert back.train.global_batch_size == config.train.global_batch_size
     for field in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_length", "vocab_size", "position", "norm",
                   "activation", "bias", "untie_embeddings_and_output_weights", "recompute_granularity",
-                  "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout"):  # fmt: skip
+                  "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "rope_theta", "norm_eps",
+                  "attention_backend"):  # fmt: skip
         assert getattr(back.model, field) == getattr(config.model, field), field
     for field in ("num_experts", "top_k", "ffn_hidden", "shared_expert_ffn_hidden", "layer_freq", "dispatcher"):
         assert getattr(back.moe, field) == getattr(config.moe, field), field
@@ -279,6 +316,10 @@ def test_a_machine_with_a_negative_bandwidth_is_one_error(capsys, tmp_path: Path
         ("--machine h100 --gpus 8 --preset tiny --only tq=2", 2, "'tq' is no part of a layout"),
         ("--machine h100 --gpus 8 --preset tiny --schedule.name gpipe", 2, "not searched; choose one of"),
         ("--machine h100 --gpus 8 --preset tiny --plot a.txt", 2, "its name ends with one of .png, .svg, .pdf"),
+        ("--machine h100 --gpus 8 --preset tiny --precision bf16 --measured tp=2", 2, "as in tp=8,pp=4:5.3"),
+        ("--machine h100 --gpus 8 --preset tiny --precision bf16 --measured tp=2:-1", 2, "a layout and its seconds"),
+        ("--machine h100 --gpus 8 --preset tiny --precision bf16 --measured tp=3:1", 2, "multiple of parallel.tp = 3"),
+        ("--machine v100 --gpus 8 --preset llama3_8b --precision fp16 --measured tp=1,pp=1:9", 2, "it does not fit"),
         ("--rows missing.csv", 2, "--rows 'missing.csv': no such file"),
         ("--rows pyproject.toml", 2, "has no column source"),
         ("--rows pyproject.toml --machine h100 --preset tiny", 2, "--machine: a row of a table has its own"),

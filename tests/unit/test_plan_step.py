@@ -131,6 +131,20 @@ def test_tensor_parallelism_beyond_a_node_is_slow():
     assert beyond.parts["tp"] > 2 * inside.parts["tp"]
 
 
+def test_only_sequence_parallelism_overlaps_with_gemms():
+    """Transformer Engine splits all-gathers and reduce-scatters beside a GEMM; an all-reduce stays whole."""
+    plain, sharded = (
+        [
+            predict_step(
+                work(8, parallel__tp=8, parallel__sequence_parallel=sp, model__hidden=8192, software=name), H100
+            ).parts["tp"]
+            for name in ("megatron_core", "megatron_tp_overlap")
+        ]
+        for sp in (False, True)
+    )
+    assert plain[1] >= plain[0] and sharded[1] < 0.7 * sharded[0]
+
+
 def test_overlap_hides_the_reduction_of_gradients():
     late = predict_step(work(64, batch=256, optim__overlap_grad_reduce=False), H100)
     early = predict_step(work(64, batch=256), H100)

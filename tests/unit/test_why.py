@@ -257,10 +257,14 @@ def test_products_are_measured_where_their_gradients_have_events():
     steps = {
         number: [rank._replace(products=m * gradients) for rank in ranks] for number, ranks in steps_of(work).items()
     }
-    rows = {row.key: row.measured for row in waterfall(work, H100, steps, sees_waits=True).rows}
+    found = waterfall(work, H100, steps, sees_waits=True).rows
+    rows = {row.key: row.measured for row in found}
     attention = step_flops(work.config.model, samples=4).attention / H100.peak_flops["fp32"] / 2
     assert rows["gemm"] + rows["ideal"] - attention == pytest.approx(1.5 * m * gradients)
     assert sum(rows[key] for key in ("ideal", *COMPUTE)) == pytest.approx(m * (F + B))
+    whole = {row.key: np.array(row[1:]) + attention * (row.key == "attention") for row in found}
+    ratios = [whole[key][1] / whole[key][0] for key in ("attention", "memory", "launch")]
+    assert ratios == pytest.approx([ratios[0]] * 3)  # split in the proportions of whole times
 
 
 def test_the_middle_half_leaves_out_the_disturbed_steps():
@@ -341,7 +345,8 @@ def test_the_command_prints_a_table_that_adds_up(folder, capsys):
         "4 ranks, tp 2 x pp 2, 4 microbatches; predicted for H100 DGX" in said
         and "mean of steps 4 to 5, the middle half" in said
     )
-    assert "~ measured together, and split as predicted: GEMM" in said and "no published run is near" in said
+    assert "~ only the sum of these is measured: " in said and "a part of GEMMs and attention is in" in said
+    assert "no published run is near" in said
     assert plot.stat().st_size > 10_000
     assert main(["why", str(folder), "--machine", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

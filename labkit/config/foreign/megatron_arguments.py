@@ -1,6 +1,6 @@
 """A configuration as arguments of Megatron-LM's pretrain_gpt.py: model, layout, batch and precision.
 
-`labkit.config.foreign.megatron` reads them back. Data, checkpoints and logging are left to the user.
+`labkit.config.foreign.megatron` reads them back. Data, checkpoints and logging are left to the user (`NOT_WRITTEN`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,15 @@ from labkit.config.run_config import RunConfig
 
 SCHEDULES_OF_MEGATRON = ("auto", "1f1b", "interleaved")
 """Schedules that pretrain_gpt.py runs."""
+NOT_WRITTEN = (
+    "the tokenizer (--tokenizer-type, --tokenizer-model) and data (--data-path, --split)",
+    "checkpoints (--save, --load, --save-interval), logging and evaluation (--eval-iters)",
+    "the optimizer beside --lr: decay, warm-up, weight decay, betas, clipping",
+)
+"""What pretrain_gpt.py also needs, in words."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS=1"
+"""With tp or cp above 1 on GPUs before Blackwell, communication overlaps in the planned order only with this
+environment variable; Megatron-LM stops without it under sequence parallelism."""
 _VALUES = {
     "num-layers": "model.layers",
     "hidden-size": "model.hidden",
@@ -22,6 +31,7 @@ _VALUES = {
     "make-vocab-size-divisible-by": "model.make_vocab_size_divisible_by",
     "attention-dropout": "model.attention_dropout",
     "hidden-dropout": "model.hidden_dropout",
+    "norm-epsilon": "model.norm_eps",
     "tensor-model-parallel-size": "parallel.tp",
     "pipeline-model-parallel-size": "parallel.pp",
     "context-parallel-size": "parallel.cp",
@@ -41,6 +51,8 @@ _VALUES_OF_EXPERTS = {
     "expert-tensor-parallel-size": "parallel.expert_tp",
     "moe-token-dispatcher-type": "moe.dispatcher",
 }
+_ATTENTION = {"fused": "auto", "cudnn": "fused", "flash": "flash", "unfused": "unfused"}
+"""Kernel of `model.attention_backend` -> --attention-backend; Megatron-LM has no other."""
 _SWITCHES = {
     "swiglu": ("model.activation", "swiglu"),
     "disable-bias-linear": ("model.bias", False),
@@ -49,6 +61,7 @@ _SWITCHES = {
     "use-distributed-optimizer": ("optim.distributed_optimizer", True),
     "overlap-grad-reduce": ("optim.overlap_grad_reduce", True),
     "overlap-param-gather": ("optim.overlap_param_gather", True),
+    "grad-reduce-in-bf16": ("optim.grad_reduce_in_bf16", True),
     "bf16": ("optim.precision", "bf16"),
     "fp16": ("optim.precision", "fp16"),
 }
@@ -60,12 +73,17 @@ _WORDS = {
 """Flag -> the field, and Megatron-LM's words for its values."""
 
 
-def megatron_arguments(config: RunConfig) -> str:
-    """Return the arguments, one to a line. `config` has a schedule of `SCHEDULES_OF_MEGATRON`."""
+def megatron_arguments(config: RunConfig, *, overlaps_tensor_parallel: bool = False) -> str:
+    """Return the arguments, one to a line. `config` has a schedule of `SCHEDULES_OF_MEGATRON`.
+
+    overlaps_tensor_parallel: collectives of sequence parallelism run beside GEMMs (--tp-comm-overlap).
+    """
     model, moe, parallel = config.model, config.moe, config.parallel
     given = {flag: _of(config, name) for flag, name in _VALUES.items()}
     given |= {flag: words[_of(config, name)] for flag, (name, words) in _WORDS.items()}
     given |= {flag: True for flag, (name, value) in _SWITCHES.items() if _of(config, name) == value}
+    if model.position == "rope":
+        given["rotary-base"] = int(model.rope_theta)
     if model.kv_heads is not None:
         given |= {"group-query-attention": True, "num-query-groups": model.kv_heads}
     if moe.num_experts:
@@ -79,6 +97,13 @@ def megatron_arguments(config: RunConfig) -> str:
         given |= {"recompute-method": model.recompute_method, "recompute-num-layers": model.recompute_num_layers}
     if model.recompute_granularity == "selective":
         given["recompute-modules"] = " ".join(model.recompute_modules)
+    given["attention-backend"] = _ATTENTION.get(model.attention_backend)
+    if parallel.cp > 1:
+        given["cp-comm-type"] = parallel.cp_comm_type.replace("_", "")
+    if overlaps_tensor_parallel and parallel.sequence_parallel:
+        given["tp-comm-overlap"] = True
+    if config.optim.precision == "fp16" and not config.optim.grad_reduce_in_bf16:
+        given["accumulate-allreduce-grads-in-fp32"] = True
     if config.optim.fp8 != "none":
         given |= {"fp8-format": config.optim.fp8, "fp8-recipe": _fp8_recipe(config)}
     if model.activation == "gelu" and model.bias:

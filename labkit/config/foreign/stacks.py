@@ -9,7 +9,7 @@ import json
 import os
 import pkgutil
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -68,6 +68,11 @@ def convert(paths: Sequence[str | os.PathLike[str]], stack: str | None = None) -
         why = f"the bundled text has {bundled} tokens; name the file of a tokenizer with {size}, {advice}"
         found.note(YOURS, "data.tokenizer", why)
     return Converted(as_yaml(config, found), found.report())
+
+
+def keys_of(path: str | os.PathLike[str], stack: str) -> Mapping[str, Any]:
+    """Return the keys of a file of a stack that `convert` reads, as the stack names them, with their values."""
+    return _stack(stack).keys(_contents(os.fspath(path)))
 
 
 def _read(path: str, stack: str | None) -> Conversion:
