@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from matplotlib.ticker import LogLocator, NullLocator
 
 from labkit.config.errors import counted
 from labkit.plan.terms import KINDS
@@ -64,11 +67,13 @@ def step_parts(
         fig = new_figure(7.2, 1.3 + 0.36 * len(bars))
         axes = fig.subplots()
         lengths = [parts_bar(axes, place, parts) for place, parts in enumerate(scaled.values())]
-        for place, name in enumerate(bars):
+        for place, (name, length) in enumerate(zip(bars, lengths, strict=True)):
+            axes.text(length, place, f" {length:.3g}", va="center", fontsize=8)
             if measured and name in measured:
                 axes.plot(measured[name] / unit, place, ls="", marker="D", ms=7, color="#000000",
                           zorder=5)  # fmt: skip
         axes.set_yticks(range(len(bars)), list(bars))
+        axes.set_xlim(0, 1.08 * max([*lengths, *(seconds / unit for seconds in (measured or {}).values())]))
         axes.invert_yaxis()
         axes.set_xlabel(f"{unit_name}{'; diamonds: measured' if measured else ''}")
         fig.legend(handles=parts_legend(list(scaled.values())), loc="outside upper center", ncols=4)
@@ -79,28 +84,38 @@ def step_parts(
 def roofline(
     measured: Mapping[int, float], predicted: Mapping[int, float], *, label: str, peak: float
 ) -> Figure:  # fmt: skip
-    """Draw the measured rate of a product by its number of rows as dots over the predicted rates as a line.
+    """Draw the measured rate of a GEMM by its number of rows as dots below the predicted rates as a line.
 
-    measured, predicted: rows -> FLOP/s. label: what has these rows. peak: FLOP/s that no product exceeds.
+    measured: rows -> FLOP/s. predicted: the same for these rows and perhaps for more, which make the line smooth.
+    label: what has these rows. peak: FLOP/s of the flat part. The gap between dots and line is shaded.
     """
+    line = sorted(predicted)
     with styled():
         fig = new_figure(7.2, 3.0)
         axes = fig.subplots()
-        axes.plot(list(predicted), [rate / 1e9 for rate in predicted.values()], color=SEQUENCE[1], lw=1.6,
+        axes.plot(line, [predicted[rows] / 1e9 for rows in line], color=SEQUENCE[1], lw=1.6,
                   label="predicted from two constants")  # fmt: skip
+        axes.fill_between(list(measured), [rate / 1e9 for rate in measured.values()],
+                          [predicted[rows] / 1e9 for rows in measured], color=SEQUENCE[1], alpha=0.15,
+                          linewidth=0)  # fmt: skip
         axes.plot(list(measured), [rate / 1e9 for rate in measured.values()], ls="", marker="o", color=SEQUENCE[0],
                   label="measured")  # fmt: skip
         axes.axhline(peak / 1e9, color=INK, lw=0.8, ls=":")
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(measured), [str(rows) for rows in measured])
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlabel(label)
         axes.set_ylabel("GFLOP/s")
         axes.legend(loc="lower right")
     first, last = min(measured), max(measured)
-    return Figure(fig, f"With {first} row the product reaches {measured[first] / 1e9:.3g} GFLOP/s, with {last} rows "
+    worst = max(measured, key=lambda rows: abs(math.log(predicted[rows] / measured[rows])))
+    return Figure(fig, f"With {first} row the GEMM reaches {measured[first] / 1e9:.3g} GFLOP/s, with {last} rows "
                   f"{measured[last] / 1e9:.3g}; the line predicts {predicted[first] / 1e9:.3g} and "
-                  f"{predicted[last] / 1e9:.3g}.")  # fmt: skip
+                  f"{predicted[last] / 1e9:.3g}. It is furthest off at {worst} rows, by a factor of "
+                  f"{predicted[worst] / measured[worst]:.2g}.")  # fmt: skip
 
 
 class Rate(NamedTuple):
