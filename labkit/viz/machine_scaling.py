@@ -53,12 +53,12 @@ def parts_legend(bars: Sequence[Mapping[str, float]]) -> list[Any]:
 
 def step_parts(
     bars: Mapping[str, Mapping[str, float]], *, measured: Mapping[str, float] | None = None, unit: float = 1.0,
-    unit_name: str = "s",
+    unit_name: str = "s", what: str = "prediction",
 ) -> Figure:  # fmt: skip
-    """Draw where the predicted time of each run goes as a stacked bar, and what was measured as a diamond.
+    """Draw where the time of each run goes as a stacked bar, predicted or not, and what was measured as a diamond.
 
     bars: name -> seconds by kind (`labkit.plan.terms.KINDS`). measured: name -> measured seconds. unit, unit_name: what
-    the axis counts in, such as 1e-3 and `ms`. Raises ValueError without bars.
+    the axis counts in, such as 1e-3 and `ms`. what: what a bar is. Raises ValueError without bars.
     """
     if not bars:
         raise ValueError("step_parts needs at least one run with its parts")
@@ -68,17 +68,18 @@ def step_parts(
         axes = fig.subplots()
         lengths = [parts_bar(axes, place, parts) for place, parts in enumerate(scaled.values())]
         for place, (name, length) in enumerate(zip(bars, lengths, strict=True)):
-            axes.text(length, place, f" {length:.3g}", va="center", fontsize=8)
+            end = max(length, measured[name] / unit if measured and name in measured else 0.0)
+            axes.text(end, place, f"  {length:.3g}", va="center", fontsize=8)
             if measured and name in measured:
                 axes.plot(measured[name] / unit, place, ls="", marker="D", ms=7, color="#000000",
                           zorder=5)  # fmt: skip
         axes.set_yticks(range(len(bars)), list(bars))
-        axes.set_xlim(0, 1.08 * max([*lengths, *(seconds / unit for seconds in (measured or {}).values())]))
+        axes.set_xlim(0, 1.1 * max([*lengths, *(seconds / unit for seconds in (measured or {}).values())]))
         axes.invert_yaxis()
         axes.set_xlabel(f"{unit_name}{'; diamonds: measured' if measured else ''}")
         fig.legend(handles=parts_legend(list(scaled.values())), loc="outside upper center", ncols=4)
     told = ", ".join(f"{name} {length:.3g} {unit_name}" for name, length in zip(bars, lengths, strict=True))
-    return Figure(fig, f"{counted(len(bars), 'prediction')}: {told}.")
+    return Figure(fig, f"{counted(len(bars), what)}: {told}.")
 
 
 def roofline(

@@ -61,10 +61,10 @@ HUNT = Hunt(
                 },
                 "factor": _FACTOR,
             },
-            "Gb/s were divided by 8 twice, so InfiniBand had an eighth of its bandwidth. The four rows without replicas "
-            "were exactly right, which rules out everything that a single node uses. Among the others the larger "
-            "models suffered most: with tp 8 only two of a node's sixteen GPUs are in the same ring of replicas, so a "
-            "ring has two adapters, where tp 1 has sixteen.",
+            "Gb/s were divided by 8 twice, so InfiniBand had an eighth of its bandwidth. The four rows without "
+            "replicas were exactly right, which rules out everything that a single node uses. Among the others the "
+            "larger models suffered most: with tp 8 only two of a node's sixteen GPUs are in the same ring of "
+            "replicas, so a ring has the share of two GPUs in the node's adapters, where tp 1 has all of them.",
         ),
         Fault(
             "node",

@@ -12,6 +12,9 @@ from labkit.train.calibration.timing import nothing
 
 WARM_UP = 5
 """Rounds that do not count."""
+TICK = 0.5e-3
+"""Seconds. Rounds begin at multiples of it on the clock that all processes of a machine share, because ranks leave a
+barrier at different times: one may have to be woken."""
 Times = list[list[float]]
 """For each round, the seconds from its start to the end of each stage."""
 
@@ -19,19 +22,28 @@ Times = list[list[float]]
 def rounds(*stages: Callable[[], Any], group: Group, count: int, wait: Callable[[], Any] = nothing) -> Times:
     """Run the stages one after the other in each round, and return when each ended. Every rank of the group calls this.
 
+    group: ranks of one machine, whose clock they share.
     wait: waits until the device has done its work, such as `torch.cuda.synchronize`.
     """
     found: Times = []
     for _ in range(WARM_UP + count):
         wait()
         barrier(group)
-        start, ends = perf_counter(), []
+        start, ends = _next_tick(), []
         for stage in stages:
             stage()
             wait()
             ends.append(perf_counter() - start)
         found.append(ends)
     return found[WARM_UP:]
+
+
+def _next_tick() -> float:
+    """Wait for the tick after next, without sleeping, and return it."""
+    start = (perf_counter() // TICK + 2) * TICK
+    while perf_counter() < start:
+        pass
+    return start
 
 
 def best_round(by_rank: Sequence[Times]) -> list[float]:
