@@ -464,7 +464,10 @@ EXTREMES = [
         "21_scaling_laws_of_the_machine",
         {"world_size": 4, "machine": "v100", "gpus": 64, "preset": "table1_8_3b", "hunt": 0},
     ),
-    ("21_scaling_laws_of_the_machine", {"machine": "a100", "gpus": 128, "preset": "table1_4_2b", "hunt": 99}),
+    (
+        "21_scaling_laws_of_the_machine",
+        {"world_size": 2, "machine": "a100", "gpus": 128, "preset": "table1_4_2b", "hunt": 99},
+    ),
     ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6, "hunt": 0}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6, "hunt": 2}),
     (

@@ -1,4 +1,4 @@
-"""Rounds that all ranks begin together: what each stage of a call takes on each rank, and on the slowest one."""
+"""Rounds that the ranks of a machine begin together: how long each stage of a call takes until the last rank is done."""
 
 from __future__ import annotations
 
@@ -12,45 +12,39 @@ from labkit.train.calibration.timing import nothing
 
 WARM_UP = 5
 """Rounds that do not count."""
-TICK = 0.5e-3
-"""Seconds. Rounds begin at multiples of it on the clock that all processes of a machine share, because ranks leave a
-barrier at different times: one may have to be woken."""
 Times = list[list[float]]
-"""For each round, the seconds from its start to the end of each stage."""
+"""For each round when it began and when each stage ended, in seconds on the clock that a machine's processes share."""
 
 
 def rounds(*stages: Callable[[], Any], group: Group, count: int, wait: Callable[[], Any] = nothing) -> Times:
-    """Run the stages one after the other in each round, and return when each ended. Every rank of the group calls this.
+    """Run the stages one after the other in each round. Every rank of the group calls this.
 
-    group: ranks of one machine, whose clock they share.
-    wait: waits until the device has done its work, such as `torch.cuda.synchronize`.
+    group: ranks of one machine. wait: waits until the device has done its work, such as `torch.cuda.synchronize`.
     """
     found: Times = []
     for _ in range(WARM_UP + count):
         wait()
         barrier(group)
-        start, ends = _next_tick(), []
+        times = [perf_counter()]
         for stage in stages:
             stage()
             wait()
-            ends.append(perf_counter() - start)
-        found.append(ends)
+            times.append(perf_counter())
+        found.append(times)
     return found[WARM_UP:]
 
 
-def _next_tick() -> float:
-    """Wait for the tick after next, without sleeping, and return it."""
-    start = (perf_counter() // TICK + 2) * TICK
-    while perf_counter() < start:
-        pass
-    return start
-
-
 def best_round(by_rank: Sequence[Times]) -> list[float]:
-    """Return when each stage of the quickest round ended on its slowest rank.
+    """Return the seconds of each stage in the quickest round; whatever disturbs a round only makes it longer.
 
-    A round is as long as its slowest rank. Whatever disturbs a round only makes it longer, so the quickest one is the
-    closest to the machine.
+    The first stage takes what it takes on the slowest rank, although one rank may have left the barrier late. Each
+    later stage lasts from the moment when the last rank enters it until the last one is done.
     """
-    slowest = [[max(ends) for ends in zip(*of_round, strict=True)] for of_round in zip(*by_rank, strict=True)]
-    return min(slowest, key=lambda ends: ends[-1])
+    return min((_seconds(times) for times in zip(*by_rank, strict=True)), key=sum)
+
+
+def _seconds(times: Sequence[Sequence[float]]) -> list[float]:
+    """Return the seconds of each stage of one round, from the times of all ranks."""
+    last = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+    first = max(ends[1] - ends[0] for ends in times)
+    return [first, *(end - before for before, end in zip(last[1:], last[2:], strict=False))]
