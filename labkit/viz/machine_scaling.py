@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.ticker import LogLocator, NullLocator
 
 from labkit.config.errors import counted
@@ -68,15 +69,16 @@ def step_parts(
         axes = fig.subplots()
         lengths = [parts_bar(axes, place, parts) for place, parts in enumerate(scaled.values())]
         for place, (name, length) in enumerate(zip(bars, lengths, strict=True)):
-            end = max(length, measured[name] / unit if measured and name in measured else 0.0)
-            axes.text(end, place, f"  {length:.3g}", va="center", fontsize=8)
-            if measured and name in measured:
-                axes.plot(measured[name] / unit, place, ls="", marker="D", ms=7, color="#000000",
+            found = measured[name] / unit if measured and name in measured else None
+            told = f"{length:.3g}" if found is None else f"{found - length:+.2g}"
+            axes.text(max(length, found or 0.0), place, f"   {told}", va="center", fontsize=8)
+            if found is not None:
+                axes.plot(found, place, ls="", marker="D", ms=7, color="#000000",
                           zorder=5)  # fmt: skip
         axes.set_yticks(range(len(bars)), list(bars))
         axes.set_xlim(0, 1.1 * max([*lengths, *(seconds / unit for seconds in (measured or {}).values())]))
         axes.invert_yaxis()
-        axes.set_xlabel(f"{unit_name}{'; diamonds: measured' if measured else ''}")
+        axes.set_xlabel(f"{unit_name}{'; diamonds: measured, and how much more that is' if measured else ''}")
         fig.legend(handles=parts_legend(list(scaled.values())), loc="outside upper center", ncols=4)
     told = ", ".join(f"{name} {length:.3g} {unit_name}" for name, length in zip(bars, lengths, strict=True))
     return Figure(fig, f"{counted(len(bars), what)}: {told}.")
@@ -96,9 +98,9 @@ def roofline(
         axes = fig.subplots()
         axes.plot(line, [predicted[rows] / 1e9 for rows in line], color=SEQUENCE[1], lw=1.6,
                   label="predicted from two constants")  # fmt: skip
-        axes.fill_between(list(measured), [rate / 1e9 for rate in measured.values()],
-                          [predicted[rows] / 1e9 for rows in measured], color=SEQUENCE[1], alpha=0.15,
-                          linewidth=0)  # fmt: skip
+        dots = np.interp(np.log(line), np.log(list(measured)), np.log(list(measured.values())))
+        axes.fill_between(line, np.exp(dots) / 1e9, [predicted[rows] / 1e9 for rows in line], color=SEQUENCE[1],
+                          alpha=0.15, linewidth=0)  # fmt: skip
         axes.plot(list(measured), [rate / 1e9 for rate in measured.values()], ls="", marker="o", color=SEQUENCE[0],
                   label="measured")  # fmt: skip
         axes.axhline(peak / 1e9, color=INK, lw=0.8, ls=":")

@@ -1,8 +1,9 @@
-"""Rounds that the ranks of a machine begin together: how long each stage of a call takes until the last rank is done."""
+"""Rounds that the ranks of a machine begin together, and how long each stage takes until the last rank is done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -47,4 +48,4 @@ def _seconds(times: Sequence[Sequence[float]]) -> list[float]:
     """Return the seconds of each stage of one round, from the times of all ranks."""
     last = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
     first = max(ends[1] - ends[0] for ends in times)
-    return [first, *(end - before for before, end in zip(last[1:], last[2:], strict=False))]
+    return [first, *(end - before for before, end in pairwise(last[1:]))]
