@@ -21,11 +21,12 @@ from functools import lru_cache
 from labkit.config import ModelConfig, MoEConfig
 from labkit.plan.expert_times import add_experts
 from labkit.plan.kernels import fused_attention, memory_bound, software_rate
-from labkit.plan.layout import Layout
+from labkit.plan.layout import Layout, layout_of
 from labkit.plan.machine import Machine
 from labkit.plan.pieces import Passes, Pieces, Terms
 from labkit.plan.sizes import fc1_width, ffn_width, kv_width, qkv_width
 from labkit.plan.terms import Term
+from labkit.plan.workload import Workload
 
 
 def layer_passes(model: ModelConfig, moe: MoEConfig | None, layout: Layout, machine: Machine) -> Passes:
@@ -43,6 +44,12 @@ def _layer_passes(model: ModelConfig, moe: MoEConfig | None, layout: Layout, mac
         first.weight_grad + second.weight_grad,
         repeated_terms(model, layout, forward),
     )
+
+
+def layer_terms(workload: Workload, machine: Machine) -> Terms:
+    """Return every kernel of the forward and backward of one layer without experts."""
+    passes = layer_passes(workload.config.model, None, layout_of(workload), machine)
+    return (*passes.forward, *passes.input_grad, *passes.weight_grad)
 
 
 def attention_half(model: ModelConfig, layout: Layout, machine: Machine) -> Passes:

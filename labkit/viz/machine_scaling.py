@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.ticker import LogLocator, NullLocator
 
 from labkit.config.errors import counted
 from labkit.plan.terms import KINDS
@@ -50,12 +54,12 @@ def parts_legend(bars: Sequence[Mapping[str, float]]) -> list[Any]:
 
 def step_parts(
     bars: Mapping[str, Mapping[str, float]], *, measured: Mapping[str, float] | None = None, unit: float = 1.0,
-    unit_name: str = "s",
+    unit_name: str = "s", what: str = "prediction",
 ) -> Figure:  # fmt: skip
-    """Draw where the predicted time of each run goes as a stacked bar, and what was measured as a diamond.
+    """Draw where the time of each run goes as a stacked bar, predicted or not, and what was measured as a diamond.
 
     bars: name -> seconds by kind (`labkit.plan.terms.KINDS`). measured: name -> measured seconds. unit, unit_name: what
-    the axis counts in, such as 1e-3 and `ms`. Raises ValueError without bars.
+    the axis counts in, such as 1e-3 and `ms`. what: what a bar is. Raises ValueError without bars.
     """
     if not bars:
         raise ValueError("step_parts needs at least one run with its parts")
@@ -64,43 +68,57 @@ def step_parts(
         fig = new_figure(7.2, 1.3 + 0.36 * len(bars))
         axes = fig.subplots()
         lengths = [parts_bar(axes, place, parts) for place, parts in enumerate(scaled.values())]
-        for place, name in enumerate(bars):
-            if measured and name in measured:
-                axes.plot(measured[name] / unit, place, ls="", marker="D", ms=7, color="#000000",
+        for place, (name, length) in enumerate(zip(bars, lengths, strict=True)):
+            found = measured[name] / unit if measured and name in measured else None
+            told = f"{length:.3g}" if found is None else f"{found - length:+.2g}"
+            axes.text(max(length, found or 0.0), place, f"   {told}", va="center", fontsize=8)
+            if found is not None:
+                axes.plot(found, place, ls="", marker="D", ms=7, color="#000000",
                           zorder=5)  # fmt: skip
         axes.set_yticks(range(len(bars)), list(bars))
+        axes.set_xlim(0, 1.1 * max([*lengths, *(seconds / unit for seconds in (measured or {}).values())]))
         axes.invert_yaxis()
-        axes.set_xlabel(f"{unit_name}{'; diamonds: measured' if measured else ''}")
+        axes.set_xlabel(f"{unit_name}{'; diamonds: measured, and how much more that is' if measured else ''}")
         fig.legend(handles=parts_legend(list(scaled.values())), loc="outside upper center", ncols=4)
     told = ", ".join(f"{name} {length:.3g} {unit_name}" for name, length in zip(bars, lengths, strict=True))
-    return Figure(fig, f"{counted(len(bars), 'prediction')}: {told}.")
+    return Figure(fig, f"{counted(len(bars), what)}: {told}.")
 
 
 def roofline(
     measured: Mapping[int, float], predicted: Mapping[int, float], *, label: str, peak: float
 ) -> Figure:  # fmt: skip
-    """Draw the measured rate of a product by its number of rows as dots over the predicted rates as a line.
+    """Draw the measured rate of a GEMM by its number of rows as dots below the predicted rates as a line.
 
-    measured, predicted: rows -> FLOP/s. label: what has these rows. peak: FLOP/s that no product exceeds.
+    measured: rows -> FLOP/s. predicted: the same for these rows and perhaps for more, which make the line smooth.
+    label: what has these rows. peak: FLOP/s of the flat part. The gap between dots and line is shaded.
     """
+    line = sorted(predicted)
     with styled():
         fig = new_figure(7.2, 3.0)
         axes = fig.subplots()
-        axes.plot(list(predicted), [rate / 1e9 for rate in predicted.values()], color=SEQUENCE[1], lw=1.6,
+        axes.plot(line, [predicted[rows] / 1e9 for rows in line], color=SEQUENCE[1], lw=1.6,
                   label="predicted from two constants")  # fmt: skip
+        dots = np.interp(np.log(line), np.log(list(measured)), np.log(list(measured.values())))
+        axes.fill_between(line, np.exp(dots) / 1e9, [predicted[rows] / 1e9 for rows in line], color=SEQUENCE[1],
+                          alpha=0.15, linewidth=0)  # fmt: skip
         axes.plot(list(measured), [rate / 1e9 for rate in measured.values()], ls="", marker="o", color=SEQUENCE[0],
                   label="measured")  # fmt: skip
         axes.axhline(peak / 1e9, color=INK, lw=0.8, ls=":")
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(measured), [str(rows) for rows in measured])
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlabel(label)
         axes.set_ylabel("GFLOP/s")
         axes.legend(loc="lower right")
     first, last = min(measured), max(measured)
-    return Figure(fig, f"With {first} row the product reaches {measured[first] / 1e9:.3g} GFLOP/s, with {last} rows "
+    worst = max(measured, key=lambda rows: abs(math.log(predicted[rows] / measured[rows])))
+    return Figure(fig, f"With {first} row the GEMM reaches {measured[first] / 1e9:.3g} GFLOP/s, with {last} rows "
                   f"{measured[last] / 1e9:.3g}; the line predicts {predicted[first] / 1e9:.3g} and "
-                  f"{predicted[last] / 1e9:.3g}.")  # fmt: skip
+                  f"{predicted[last] / 1e9:.3g}. It is furthest off at {worst} rows, by a factor of "
+                  f"{predicted[worst] / measured[worst]:.2g}.")  # fmt: skip
 
 
 class Rate(NamedTuple):

@@ -273,7 +273,7 @@ CASES = {
         {"preset": "table1_2_5b", "gpus": 64},
         {
             "6 predictions: tp 1": "3 predictions: tp 1",
-            "2 predictions: the winner": "1 prediction: the winner",
+            "4 predictions: the winner": "1 prediction: the winner",
         },
     ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p

@@ -22,6 +22,7 @@ from labkit.train.calibration import calibrating
 from labkit.train.calibration.calibrating import Calibration
 from labkit.train.calibration.machine_values import Host, machine_values
 from labkit.train.calibration.rank import Samples, Types, of_all_ranks
+from labkit.train.calibration.rounds import best_round
 from labkit.train.calibration.small_steps import overhead, small_config
 from labkit.train.calibration.timing import LEAST, Sample, Stopwatch, joined, spread_of
 
@@ -293,3 +294,8 @@ def test_kendall_tau_counts_pairs_in_the_same_order() -> None:
     assert plan_on_cpu.kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1.0
     assert plan_on_cpu.kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1.0
     assert plan_on_cpu.kendall_tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
+
+
+def test_the_best_round_counts_no_late_start_and_waits_for_the_last_rank() -> None:
+    early, late = [[0.0, 2.0, 5.0], [10.0, 11.0, 19.0]], [[1.5, 3.0, 5.5], [10.0, 12.0, 19.5]]
+    assert best_round([early, late]) == [2.0, 2.5], "2 s on the slower rank; then from 3.0 to 5.5"

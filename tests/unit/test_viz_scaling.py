@@ -38,8 +38,10 @@ def test_published_rates_are_filled_and_predicted_ones_outlined_with_their_inter
         assert interval.get_segments()[0][:, 1] == pytest.approx([rate.low, rate.high])
 
 
-def test_a_roofline_names_both_ends():
-    figure = roofline({1: 14e9, 512: 180e9}, {1: 15e9, 512: 164e9}, label="rows", peak=164e9)
+def test_a_roofline_names_both_ends_and_its_worst_point():
+    figure = roofline({1: 14e9, 8: 40e9, 512: 180e9}, {1: 15e9, 8: 120e9, 11.3: 164e9, 512: 164e9}, label="rows",
+                      peak=164e9)  # fmt: skip
     assert figure.sentence == (
-        "With 1 row the product reaches 14 GFLOP/s, with 512 rows 180; the line predicts 15 and 164."
+        "With 1 row the GEMM reaches 14 GFLOP/s, with 512 rows 180; the line predicts 15 and 164. "
+        "It is furthest off at 8 rows, by a factor of 3."
     )

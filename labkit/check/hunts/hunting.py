@@ -55,7 +55,7 @@ class Hunt:
     """Argument of `verdict` -> the question."""
     faults: Sequence[Fault]
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Question -> allowed answers, where they are not free; `family` is always one of FAMILIES."""
+    """Question -> allowed answers, where they are not free; a `family` is always one of FAMILIES."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class Suspect:
         return self._hunt.faults[self._number].name
 
     def _choices(self) -> dict[str, Sequence[str]]:
-        return {"family": FAMILIES, **self._hunt.choices}
+        known = {"family": FAMILIES, **self._hunt.choices}
+        return {name: choices for name, choices in known.items() if name in self._hunt.questions}
 
     def _check(self, answers: Mapping[str, str]) -> None:
         if set(answers) != set(self._hunt.questions):
