@@ -80,7 +80,7 @@ def gemm(
     """
     m, n, k = shape
     if precision in machine.products:
-        return _measured_gemm(machine, name, shape, precision, weight_gradient, groups, part)
+        return _measured_gemm(machine, name, shape, precision, software, weight_gradient, groups, part)
     operand = {"fp8": 1, "fp32": 4, "fp64": 8}.get(precision, 2)
     result = 8 if weight_gradient else max(operand, 2)
     moved = groups * (operand * (m * k + k * n) + result * m * n)
@@ -98,11 +98,11 @@ def gemm(
     return Term(name, "gemm", max(compute, memory), formula, inputs, part)
 
 
-def _measured_gemm(machine: Machine, name: str, shape: tuple[int, int, int], precision: str, weight_gradient: bool,
-                   groups: int, part: str) -> Term:  # fmt: skip
+def _measured_gemm(machine: Machine, name: str, shape: tuple[int, int, int], precision: str, software: str,
+                   weight_gradient: bool, groups: int, part: str) -> Term:  # fmt: skip
     """Return the time of products by the machine's own table; memory is in its efficiencies."""
     m, n, k = shape
-    efficiency = product_efficiency(machine.products[precision], m, n, k)
+    efficiency = product_efficiency(machine.products[precision], m, n, k) * software_rate(machine, software)
     efficiency *= machine.weight_gradient_efficiency if weight_gradient else 1.0
     peak = machine.peak_flops[precision]
     inputs = (("g", groups), ("m", m), ("n", n), ("k", k), ("peak", peak), ("efficiency", efficiency))

@@ -23,7 +23,7 @@ from labkit.train.calibration.calibrating import Calibration
 from labkit.train.calibration.machine_values import Host, machine_values
 from labkit.train.calibration.rank import Samples, Types, of_all_ranks
 from labkit.train.calibration.rounds import best_round
-from labkit.train.calibration.small_steps import overhead, small_config
+from labkit.train.calibration.small_steps import middle_config, overhead, small_config
 from labkit.train.calibration.timing import LEAST, Sample, Stopwatch, joined, spread_of
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -194,7 +194,7 @@ def calibrated(
     error: type[BaseException] | None = None,
     found: Samples | None = None,
 ) -> None:
-    """Let the ranks return the samples above, and the small steps take 5 and 11 ms."""
+    """Let the ranks return the samples above, the small steps take 5 and 11 ms, and the middle one a second."""
 
     def run(*_: Any, **__: Any) -> list[Samples]:
         if error is not None:
@@ -205,6 +205,7 @@ def calibrated(
     monkeypatch.setattr(calibrating, "host_of", lambda device: HOST)
     monkeypatch.setattr(calibrating, "usable_cores", lambda: 2)
     monkeypatch.setattr(calibrating, "measured_steps", lambda *_: [Sample(5e-3, 0.1), Sample(11e-3, 0.1)])
+    monkeypatch.setattr(calibrating, "middle_step", lambda *_: Sample(1.0, 0.1))
     monkeypatch.setattr(calibrating.os, "getloadavg", lambda: (load, load, load))
 
 
@@ -218,9 +219,8 @@ def test_the_command_writes_a_machine_that_the_plan_reads(
     assert f"plan for it with --machine {path}" in out and "busy" not in out and "+- 13%" in out
     found = load_machine(str(path))
     assert found.kernel_launch > 0 and found.default_software == "labkit_cpu" and "busy" not in path.read_text()
-    assert predict_step(Workload(small_config(8, "fp32"), 1, software="labkit_cpu"), found).seconds == pytest.approx(
-        11e-3, rel=0.01
-    )
+    middle = predict_step(Workload(middle_config("fp32"), 1, software="labkit_cpu"), found)
+    assert middle.seconds == pytest.approx(1.0, rel=0.01) and 0 < found.software["default"] < 1
     assert main(["calibrate", "--out", str(path)]) == 2
     assert "exists; --overwrite replaces it" in capsys.readouterr().err
     assert main(["calibrate", "--out", str(path), "--overwrite", "--device", "cpu"]) == 0

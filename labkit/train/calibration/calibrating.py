@@ -25,7 +25,7 @@ from labkit.output_files import appearing
 from labkit.plan.machine import Machine, machine_of
 from labkit.train.calibration.machine_values import Host, machine_values, text_of, typical_spreads
 from labkit.train.calibration.rank import Samples, Types, measure, of_all_ranks
-from labkit.train.calibration.small_steps import measured_steps, overhead
+from labkit.train.calibration.small_steps import measured_steps, middle_step, overhead, product_rate
 
 QUIET_LOAD = 0.5
 """Load average per core above which others compute here, too."""
@@ -113,6 +113,10 @@ def _add_overhead(values: dict[str, Any], host: Host, types: Types, source: str)
     if on_gpu:
         values["kernel_launch"] = {"value": _GPU_GAP, "source": "assumed, as of the A100"}
     values["software"]["default host"] = constant(found.step, "a small step without its kernels")
+    if not on_gpu:  # a GPU's rate is that of its software, fitted to runs that are larger than these
+        step = middle_step(types.main, host.device)
+        rate = product_rate(machine_of(values, "labkit calibrate"), types.main, step)
+        values["software"]["default"] = constant(rate, "products in a step over those in a loop")
 
 
 def _doubts(load_before: float, samples: Samples) -> list[str]:

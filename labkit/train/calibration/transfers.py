@@ -14,13 +14,16 @@ from torch import Tensor
 
 from labkit.comm import collectives
 from labkit.comm.groups import Group
+from labkit.train.calibration.rounds import rounds
 from labkit.train.calibration.timing import Sample, Stopwatch, spread_of
 
 SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 16 << 20)
 """Bytes, as `labkit.plan.collectives.collective_seconds` counts them: two below gloo's limit of exchanges, one near it,
 two beyond."""
-BATCHES = 7
-"""Timed batches of one size."""
+ROUNDS = 15
+"""Timed calls of one size."""
+_WORK = 512
+"""Size of the square product that each rank computes before a call: some tenths of a millisecond on a CPU."""
 
 
 def transfers(
@@ -29,26 +32,23 @@ def transfers(
     """Yield (kind, bytes, seconds) of each collective and size. Every rank of the group calls this."""
     for kind, make in _CALLS.items():
         for size in sizes:
-            sample = _timed(make(torch.zeros(size // 4, device=device), group), group, watch)
+            sample = _timed(make(torch.zeros(size // 4, device=device), group), group, device, watch)
             messages = group.size if kind == "p2p" else 1
             yield kind, size, Sample(sample.value / messages, sample.spread)
 
 
-def _timed(call: Callable[[], Any], group: Group, watch: Stopwatch) -> Sample:
-    """Return the seconds of one call on this rank. Ranks take the same number of calls, which rank 0 chooses."""
-    call()
-    calls = torch.tensor([max(1.0, watch.batch / max(watch.once(call), 1e-9))], dtype=torch.float64)
-    count = int(collectives.broadcast(calls.to(_device(group, calls)), group).item())
-    seconds = []
-    for _ in range(BATCHES):
-        collectives.barrier(group)
-        seconds.append(watch.once(call, count) / count)
-    return spread_of(seconds)
+def _timed(call: Callable[[], Any], group: Group, device: torch.device, watch: Stopwatch) -> Sample:
+    """Return the seconds of one call after a computation, from the moment when the last rank enters it.
 
-
-def _device(group: Group, x: Tensor) -> torch.device:
-    on_gpu = torch.distributed.get_backend(group.process_group) == "nccl"
-    return torch.device("cuda") if on_gpu else x.device
+    In a step no rank waits in the collective already, with its threads awake, as it would in a loop of collectives.
+    """
+    weight = torch.randn(_WORK, _WORK, device=device)
+    times = torch.tensor(
+        rounds(lambda: weight @ weight, call, group=group, count=ROUNDS, wait=watch.wait), dtype=torch.float64
+    )
+    by_rank = collectives.all_gather(times.to(device), group).view(group.size, ROUNDS, 3)
+    last = by_rank.amax(0)
+    return spread_of((last[:, 2] - last[:, 1]).tolist())
 
 
 def _all_reduce(x: Tensor, group: Group) -> Callable[[], Any]:
