@@ -71,7 +71,8 @@ def step_parts(
         for place, (name, length) in enumerate(zip(bars, lengths, strict=True)):
             found = measured[name] / unit if measured and name in measured else None
             told = f"{length:.3g}" if found is None else f"{found - length:+.2g}"
-            axes.text(max(length, found or 0.0), place, f"   {told}", va="center", fontsize=8)
+            end = max(length, found or 0.0), place
+            axes.annotate(told, end, xytext=(8, 0), textcoords="offset points", va="center", fontsize=8)
             if found is not None:
                 axes.plot(found, place, ls="", marker="D", ms=7, color="#000000",
                           zorder=5)  # fmt: skip
