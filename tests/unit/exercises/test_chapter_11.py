@@ -107,7 +107,7 @@ EARLY = {
     "from one": (lambda order, vpp: (right := _first_early(order, vpp)) and right + 1, "positions count from 0"),
     "number": (
         lambda order, vpp: None if (right := _first_early(order, vpp)) is None else order[right],
-        "its position is asked",
+        "the exercise asks for its position",
     ),
 }
 

@@ -40,12 +40,12 @@ WINDOWS = {
     ),
     "side by side": (
         lambda tokens, n, s: [(i, i + 1, min(i + n + 1, tokens)) for i in range(0, max(1, tokens - 1), n)],
-        "the windows stand side by side",
+        "the windows are side by side",
     ),
     # Takes the tokens that a window reads for the labels that it scores, which come one token later.
     "tokens": (changed(lambda w, n, s: (w[0], w[1] - 1, w[2] - 1)), "these are the tokens that are read"),
-    "behind the text": (changed(lambda w, n, s: (w[0], w[1], w[0] + n + 1)), "scores labels behind the text"),
-    "last label": (changed(lambda w, n, s: (w[0], w[1], w[2] - 1)), "it is the token behind"),
+    "behind the text": (changed(lambda w, n, s: (w[0], w[1], w[0] + n + 1)), "scores labels after the text"),
+    "last label": (changed(lambda w, n, s: (w[0], w[1], w[2] - 1)), "it must be the next token"),
 }
 
 # ---- 20.perplexity ----
