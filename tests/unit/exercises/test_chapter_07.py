@@ -250,7 +250,7 @@ BACKWARD = {
         ),
         "after cp hops of at most two messages",
     ),
-    "no messages": (lambda rows, kv, cp, pass_on: tuple(shares(rows, kv)), "nothing comes by, and no sum leaves"),
+    "no messages": (lambda rows, kv, cp, pass_on: tuple(shares(rows, kv)), "nothing arrives, and no sum leaves"),
     "form": (lambda rows, kv, cp, pass_on: kv[0], "rank 0 returns ndarray, not 3 arrays"),
 }
 

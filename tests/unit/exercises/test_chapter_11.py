@@ -86,7 +86,7 @@ def early(needed):
 
 EARLY = {
     # Holds a backward against its own forward alone, and forgets the path through the other chunks.
-    "own": (early(lambda s, v: 0 if s > 0 else -s), "only holds a backward against its own forward"),
+    "own": (early(lambda s, v: 0 if s > 0 else -s), "only compares a backward with its own forward"),
     # Believes that gradients reach the first chunk first, as activations do.
     "upwards": (early(lambda s, v: s - 1 if s > 0 else s + 1 or 1), "gradients reach the first chunk first"),
     "forwards": (early(lambda s, v: s - 1 if s > 0 else 0), "this looks at forwards alone"),

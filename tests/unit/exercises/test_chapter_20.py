@@ -93,7 +93,7 @@ TOP_P = {
     "crossing": (while_below(by_probability, lambda before, total, p: total <= p), "the token that crosses p"),
     "one more": (while_below(by_probability, lambda before, total, p: before <= p), "one token too many"),
     # Holds p against each single probability, where it bounds their sum.
-    "single": (lambda given, p: [i for i, each in enumerate(given) if each >= p], "but of a sum"),
+    "single": (lambda given, p: [i for i, each in enumerate(given) if each >= p], "but on a sum"),
     "rest": (lambda given, p: [i for i, each in enumerate(given) if each >= 1 - p], "a bound of 1 - p"),
     # Adds up in the order of ids, and so keeps whatever the tokenizer happened to number first.
     "ids": (while_below(lambda g: range(len(g)), lambda before, _, p: before < p), "the order of their ids"),
