@@ -448,8 +448,8 @@ EXTREMES = [
     ),
     ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
     ("16_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
-    ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4}),
-    ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 64, "steps": 100}),
+    ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4, "fault": 0}),
+    ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 64, "steps": 100, "fault": 99}),
     ("19_bert_and_t5", {"world_size": 2, "split": 1, "layers": 24, "steps": 12}),
     ("19_bert_and_t5", {"world_size": 8, "split": 4, "layers": 6, "steps": 200}),
     (

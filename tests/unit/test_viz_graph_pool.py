@@ -2,9 +2,9 @@
 
 import pytest
 
-from labkit.graphs import plan_buffers, play_back
+from labkit.graphs import overwritten, plan_buffers, play_back
 from labkit.schedules import interleaved, one_f_one_b
-from labkit.viz import buffer_lives, explore_pool, pool_blocks, pool_frame, pool_frames
+from labkit.viz import buffer_lives, explore_pool, pool_blocks, pool_collisions, pool_frame, pool_frames
 
 K = 1024
 
@@ -70,6 +70,27 @@ def test_blocks_over_time():
     held = [8, 12, 8, 16, 17, 9, 15, 7]  # KiB after each row: an amount, on an axis of its own
     assert list(below.patches[0].get_data().values) == held
     assert [text.get_text() for text in below.texts] == ["at most 17"]
+
+
+KEPT = pool(["F0 + 0 8", "F1 + 8 4", "B0 + 16 2", "F0 - 0 8", "B0 - 16 2", "B1 + 16 2", "F1 - 8 4"])
+EARLY = pool(["F0 + 0 8", "F0 - 0 8", "F1 + 4 4", "B0 + 0 2", "B0 - 0 2", "B1 + 0 2", "F1 - 4 4"])
+"""The same blocks; F0 goes back at once, and F1 and B0 lie on it. B0 is the last that F0 is needed for, so B1 may."""
+
+
+def test_a_block_that_went_back_too_early_has_a_red_frame_while_it_is_needed():
+    (only,) = overwritten(EARLY, KEPT)
+    assert (only.block.owner, only.taker.owner, only.until) == (named("F", 0), named("F", 1), 5)
+    assert overwritten(KEPT, KEPT) == []
+    figure = pool_collisions(KEPT, {"at once": EARLY})
+    assert repr(figure) == (
+        "all rules kept: no block is overwritten while it is needed; at once: 1 block overwritten, first one of "
+        "chunk 0 layer 0 microbatch 0 forward by chunk 0 layer 0 microbatch 1 forward."
+    )
+    frames = [[box for box in axes.patches if not box.get_fill()] for axes in figure.fig.axes]
+    assert [len(each) for each in frames] == [0, 1]
+    assert frames[1][0].get_bbox().bounds == (2, 4, 3, 4), "from F1's first moment, the bytes that both have"
+    with pytest.raises(ValueError, match="different captures"):
+        overwritten(SMALL, KEPT)
 
 
 def test_frames_are_strips_in_the_order_of_captures():

@@ -7,7 +7,7 @@ backwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from labkit.config.errors import counted
 from labkit.graphs.buffers import BufferPlan, Use
 from labkit.graphs.order_table import read_order
-from labkit.graphs.pool import Frame, Life, Playback
+from labkit.graphs.pool import Frame, Life, Overwritten, Playback, overwritten
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import name_cells, name_rows, new_figure, nth_style, styled, text_color
@@ -169,23 +169,80 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
     with styled():
         fig = new_figure(_WIDTH, 5.2)
         axes, below = fig.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-        end = len(playback.live_bytes)
-        for life in playback.lives:
-            died = end if life.died is None else life.died
-            axes.add_patch(Rectangle((life.born, life.offset / _KIB), died - life.born, life.nbytes / _KIB,
-                                     **_block_style(life)))  # fmt: skip
+        _draw_blocks(axes, playback)
         _draw_amount(below, playback)
         for _, border, _ in playback.captures:
-            for panel in (axes, below):
-                panel.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
+            below.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
         middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
         below.set_xticks(middles, _thinned(names), rotation=90 if len(names) > 20 else 0)
         below.set_xlabel("captures, in the order in which they were made and are replayed")
-        axes.set(xlim=(0, end), ylim=(0, playback.high_water / _KIB), ylabel="place in the pool, KiB")
+        axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, playback.high_water / _KIB))
+        axes.set_ylabel("place in the pool, KiB")
         for panel in (axes, below):
             panel.tick_params(axis="x", length=0)
         fig.legend(handles=_legend(playback.lives), loc="outside upper center", ncols=6)
     return Figure(fig, _pool_sentence(playback, what))
+
+
+def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: str = "all rules kept") -> Figure:
+    """Draw the blocks of a pool, and of pools with the same captures that give some blocks back too early.
+
+    A red frame is around memory that one block has taken while another still needs it.
+
+    others: what was done differently -> its pool.
+    what: name of the pool that is right.
+
+    Raises ValueError for a pool without a history, and for pools of other captures.
+    """
+    names = _short_names(right)
+    panels = {what: right, **others}
+    found = {name: overwritten(playback, right) for name, playback in others.items()}
+    with styled():
+        rows = -(-len(panels) // 2)
+        fig = new_figure(_WIDTH, 0.5 + 2.4 * rows)
+        grid = fig.subplots(rows, 2, squeeze=False, sharey=True)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        top = max(playback.high_water for playback in panels.values()) / _KIB
+        for axes, (name, playback) in zip(grid.flat, panels.items()):
+            _draw_blocks(axes, playback)
+            for each in found.get(name, ()):
+                _draw_overwritten(axes, each)
+            axes.set_title(f"{name}: at most {_size(playback.peak_bytes)} held", loc="left")
+            middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
+            axes.set_xticks(middles, _thinned(names), fontsize=7)
+            axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
+            axes.tick_params(axis="x", length=0)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("place in the pool, KiB")
+        handles = [*_legend(right.lives), Patch(label="overwritten while it is needed", **_WRONG)]
+        fig.legend(handles=handles, loc="outside upper center", ncols=6)
+    return Figure(fig, _collisions_sentence(found, what))
+
+
+def _draw_blocks(axes: Any, playback: Playback) -> None:
+    """Draw every block at its place, from the moment that takes it to the one that gives it back."""
+    end = len(playback.live_bytes)
+    for life in playback.lives:
+        width = (end if life.died is None else life.died) - life.born
+        axes.add_patch(Rectangle((life.born, life.offset / _KIB), width, life.nbytes / _KIB, **_block_style(life)))
+    for _, border, _ in playback.captures:
+        axes.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
+
+
+def _draw_overwritten(axes: Any, each: Overwritten) -> None:
+    """Frame the bytes that both blocks have, from the second one's first moment until the first one is done with."""
+    low, high = max(each.block.offset, each.taker.offset) / _KIB, min(each.block.end, each.taker.end) / _KIB
+    corner, width = (each.taker.born, low), each.until - each.taker.born
+    axes.add_patch(Rectangle(corner, width, high - low, zorder=3, **_WRONG | {"linewidth": 1.5}))
+
+
+def _collisions_sentence(found: Mapping[str, Sequence[Overwritten]], what: str) -> str:
+    said = [f"{what}: no block is overwritten while it is needed"]
+    for name, each in found.items():
+        first = f", first one of {each[0].block.owner} by {each[0].taker.owner}" if each else ""
+        said.append(f"{name}: {counted(len(each), 'block')} overwritten{first}")
+    return "; ".join(said) + "."
 
 
 def _draw_amount(axes: Any, playback: Playback) -> None:
