@@ -110,14 +110,14 @@ ask(
     "17.pool",
     "Twice as many microbatches, with the three rules: what happens to the pool's peak?",
     choices={
-        "it stays": "The pool holds what is in flight, and 1F1B has no more in flight with a longer batch.",
-        "it doubles": "It does without the rules. With them a backward gives its memory back, and a later forward "
-        "takes it.",
+        "the same": "The pool holds what is in flight, and 1F1B has no more in flight with a longer batch.",
+        "twice as high": "That is the pool without the rules. With them a backward gives its memory back, and a later "
+        "forward takes it.",
     },
 )
 ask(
     "17.loss",
-    "Every static input is handed on one step early. How far is the loss from the right one, at most, over the run?",
+    "Every static input is handed on one step early. How far is the loss from the right one, at most, over all steps?",
     choices={
         "more than 1 %": "The loss is computed by forwards, and every forward of a step is right. A wrong gradient "
         "shows only through the weights that it has moved.",
@@ -129,14 +129,16 @@ ask(
 )
 ask(
     "17.gradient",
-    "The gradient of that norm's weight on rank 0: how far is it from the right one, in percent of its length?",
+    "And the gradients of the first step that replays: how far is the worst one from the right one, in percent of its "
+    "length?",
     unit="%",
     misread=lambda m: {
         "That is one microbatch of m. All but the last ones read the input of a later microbatch.": 100 / m,
-        "That would be zero in place of the gradient. It is a gradient, and as long as the right one, but in another "
-        "direction.": 100,
+        "That would be the distance of two gradients that have nothing to do with each other. The last microbatches "
+        "still read their own input.": 141,
     },
-    because="It is a sum of dy times the normalised input, and most of the inputs belong to other microbatches.",
+    because="A norm's weight has as gradient the sum of dy times the normalised input, and most of the inputs belong to "
+    "other microbatches.",
 )
 
 

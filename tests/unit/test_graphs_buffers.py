@@ -202,7 +202,7 @@ def test_a_plan_from_numbers_is_theirs_and_may_be_unsafe():
     wasteful = plan_from(order, [0, 1, 2])
     check_plan(wasteful, order)
     assert wasteful.num_buffers == 3
-    with pytest.raises(PlanError, match="buffer 1 has two lives at once: .* microbatch 2 takes it at step 3"):
+    with pytest.raises(PlanError, match=r"buffer 1 has two lives at once: .* microbatch 2 takes it at step 3"):
         check_plan(plan_from(order, [0, 1, 1]), order)
     with pytest.raises(ValueError, match="2 buffers for 3 forwards: give one for each forward"):
         plan_from(order, [0, 1])

@@ -210,7 +210,7 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
                 _draw_overwritten(axes, each)
             axes.set_title(f"{name}: at most {_size(playback.peak_bytes)} held", loc="left")
             middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
-            axes.set_xticks(middles, _thinned(names), fontsize=7)
+            axes.set_xticks(middles, _thinned(names), fontsize=7, rotation=90)
             axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
             axes.tick_params(axis="x", length=0)
         for axes in grid[:, 0]:
