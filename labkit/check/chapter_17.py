@@ -137,8 +137,8 @@ ask(
         "That would be the distance of two gradients that have nothing to do with each other. The last microbatches "
         "still read their own input.": 141,
     },
-    because="A norm's weight has as gradient the sum of dy times the normalised input, and most of the inputs belong to "
-    "other microbatches.",
+    because="The gradient of a norm's weight is a sum of dy times the normalised input, and most of the inputs belong "
+    "to other microbatches.",
 )
 
 

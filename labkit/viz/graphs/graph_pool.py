@@ -234,7 +234,8 @@ def _draw_overwritten(axes: Any, each: Overwritten) -> None:
     """Frame the bytes that both blocks have, from the second one's first moment until the first one is done with."""
     low, high = max(each.block.offset, each.taker.offset) / _KIB, min(each.block.end, each.taker.end) / _KIB
     corner, width = (each.taker.born, low), each.until - each.taker.born
-    axes.add_patch(Rectangle(corner, width, high - low, zorder=3, **_WRONG | {"linewidth": 1.5}))
+    look: Any = _WRONG | {"linewidth": 1.5}
+    axes.add_patch(Rectangle(corner, width, high - low, zorder=3, **look))
 
 
 def _collisions_sentence(found: Mapping[str, Sequence[Overwritten]], what: str) -> str:
