@@ -83,13 +83,15 @@ ask(
 )
 ask(
     "17.grows",
-    "Rank 0 of 1F1B, one layer: how many buffers does it need with four times as many microbatches?",
+    "Rank 0 with two chunks of half the layers, interleaved: how many buffers does the plan make?",
     unit="buffers",
     misread=lambda p, m: {
-        "That is a buffer for each microbatch. A backward gives one back, and a later forward takes it.": 4 * m,
-        "That grows with the batch; a buffer is free again once its backward has run.": 4 * min(p, m),
+        "That is 1F1B with one chunk. With two, a rank begins more forwards before its first backward.": p,
+        "That is twice the number of 1F1B. The chunks are not in flight equally often: count the first -2.": 2 * p,
+        "That is a buffer for each forward. A backward gives one back, and a later forward takes it.": 2 * m,
     },
-    because="A rank needs a buffer for each forward in flight, and under 1F1B rank 0 never has more than p.",
+    because="A rank needs a buffer for each forward in flight. Its warm-up has 2 (p - r - 1) + p forwards, unless the "
+    "batch has fewer, and one more runs before the first backward.",
 )
 
 
@@ -108,11 +110,13 @@ ask(
 )
 ask(
     "17.pool",
-    "Twice as many microbatches, with the three rules: what happens to the pool's peak?",
+    "Nothing is let go after its capture, and the pool is much larger. What fills it?",
     choices={
-        "the same": "The pool holds what is in flight, and 1F1B has no more in flight with a longer batch.",
-        "twice as high": "That is the pool without the rules. With them a backward gives its memory back, and a later "
-        "forward takes it.",
+        "what forwards save": "Autograd drops what a forward has saved while its backward runs, with the rules and "
+        "without them. A later capture takes this memory.",
+        "gradients of weights": "A layer's weights do not shrink with the microbatch, and without rule 1 each backward "
+        "graph keeps gradients of its own for all of them.",
+        "outputs and dx": "They are kept, too. But each is only as large as one input of a layer.",
     },
 )
 ask(
@@ -137,8 +141,8 @@ ask(
         "That would be the distance of two gradients that have nothing to do with each other. The last microbatches "
         "still read their own input.": 141,
     },
-    because="The gradient of a norm's weight is a sum of dy times the normalised input, and most of the inputs belong "
-    "to other microbatches.",
+    because="The gradient of a norm's weight is a sum of dy times the normalised input. In the first layer most of the "
+    "inputs are other tokens.",
 )
 
 

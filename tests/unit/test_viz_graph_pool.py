@@ -96,13 +96,14 @@ def test_a_block_that_went_back_too_early_has_a_red_frame_while_it_is_needed():
 def test_frames_are_strips_in_the_order_of_captures():
     figure = pool_frames(SMALL, what="small")
     assert repr(figure) == (
-        "small: 4 frames, most held after F1, 16 KiB; F1 is the first forward to lie mostly where others lay (100%)."
+        "small: 4 frames, most held after F1, 16 KiB; F1 is the first forward that is mostly in memory of "
+        "earlier graphs (100%)."
     )
     assert boxes(figure) == [
         (0, 0.1, 8), (0, 1.1, 8), (8, 1.1, 8), (8, 2.1, 8), (16, 2.1, 1), (0, 3.1, 6), (16, 3.1, 1),
     ]  # fmt: skip
     assert "2 frames, most held after B0, 9 KiB; F2 is" in repr(pool_frames(SMALL, first=2))
-    assert repr(pool_frames(SMALL, count=1)).endswith("no forward lies mostly where others lay.")
+    assert repr(pool_frames(SMALL, count=1)).endswith("no forward is mostly in memory of earlier graphs.")
 
 
 def test_one_frame_alone():

@@ -29,6 +29,10 @@ _WIDTH = 9.0
 _BACKWARD = "////"
 _WRONG = {"fill": False, "edgecolor": "#D40000", "linewidth": 2.5}
 _TAKEN_OVER = "#000000"
+_THIN = 0.04
+"""Part of a panel's height below which a frame gets an arrow."""
+_MOST_ARROWS = 3
+"""Most frames of a panel that get arrows."""
 _KIB = 1024
 
 
@@ -85,9 +89,9 @@ def _draw_plan(axes: Any, plan: BufferPlan, order: Sequence[float]) -> list[tupl
             _write_user(axes, use, first, plan.assignment[use] + 0.52, len(plan.layers_per_chunk) > 1)
     for meeting in meetings:
         _draw_meeting(axes, meeting, len(plan.layers_per_chunk) > 1)
-    columns = _thinned([f"{entry:g}" for entry in order])
+    columns = _thinned([f"{entry:g}\n{step}" for step, entry in enumerate(order)])
     name_cells(axes, columns, [f"buffer {number}" for number in range(plan.num_buffers)])
-    axes.set_xlabel("order, one step a column")
+    axes.set_xlabel("above: order, one step per column; below: number of the step")
     return meetings
 
 
@@ -206,12 +210,12 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
         top = max(playback.high_water for playback in panels.values()) / _KIB
         for axes, (name, playback) in zip(grid.flat, panels.items()):
             _draw_blocks(axes, playback)
-            for each in found.get(name, ()):
-                _draw_overwritten(axes, each)
+            axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
+            for each in (overlaps := found.get(name, [])):
+                _draw_overwritten(axes, each, arrow=len(overlaps) <= _MOST_ARROWS)
             axes.set_title(f"{name}: at most {_size(playback.peak_bytes)} held", loc="left")
             middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
             axes.set_xticks(middles, _thinned(names), fontsize=7, rotation=90)
-            axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
             axes.tick_params(axis="x", length=0)
         for axes in grid[:, 0]:
             axes.set_ylabel("place in the pool, KiB")
@@ -230,12 +234,24 @@ def _draw_blocks(axes: Any, playback: Playback) -> None:
         axes.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
 
 
-def _draw_overwritten(axes: Any, each: Overwritten) -> None:
-    """Frame the bytes that both blocks have, from the second one's first moment until the first one is done with."""
+def _draw_overwritten(axes: Any, each: Overwritten, *, arrow: bool) -> None:
+    """Frame the bytes that both blocks have, from the second one's first moment until the first one is done with.
+
+    An arrow points at a frame that is too low to be seen.
+    """
     low, high = max(each.block.offset, each.taker.offset) / _KIB, min(each.block.end, each.taker.end) / _KIB
     corner, width = (each.taker.born, low), each.until - each.taker.born
     look: Any = _WRONG | {"linewidth": 1.5}
     axes.add_patch(Rectangle(corner, width, high - low, zorder=3, **look))
+    if arrow and high - low < _THIN * axes.get_ylim()[1]:
+        axes.annotate(
+            "",
+            (each.taker.born, (low + high) / 2),
+            xytext=(-28, 28),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-|>", "color": _WRONG["edgecolor"], "linewidth": 1.5},
+            zorder=4,
+        )
 
 
 def _collisions_sentence(found: Mapping[str, Sequence[Overwritten]], what: str) -> str:
@@ -306,7 +322,7 @@ def pool_frame(playback: Playback, number: int) -> Figure:
     blocks = counted(len(frame.live), "block")
     sentence = (
         f"Frame {number} of {len(names)}, {names[number]}: {_size(frame.live_bytes)} held in {blocks}, "
-        f"{_size(over)} of it just taken where an earlier graph's blocks lay."
+        f"{_size(over)} of it just taken from earlier graphs."
     )
     return Figure(fig, sentence)
 
@@ -384,7 +400,9 @@ def _legend(lives: Sequence[Life], *, taken_over: bool = False) -> list[Any]:
     if any(_graph_of(life.owner)[2] for life in lives):
         handles.append(Patch(facecolor="#DDDDDD", hatch=_BACKWARD, edgecolor="#FFFFFF", label="of a backward"))
     if taken_over:
-        handles.append(Patch(facecolor="#FFFFFF", edgecolor=_TAKEN_OVER, linewidth=1.2, label="taken over"))
+        handles.append(
+            Patch(facecolor="#FFFFFF", edgecolor=_TAKEN_OVER, linewidth=1.2, label="memory of an earlier graph")
+        )
     return handles
 
 
@@ -402,10 +420,10 @@ def _frames_sentence(playback: Playback, shown: range, names: Sequence[str], wha
     most = max(range(len(frames)), key=lambda i: frames[i].live_bytes)
     forwards = [number for number in shown if not _graph_of(playback.captures[number][0])[2]]
     first_over = next((number for number in forwards if _share_taken_over(playback, number) > 0.5), None)
-    over = "no forward lies mostly where others lay"
+    over = "no forward is mostly in memory of earlier graphs"
     if first_over is not None:
         share = _share_taken_over(playback, first_over)
-        over = f"{names[first_over]} is the first forward to lie mostly where others lay ({share:.0%})"
+        over = f"{names[first_over]} is the first forward that is mostly in memory of earlier graphs ({share:.0%})"
     return (
         f"{what + ': ' if what else ''}{counted(len(frames), 'frame')}, most held after {names[shown[most]]}, "
         f"{_size(frames[most].live_bytes)}; {over}."
