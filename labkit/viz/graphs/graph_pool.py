@@ -40,9 +40,9 @@ def _color(microbatch: int) -> str:
     return nth_style(microbatch)[0]
 
 
-def _thinned(labels: Sequence[str]) -> list[str]:
-    """Label every second, every third, ... place of an axis if more than MAX_LABELS labels would touch."""
-    every = -(-len(labels) // MAX_LABELS)
+def _thinned(labels: Sequence[str], most: int = MAX_LABELS) -> list[str]:
+    """Label every second, every third, ... place of an axis if more than `most` labels would touch."""
+    every = -(-len(labels) // most)
     return [label if place % every == 0 else "" for place, label in enumerate(labels)]
 
 
@@ -89,7 +89,8 @@ def _draw_plan(axes: Any, plan: BufferPlan, order: Sequence[float]) -> list[tupl
             _write_user(axes, use, first, plan.assignment[use] + 0.52, len(plan.layers_per_chunk) > 1)
     for meeting in meetings:
         _draw_meeting(axes, meeting, len(plan.layers_per_chunk) > 1)
-    columns = _thinned([f"{entry:g}\n{step}" for step, entry in enumerate(order)])
+    numbered = [f"{entry:g}\n{step}" for step, entry in enumerate(order)]
+    columns = _thinned(numbered, MAX_LABELS if len(order) <= 100 else MAX_LABELS // 2)  # three digits are wide
     name_cells(axes, columns, [f"buffer {number}" for number in range(plan.num_buffers)])
     axes.set_xlabel("above: order, one step per column; below: number of the step")
     return meetings
@@ -215,7 +216,7 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
                 _draw_overwritten(axes, each, arrow=len(overlaps) <= _MOST_ARROWS)
             axes.set_title(f"{name}: at most {_size(playback.peak_bytes)} held", loc="left")
             middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
-            axes.set_xticks(middles, _thinned(names), fontsize=7, rotation=90)
+            axes.set_xticks(middles, _thinned(names, MAX_LABELS // 2), fontsize=7, rotation=90)
             axes.tick_params(axis="x", length=0)
         for axes in grid[:, 0]:
             axes.set_ylabel("place in the pool, KiB")
