@@ -1,4 +1,4 @@
-"""Exercises of chapter 17, on buffers: how many are held, which forward takes which, which plan is unsafe.
+"""Exercises and bets of chapter 17: how many buffers are held, which forward takes which, which plan is unsafe.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that gives the same.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from labkit.check.bets import ask
 from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
-from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
+from labkit.graphs.buffers import plan_buffers, plan_from
 from labkit.graphs.order_table import read_order
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
 
@@ -67,19 +67,82 @@ def _misread_held(order: Sequence[float]) -> Misreadings:
         ),
         "this counts all forwards; a backward gives one back": sum(step > 0 for step in order),
         "this stops at the first backward; later more can be in flight": first,
-        "this leaves out the forward that runs beside the warm-up": _held(order) - 1,
+        "this leaves out the forward that runs right after the warm-up": _held(order) - 1,
     }
 
 
 ask(
+    "17.one_pair",
+    "Two microbatches share one pair of graphs. Which order gives a wrong gradient?",
+    choices={
+        "1 -1 1 -1": "Each backward runs right after its forward, while everything that it reads is still there.",
+        "1 1 -1 -1": "The second forward writes to the addresses that the first backward has yet to read.",
+        "both": "In 1 -1 1 -1 each backward has run before the next forward writes anything.",
+        "neither": "A graph knows addresses, not microbatches. The second forward writes to the same ones.",
+    },
+)
+ask(
     "17.grows",
-    "Rank 0 of 1F1B, one layer: how many buffers does it need with four times as many microbatches?",
+    "Rank 0 with two chunks of half the layers, interleaved: how many buffers does the plan make?",
     unit="buffers",
     misread=lambda p, m: {
-        "That is a buffer for each microbatch. A backward gives one back, and a later forward takes it.": 4 * m,
-        "That grows with the batch; a buffer is free again once its backward has run.": 4 * min(p, m),
+        "That is 1F1B with one chunk. With two, a rank begins more forwards before its first backward.": p,
+        "That is twice the number of 1F1B. The chunks are not in flight equally often: count the first -2.": 2 * p,
+        "That is a buffer for each forward. A backward gives one back, and a later forward takes it.": 2 * m,
     },
-    because="A rank needs a buffer for each forward in flight, and under 1F1B rank 0 never has more than p.",
+    because="A rank needs a buffer for each forward in flight. Its warm-up has 2 (p - r - 1) + p forwards, unless the "
+    "batch has fewer, and one more runs before the first backward.",
+)
+
+
+# ---- bets on the pool and on a training run ----
+
+ask(
+    "17.sent",
+    "Rule 3 is broken: the pool gets the chunk's dx back at once. Whose gradients are wrong?",
+    choices={
+        "this rank's": "This rank's weight gradients were computed before anybody else took that memory.",
+        "the previous rank's": "The next backward writes into dx while the message still reads it. This rank is done "
+        "with dx, so its own gradients are right; the rank that receives it works on with somebody else's numbers.",
+        "both": "This rank's weight gradients were computed before anybody else took that memory.",
+        "nobody's": "No graph of this rank reads dx again, but the message does.",
+    },
+)
+ask(
+    "17.pool",
+    "Nothing is let go after its capture, and the pool is much larger. What fills it?",
+    choices={
+        "what forwards save": "Autograd drops what a forward has saved while its backward runs, with the rules and "
+        "without them. A later capture takes this memory.",
+        "gradients of weights": "A layer's weights do not shrink with the microbatch, and without rule 1 each backward "
+        "graph keeps gradients of its own for all of them.",
+        "outputs and dx": "They are kept, too. But each is only as large as one input of a layer.",
+    },
+)
+ask(
+    "17.loss",
+    "Every static input is handed on one step early. How far is the loss from the right one, at most, over all steps?",
+    choices={
+        "more than 1 %": "The loss is computed by forwards, and every forward of a step is right. A wrong gradient "
+        "shows only through the weights that it has moved.",
+        "0.01 % to 1 %": "The loss is computed by forwards, which are right. A wrong gradient shows only through the "
+        "weights that it has moved, and in a few steps it does not move them far.",
+        "less than 0.01 %": "The forwards of a step are right. A wrong gradient shows only through the weights that it "
+        "has moved, and a few small steps do not move them far.",
+    },
+)
+ask(
+    "17.gradient",
+    "And the gradients of the first step that replays: how far is the worst one from the right one, in percent of its "
+    "length?",
+    unit="%",
+    misread=lambda m: {
+        "That is one microbatch of m. All but the last ones read the input of a later microbatch.": 100 / m,
+        "That would be the distance of two gradients that have nothing to do with each other. The last microbatches "
+        "still read their own input.": 141,
+    },
+    because="The gradient of a norm's weight is a sum of dy times the normalised input. In the first layer most of the "
+    "inputs are other tokens.",
 )
 
 
@@ -101,19 +164,7 @@ def draw_buffers(answer: Any) -> Figure | None:
     wrong = [words for words, numbers in plans.items() if numbers != _taken(_ORDERS[words])]
     words = [*unsafe, *wrong, "the order 1 2 1 -2 -1 2 -2 -1 of two chunks"][0]
     order, numbers = _ORDERS[words], plans[words]
-    return compare_plans(_plan_of(order, numbers), plan_buffers(order, 1), order)
-
-
-def _plan_of(order: Sequence[float], numbers: Sequence[int]) -> BufferPlan:
-    """Return a plan that gives forward i buffer numbers[i], and takes it back at its backward."""
-    right = plan_buffers(order, 1)
-    uses = [Use(one.chunk, 0, one.microbatch) for one in read_order(order) if one.kind == "F"]
-    places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
-    return replace(
-        right,
-        assignment={use: places[number] for use, number in zip(uses, numbers)},
-        signature=(None,) * len(places),
-    )
+    return compare_plans(plan_from(order, numbers), plan_buffers(order, 1), order)
 
 
 @exercise(
@@ -159,7 +210,7 @@ def _form(numbers: Sequence[Any], forwards: int) -> str:
     """Say why these are not one whole number for each forward; empty if they are."""
     strange = [n for n in numbers if not isinstance(n, int | np.integer) or isinstance(n, bool)]
     if strange:
-        return f"{shown(strange[0])} is no whole number"
+        return f"{shown(strange[0])} is not a whole number"
     return "" if len(numbers) == forwards else f"{len(numbers)} for {forwards} forwards"
 
 
@@ -219,7 +270,7 @@ def _misread_buffers(order: Sequence[float]) -> dict[str, list[int]]:
     return {
         "this ends the oldest microbatch of all; a backward names its chunk": _walked(order, lambda step: 0),
         "this gives every forward a buffer of its own; what a backward gives back can be taken": list(range(count)),
-        "this has one buffer too few: the forward beside the warm-up needs one as well": [
+        "this has one buffer too few: the forward right after the warm-up needs one as well": [
             place % max(1, first - 1) for place in range(count)
         ],
         "this takes the buffer that was freed last; the one that has been free longest goes first": _walked(
@@ -278,18 +329,18 @@ def _misread_plans(order: Sequence[float], numbers: Sequence[int]) -> Misreading
     again = next((i for i, number in enumerate(numbers) if number in numbers[:i]), None)
     fault = _first_fault(order, numbers)
     return {
-        "this refuses each second use of a buffer, whenever it comes": None
+        "this rejects each second use of a buffer, whenever it comes": None
         if again is None
         else (spans[again][0], len(order) - 1),
         "this calls every plan unsafe that is not first in, first out": None if other is None else spans[other],
-        "this refuses each second use of a buffer; after the backward a second use is safe": None
+        "this rejects each second use of a buffer; after the backward a second use is safe": None
         if again is None
         else (spans[again][0], spans[numbers.index(numbers[again])][1]),
         "this ends the oldest microbatch of all; a backward names its chunk": _first_fault(
             order, numbers, lambda step: 0
         ),
         "this finds nothing, and the plan overwrites an input": None,
-        "these are numbers of forwards; positions in the order are asked": None
+        "these are numbers of forwards; give positions in the order": None
         if fault is None
         else tuple(next(i for i, span in enumerate(spans) if place in span) for place in fault),
     }

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from labkit.graphs.buffers import PlanError as PlanError
     from labkit.graphs.buffers import check_plan as check_plan
     from labkit.graphs.buffers import plan_buffers as plan_buffers
+    from labkit.graphs.buffers import plan_from as plan_from
     from labkit.graphs.capture import make_graphed_callables as make_graphed_callables
     from labkit.graphs.cuda_graph_helper import CudaGraphHelper as CudaGraphHelper
     from labkit.graphs.cuda_graph_helper import TECudaGraphHelper as TECudaGraphHelper
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from labkit.graphs.partial_moe import (
         maybe_skip_or_early_return_by_cudagraph as maybe_skip_or_early_return_by_cudagraph,
     )
+    from labkit.graphs.pool import overwritten as overwritten
     from labkit.graphs.pool import play_back as play_back
     from labkit.graphs.study.call_trace import calls_between as calls_between
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -124,6 +124,28 @@ def plan_buffers(
     assignment, buffers = _first_in_first_out(passes, layers, wanted, freed_at)
     acquired_at = {use: taken[use.virtual_microbatch] for use in assignment}
     return BufferPlan(layers, microbatches, assignment, acquired_at, freed_at, tuple(buffers))
+
+
+def plan_from(order: Sequence[float], numbers: Sequence[int], layers_per_chunk: int = 1) -> BufferPlan:
+    """Return the plan in which forward i of the order takes buffer `numbers[i]`, one for each of its layers.
+
+    Each buffer is held until the backward that reads it. Equal numbers are the same buffers, so the plan may be unsafe:
+    `check_plan` finds out.
+
+    Raises:
+        ValueError: an order that `read_order` rejects, or a list that does not have one number for each forward.
+    """
+    plan = plan_buffers(order, layers_per_chunk)
+    forwards = [one for one in read_order(order) if one.kind == "F"]
+    if len(numbers) != len(forwards):
+        raise ValueError(f"{len(numbers)} buffers for {len(forwards)} forwards: give one for each forward")
+    places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+    assignment = {
+        Use(one.chunk, layer, one.microbatch): places[number] * layers_per_chunk + layer
+        for one, number in zip(forwards, numbers, strict=True)
+        for layer in range(layers_per_chunk)
+    }
+    return replace(plan, assignment=assignment, signature=(None,) * (len(places) * layers_per_chunk))
 
 
 def _first_in_first_out(

@@ -17,7 +17,7 @@ This module imports no torch: a history is rows of (time, alloc or free, offset,
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,6 +154,39 @@ def play_back(history: PoolHistory) -> Playback:
             total -= born.nbytes
         live.append(total)
     return Playback(tuple(lives), tuple(_captures(owners)), tuple(live))
+
+
+@dataclass(frozen=True, slots=True)
+class Overwritten:
+    """A block that was given back too early, and the first block that took some of its bytes too soon."""
+
+    block: Life
+    taker: Life
+    until: int
+    """Row of the history up to which somebody reads the first block."""
+
+
+def overwritten(playback: Playback, right: Playback) -> list[Overwritten]:
+    """Find the blocks that another block takes before `right`, a history of the same captures, gives them back.
+
+    Both histories take the same blocks in the same order and differ only in when they give them back and where they
+    are. A block is needed until the number of later blocks that `right` takes before it gives this one back.
+
+    Raises:
+        ValueError: the histories are of different captures.
+    """
+    if [(life.owner, life.nbytes) for life in playback.lives] != [(life.owner, life.nbytes) for life in right.lives]:
+        raise ValueError("these pools have seen different captures, so their blocks cannot be compared")
+    births = [life.born for life in right.lives]
+    found = []
+    for number, (life, held) in enumerate(zip(playback.lives, right.lives, strict=True)):
+        until = len(births) if held.died is None else bisect_left(births, held.died)
+        later = (each for each in playback.lives[number + 1 : until] if life.died is not None and each.born > life.died)
+        taker = next((each for each in later if each.offset < life.end and life.offset < each.end), None)
+        if taker is not None:
+            end = playback.lives[until].born if until < len(births) else len(playback.live_bytes)
+            found.append(Overwritten(life, taker, end))
+    return found
 
 
 def _require_room(offset: int, nbytes: int, edges: list[tuple[int, int]], lives: list[Life], row: int) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.graph_pool import buffer_lives as buffer_lives
     from labkit.viz.graphs.graph_pool import explore_pool as explore_pool
     from labkit.viz.graphs.graph_pool import pool_blocks as pool_blocks
+    from labkit.viz.graphs.graph_pool import pool_collisions as pool_collisions
     from labkit.viz.graphs.graph_pool import pool_frame as pool_frame
     from labkit.viz.graphs.graph_pool import pool_frames as pool_frames
     from labkit.viz.graphs.launch_costs import by_call as by_call

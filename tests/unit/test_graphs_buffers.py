@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.graphs import PlanError, check_plan, plan_buffers, read_order, sample_index
+from labkit.graphs import PlanError, check_plan, plan_buffers, plan_from, read_order, sample_index
 from labkit.schedules import (
     convert_schedule_table_to_order,
     get_overlap_moe_expert_parallel_comm_order,
@@ -192,6 +192,20 @@ def test_later_lives_of_a_buffer_are_checked_too():
     plan = plan_buffers(order, 1)
     with pytest.raises(PlanError, match=r"microbatch 3 takes it at step 5, but the backward of .* microbatch 2 reads"):
         check_plan(replace(plan, assignment=dict.fromkeys(plan.assignment, 0)), order)
+
+
+def test_a_plan_from_numbers_is_theirs_and_may_be_unsafe():
+    order = [1, 1, -1, 1, -1, -1]
+    assert plan_from(order, [7, 3, 7], layers_per_chunk=2).assignment == plan_buffers(order, 2).assignment
+    two = [1, 2, 1, -2, -1, 2, -2, -1]
+    assert plan_from(two, [0, 1, 2, 1]).assignment == plan_buffers(two, 1).assignment
+    wasteful = plan_from(order, [0, 1, 2])
+    check_plan(wasteful, order)
+    assert wasteful.num_buffers == 3
+    with pytest.raises(PlanError, match=r"buffer 1 has two lives at once: .* microbatch 2 takes it at step 3"):
+        check_plan(plan_from(order, [0, 1, 1]), order)
+    with pytest.raises(ValueError, match="2 buffers for 3 forwards: give one for each forward"):
+        plan_from(order, [0, 1])
 
 
 def test_orders_of_schedules_are_read():

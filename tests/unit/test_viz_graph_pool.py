@@ -2,9 +2,9 @@
 
 import pytest
 
-from labkit.graphs import plan_buffers, play_back
+from labkit.graphs import overwritten, plan_buffers, play_back
 from labkit.schedules import interleaved, one_f_one_b
-from labkit.viz import buffer_lives, explore_pool, pool_blocks, pool_frame, pool_frames
+from labkit.viz import buffer_lives, explore_pool, pool_blocks, pool_collisions, pool_frame, pool_frames
 
 K = 1024
 
@@ -72,22 +72,44 @@ def test_blocks_over_time():
     assert [text.get_text() for text in below.texts] == ["at most 17"]
 
 
+KEPT = pool(["F0 + 0 8", "F1 + 8 4", "B0 + 16 2", "F0 - 0 8", "B0 - 16 2", "B1 + 16 2", "F1 - 8 4"])
+EARLY = pool(["F0 + 0 8", "F0 - 0 8", "F1 + 4 4", "B0 + 0 2", "B0 - 0 2", "B1 + 0 2", "F1 - 4 4"])
+"""The same blocks; F0 goes back at once, and F1 and B0 lie on it. B0 is the last that F0 is needed for, so B1 may."""
+
+
+def test_a_block_that_went_back_too_early_has_a_red_frame_while_it_is_needed():
+    (only,) = overwritten(EARLY, KEPT)
+    assert (only.block.owner, only.taker.owner, only.until) == (named("F", 0), named("F", 1), 5)
+    assert overwritten(KEPT, KEPT) == []
+    figure = pool_collisions(KEPT, {"at once": EARLY})
+    assert repr(figure) == (
+        "all rules kept: no block is overwritten while it is needed; at once: 1 block overwritten, first one of "
+        "chunk 0 layer 0 microbatch 0 forward by chunk 0 layer 0 microbatch 1 forward."
+    )
+    frames = [[box for box in axes.patches if not box.get_fill()] for axes in figure.fig.axes]
+    assert [len(each) for each in frames] == [0, 1]
+    assert frames[1][0].get_bbox().bounds == (2, 4, 3, 4), "from F1's first moment, the bytes that both have"
+    with pytest.raises(ValueError, match="different captures"):
+        overwritten(SMALL, KEPT)
+
+
 def test_frames_are_strips_in_the_order_of_captures():
     figure = pool_frames(SMALL, what="small")
     assert repr(figure) == (
-        "small: 4 frames, most held after F1, 16 KiB; F1 is the first forward to lie mostly where others lay (100%)."
+        "small: 4 frames, most held after F1, 16 KiB; F1 is the first forward that is mostly in memory of "
+        "earlier graphs (100%)."
     )
     assert boxes(figure) == [
         (0, 0.1, 8), (0, 1.1, 8), (8, 1.1, 8), (8, 2.1, 8), (16, 2.1, 1), (0, 3.1, 6), (16, 3.1, 1),
     ]  # fmt: skip
     assert "2 frames, most held after B0, 9 KiB; F2 is" in repr(pool_frames(SMALL, first=2))
-    assert repr(pool_frames(SMALL, count=1)).endswith("no forward lies mostly where others lay.")
+    assert repr(pool_frames(SMALL, count=1)).endswith("no forward is mostly in memory of earlier graphs.")
 
 
 def test_one_frame_alone():
     figure = pool_frame(SMALL, 3)
     assert repr(figure) == (
-        "Frame 3 of 4, F2: 7 KiB held in 2 blocks, 6 KiB of it just taken where an earlier graph's blocks lay."
+        "Frame 3 of 4, F2: 7 KiB held in 2 blocks, 6 KiB of it just taken from earlier graphs."
     )
     assert [box[2] for box in boxes(figure)] == [6, 1]
     assert [round(bar.get_height(), 2) for bar in figure.fig.axes[1].patches] == [8, 16, 9, 7]

@@ -278,6 +278,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
     "pool_blocks": (lambda: viz.pool_blocks(pool(2, 2)), lambda: viz.pool_blocks(pool(4, 64))),
+    "pool_collisions": (
+        lambda: viz.pool_collisions(pool(2, 2), {"again": pool(2, 2)}),
+        lambda: viz.pool_collisions(pool(4, 64), {f"rule {i} broken": pool(4, 64) for i in (1, 2, 3)}),
+    ),
     "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
     "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),
     "rank_grid": (

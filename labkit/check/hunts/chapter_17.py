@@ -69,13 +69,14 @@ def _layer_left_eager() -> AbstractContextManager[Any]:
 
 _NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
 _FIRST = {"": "The microscope reads from the output back to the input. Let it run three steps, the third one replays."}
-_RANK = {"": "Which ranks' tensors, pools or replays are as they should be? It is none of those."}
+_RANK = {"": "Which ranks' gradients, pools and replays are as they should be? It is none of those ranks."}
 
 HUNT = Hunt(
     chapter="17",
     scene=(
-        "Train with it, with graphs, for three steps or more (two are eager): the microscope names tensors, the "
-        "metrics have pool_peak_bytes of each rank, the events have every graph_replay."
+        "Train with it, with graphs, for three steps or more (two are eager). The microscope names tensors. The line "
+        "of metrics about the graphs has static_input_bytes and pool_peak_bytes, least and most over the ranks. The "
+        "events have every graph_replay."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -85,30 +86,6 @@ HUNT = Hunt(
     },
     choices={"rank": ("0", "1", "2", "3", "all")},
     faults=(
-        Fault(
-            "input given away",
-            _input_given_away,
-            {"family": "reused memory", "rank": "0", "tensor": "static input|buffer",
-             "first": r"norm\.weight gradient"},
-            {
-                "family": {
-                    "kept": "The pool is as large as it should be.",
-                    "": "The loss of the steps is right at first, and a gradient is wrong only when replays are in "
-                    "flight at the same time.",
-                },
-                "rank": _RANK,
-                "tensor": {
-                    "gradient": "The first bias of the layer is right, so dy was right: what else does a norm read?",
-                    "pool": "All that lies in the pool was right: the products' gradients above the norm agree.",
-                    "": "Which operation reads the tensor again in backward? The first wrong parameter belongs to it.",
-                },
-                "first": _FIRST,
-            },
-            "Rank 0 gave each static input back one step before its backward, and the forward of a later microbatch "
-            "wrote into it. The backward of a norm reads its input again, so the norm's weight is the first wrong "
-            "gradient; its bias is right, because it is a sum of dy. The metrics say it too: rank 0 has fewer bytes of "
-            "static inputs than its microbatches in flight need.",
-        ),
         Fault(
             "gradient not copied",
             _gradient_not_copied,
@@ -134,9 +111,9 @@ HUNT = Hunt(
             {"family": "kept memory", "rank": "all|0", "tensor": "pool|output|activation", "first": "none"},
             {
                 "family": {"": "The numbers are right, and every layer replays. What does the run need more of?"},
-                "rank": {"": "Compare pool_peak_bytes of every rank with those of a healthy run."},
+                "rank": {"": "Compare least and most of pool_peak_bytes with a healthy run's. Do both differ, or one?"},
                 "tensor": {
-                    "input": "Static inputs are not in the pool, and their number is what the plan says.",
+                    "input": "Static inputs are not in the pool, and there are as many as the plan says.",
                     "": "What grows with the number of microbatches, and should grow with those in flight?",
                 },
                 "first": {"": _NUMBERS_AGREE},
@@ -150,16 +127,40 @@ HUNT = Hunt(
             {"family": "not captured", "rank": "1", "tensor": "graph|capture|replay", "first": "none"},
             {
                 "family": {
-                    "slow": "In a way, but the reason can be counted.",
+                    "slow": "It would be, on a GPU. But the reason can be counted here, too.",
                     "": "The numbers are right, and the pools are not larger than they should be.",
                 },
                 "rank": {"": "Count the events of kind graph_replay of each rank, and compare them with 2 L m."},
-                "tensor": {"": "What does the events' list of this rank lack?"},
+                "tensor": {"": "What do this rank's events lack?"},
                 "first": {"": _NUMBERS_AGREE},
             },
             "Rank 1 did not capture the first layer of its chunk. It ran eagerly between the others' graphs: right in "
-            "every digit, and with all the launches that graphs were to save. Its events have fewer replays than "
+            "every digit, and with all the launches that graphs were meant to save. Its events have fewer replays than "
             "2 L m, and its pool is smaller.",
+        ),
+        Fault(
+            "input given away",
+            _input_given_away,
+            {"family": "reused memory", "rank": "0", "tensor": "static input|buffer",
+             "first": r"norm\.weight gradient"},
+            {
+                "family": {
+                    "kept": "The pool is as large as it should be.",
+                    "": "The loss of the steps is right at first, and a gradient is wrong only when replays are in "
+                    "flight at the same time.",
+                },
+                "rank": _RANK,
+                "tensor": {
+                    "gradient": "The first bias of the layer is right, so dy was right: what else does a norm read?",
+                    "pool": "Everything in the pool was right: the gradients of the matrices above the norm agree.",
+                    "": "Which operation reads the tensor again in backward? The first wrong parameter belongs to it.",
+                },
+                "first": _FIRST,
+            },
+            "Rank 0 gave each static input back one step before its backward, and the forward of a later microbatch "
+            "wrote into it. The backward of a norm reads its input again, so the norm's weight is the first wrong "
+            "gradient; its bias is right, because it is a sum of dy. The metrics say it too: rank 0 has fewer bytes of "
+            "static inputs than its microbatches in flight need.",
         ),
     ),
 )  # fmt: skip

@@ -58,7 +58,7 @@ def spans_of(order):
 
 @solves("17.unsafe")
 def unsafe(order, buffers):
-    """A forward must come behind the backwards of all earlier users of its buffer."""
+    """A forward must come after the backwards of all earlier users of its buffer."""
     spans = spans_of(order)
     for later, (forward, _) in enumerate(spans):
         for earlier, (_, backward) in enumerate(spans[:later]):

@@ -7,7 +7,7 @@ backwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from labkit.config.errors import counted
 from labkit.graphs.buffers import BufferPlan, Use
 from labkit.graphs.order_table import read_order
-from labkit.graphs.pool import Frame, Life, Playback
+from labkit.graphs.pool import Frame, Life, Overwritten, Playback, overwritten
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import name_cells, name_rows, new_figure, nth_style, styled, text_color
@@ -29,6 +29,10 @@ _WIDTH = 9.0
 _BACKWARD = "////"
 _WRONG = {"fill": False, "edgecolor": "#D40000", "linewidth": 2.5}
 _TAKEN_OVER = "#000000"
+_THIN = 0.04
+"""Part of a panel's height below which a frame gets an arrow."""
+_MOST_ARROWS = 3
+"""Most frames of a panel that get arrows."""
 _KIB = 1024
 
 
@@ -36,9 +40,9 @@ def _color(microbatch: int) -> str:
     return nth_style(microbatch)[0]
 
 
-def _thinned(labels: Sequence[str]) -> list[str]:
-    """Label every second, every third, ... place of an axis if more than MAX_LABELS labels would touch."""
-    every = -(-len(labels) // MAX_LABELS)
+def _thinned(labels: Sequence[str], most: int = MAX_LABELS) -> list[str]:
+    """Label every second, every third, ... place of an axis if more than `most` labels would touch."""
+    every = -(-len(labels) // most)
     return [label if place % every == 0 else "" for place, label in enumerate(labels)]
 
 
@@ -85,9 +89,10 @@ def _draw_plan(axes: Any, plan: BufferPlan, order: Sequence[float]) -> list[tupl
             _write_user(axes, use, first, plan.assignment[use] + 0.52, len(plan.layers_per_chunk) > 1)
     for meeting in meetings:
         _draw_meeting(axes, meeting, len(plan.layers_per_chunk) > 1)
-    columns = _thinned([f"{entry:g}" for entry in order])
+    numbered = [f"{entry:g}\n{step}" for step, entry in enumerate(order)]
+    columns = _thinned(numbered, MAX_LABELS if len(order) <= 100 else MAX_LABELS // 2)  # three digits are wide
     name_cells(axes, columns, [f"buffer {number}" for number in range(plan.num_buffers)])
-    axes.set_xlabel("order, one step a column")
+    axes.set_xlabel("above: order, one step per column; below: number of the step")
     return meetings
 
 
@@ -169,23 +174,93 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
     with styled():
         fig = new_figure(_WIDTH, 5.2)
         axes, below = fig.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-        end = len(playback.live_bytes)
-        for life in playback.lives:
-            died = end if life.died is None else life.died
-            axes.add_patch(Rectangle((life.born, life.offset / _KIB), died - life.born, life.nbytes / _KIB,
-                                     **_block_style(life)))  # fmt: skip
+        _draw_blocks(axes, playback)
         _draw_amount(below, playback)
         for _, border, _ in playback.captures:
-            for panel in (axes, below):
-                panel.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
+            below.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
         middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
         below.set_xticks(middles, _thinned(names), rotation=90 if len(names) > 20 else 0)
         below.set_xlabel("captures, in the order in which they were made and are replayed")
-        axes.set(xlim=(0, end), ylim=(0, playback.high_water / _KIB), ylabel="place in the pool, KiB")
+        axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, playback.high_water / _KIB))
+        axes.set_ylabel("place in the pool, KiB")
         for panel in (axes, below):
             panel.tick_params(axis="x", length=0)
         fig.legend(handles=_legend(playback.lives), loc="outside upper center", ncols=6)
     return Figure(fig, _pool_sentence(playback, what))
+
+
+def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: str = "all rules kept") -> Figure:
+    """Draw the blocks of a pool, and of pools with the same captures that give some blocks back too early.
+
+    A red frame is around memory that one block has taken while another still needs it.
+
+    others: what was done differently -> its pool.
+    what: name of the pool that is right.
+
+    Raises ValueError for a pool without a history, and for pools of other captures.
+    """
+    names = _short_names(right)
+    panels = {what: right, **others}
+    found = {name: overwritten(playback, right) for name, playback in others.items()}
+    with styled():
+        rows = -(-len(panels) // 2)
+        fig = new_figure(_WIDTH, 0.5 + 2.4 * rows)
+        grid = fig.subplots(rows, 2, squeeze=False, sharey=True)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        top = max(playback.high_water for playback in panels.values()) / _KIB
+        for axes, (name, playback) in zip(grid.flat, panels.items()):
+            _draw_blocks(axes, playback)
+            axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
+            for each in (overlaps := found.get(name, [])):
+                _draw_overwritten(axes, each, arrow=len(overlaps) <= _MOST_ARROWS)
+            axes.set_title(f"{name}: at most {_size(playback.peak_bytes)} held", loc="left")
+            middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
+            axes.set_xticks(middles, _thinned(names, MAX_LABELS // 2), fontsize=7, rotation=90)
+            axes.tick_params(axis="x", length=0)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("place in the pool, KiB")
+        handles = [*_legend(right.lives), Patch(label="overwritten while it is needed", **_WRONG)]
+        fig.legend(handles=handles, loc="outside upper center", ncols=6)
+    return Figure(fig, _collisions_sentence(found, what))
+
+
+def _draw_blocks(axes: Any, playback: Playback) -> None:
+    """Draw every block at its place, from the moment that takes it to the one that gives it back."""
+    end = len(playback.live_bytes)
+    for life in playback.lives:
+        width = (end if life.died is None else life.died) - life.born
+        axes.add_patch(Rectangle((life.born, life.offset / _KIB), width, life.nbytes / _KIB, **_block_style(life)))
+    for _, border, _ in playback.captures:
+        axes.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
+
+
+def _draw_overwritten(axes: Any, each: Overwritten, *, arrow: bool) -> None:
+    """Frame the bytes that both blocks have, from the second one's first moment until the first one is done with.
+
+    An arrow points at a frame that is too low to be seen.
+    """
+    low, high = max(each.block.offset, each.taker.offset) / _KIB, min(each.block.end, each.taker.end) / _KIB
+    corner, width = (each.taker.born, low), each.until - each.taker.born
+    look: Any = _WRONG | {"linewidth": 1.5}
+    axes.add_patch(Rectangle(corner, width, high - low, zorder=3, **look))
+    if arrow and high - low < _THIN * axes.get_ylim()[1]:
+        axes.annotate(
+            "",
+            (each.taker.born, (low + high) / 2),
+            xytext=(-28, 28),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-|>", "color": _WRONG["edgecolor"], "linewidth": 1.5},
+            zorder=4,
+        )
+
+
+def _collisions_sentence(found: Mapping[str, Sequence[Overwritten]], what: str) -> str:
+    said = [f"{what}: no block is overwritten while it is needed"]
+    for name, each in found.items():
+        first = f", first one of {each[0].block.owner} by {each[0].taker.owner}" if each else ""
+        said.append(f"{name}: {counted(len(each), 'block')} overwritten{first}")
+    return "; ".join(said) + "."
 
 
 def _draw_amount(axes: Any, playback: Playback) -> None:
@@ -248,7 +323,7 @@ def pool_frame(playback: Playback, number: int) -> Figure:
     blocks = counted(len(frame.live), "block")
     sentence = (
         f"Frame {number} of {len(names)}, {names[number]}: {_size(frame.live_bytes)} held in {blocks}, "
-        f"{_size(over)} of it just taken where an earlier graph's blocks lay."
+        f"{_size(over)} of it just taken from earlier graphs."
     )
     return Figure(fig, sentence)
 
@@ -326,7 +401,9 @@ def _legend(lives: Sequence[Life], *, taken_over: bool = False) -> list[Any]:
     if any(_graph_of(life.owner)[2] for life in lives):
         handles.append(Patch(facecolor="#DDDDDD", hatch=_BACKWARD, edgecolor="#FFFFFF", label="of a backward"))
     if taken_over:
-        handles.append(Patch(facecolor="#FFFFFF", edgecolor=_TAKEN_OVER, linewidth=1.2, label="taken over"))
+        handles.append(
+            Patch(facecolor="#FFFFFF", edgecolor=_TAKEN_OVER, linewidth=1.2, label="memory of an earlier graph")
+        )
     return handles
 
 
@@ -344,10 +421,10 @@ def _frames_sentence(playback: Playback, shown: range, names: Sequence[str], wha
     most = max(range(len(frames)), key=lambda i: frames[i].live_bytes)
     forwards = [number for number in shown if not _graph_of(playback.captures[number][0])[2]]
     first_over = next((number for number in forwards if _share_taken_over(playback, number) > 0.5), None)
-    over = "no forward lies mostly where others lay"
+    over = "no forward is mostly in memory of earlier graphs"
     if first_over is not None:
         share = _share_taken_over(playback, first_over)
-        over = f"{names[first_over]} is the first forward to lie mostly where others lay ({share:.0%})"
+        over = f"{names[first_over]} is the first forward that is mostly in memory of earlier graphs ({share:.0%})"
     return (
         f"{what + ': ' if what else ''}{counted(len(frames), 'frame')}, most held after {names[shown[most]]}, "
         f"{_size(frames[most].live_bytes)}; {over}."

@@ -32,7 +32,7 @@ BUFFERS = {
     # them.
     "turns": (
         lambda order: [place % max(1, first_backward(order) - 1) for place in range(forwards(order))],
-        "beside the warm-up",
+        "right after the warm-up",
     ),
 }
 
@@ -51,7 +51,7 @@ UNSAFE = {
         lambda order, buffers: _first_fault(order, buffers, lambda step: 0),
         "a backward names its chunk",
     ),
-    # Refuses each second use of a buffer, even after its backward.
+    # Rejects each second use of a buffer, even after its backward.
     "second use": (second_use, "after the backward a second use is safe"),
     # Believes that a plan that runs without an error is a safe one.
     "nothing": (lambda order, buffers: None, "the plan overwrites an input"),
