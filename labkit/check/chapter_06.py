@@ -1,4 +1,4 @@
-"""Exercises of chapter 06: shapes that a rank keeps, one rank's program of a block, seeds of dropout."""
+"""Exercises and bets of chapter 06: shapes that a rank keeps, one rank's program of a block, seeds of dropout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def shapes(answer: Any) -> Iterator[Outcome]:
         for s, b, h, t in _SIZES:
             words = "tensor and sequence parallel" if split else "tensor parallel"
             given = f"s {s}, b {b}, h {h} and t {t}, {words}"
-            outcome = holds(given, "the shapes of the picture", lambda case=(s, b, h, t, split): _judged(answer, *case))
+            outcome = holds(
+                given, "the shapes that a rank keeps", lambda case=(s, b, h, t, split): _judged(answer, *case)
+            )
             yield replace(outcome, reason=reason_of(outcome.got))
 
 
@@ -67,10 +69,10 @@ def _judged(answer: Any, s: int, b: int, h: int, t: int, split: bool) -> bool | 
     if found == right:
         return True
     if not isinstance(found, dict) or set(found) != set(right):
-        return f"{shown(found)}: this is no dict with the names {', '.join(right)}"
+        return f"{shown(found)}: this is not a dict with the names {', '.join(right)}"
     name = next(name for name in right if found[name] != right[name])
     reason = next((words for words, other in _misread_shapes(s, b, h, t, split=split).items() if other == found), "")
-    return f"{name} {found[name]} instead of {right[name]}: {reason or 'compare it with the picture'}"
+    return f"{name} {found[name]} instead of {right[name]}: {reason or 'outside of the regions positions can be cut, inside only the width'}"
 
 
 def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadings:
@@ -78,14 +80,14 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
         return {"norm and dropout see whole positions here; only sequence parallelism cuts these": _shapes(s, b, h, t)}
     narrow = {name: [s, b, h // t] if name in _BETWEEN else [s, b, 4 * h // t] for name in _NAMES}
     return {
-        "nothing has changed; between the regions a rank holds s/t positions": _shapes(s, b, h, t, cut=()),
+        "nothing has changed; between the regions a rank holds only s/t positions": _shapes(s, b, h, t, cut=()),
         "fc1 keeps the gathered input; a rank keeps its s/t positions, and gathers again in backward": (
             _shapes(s, b, h, t, cut=("norm input", "dropout mask"))
         ),
         "the mask has as many positions as the tensor that it drops from": (
             _shapes(s, b, h, t, cut=("norm input", "fc1 input"))
         ),
-        "only the mask is cut; norms work on s/t positions, too": _shapes(s, b, h, t, cut=("dropout mask",)),
+        "only the mask is cut; norms work on s/t positions as well": _shapes(s, b, h, t, cut=("dropout mask",)),
         "the width is cut between the regions; a norm needs whole rows, so positions are cut": narrow,
         "positions and width are cut inside; inside a rank has all positions and 1/t of the width": (
             _shapes(s, b, h, t, inside_too=True)
@@ -97,14 +99,64 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
 
 ask(
     "06.bytes",
-    "f and g send an all-reduce each. How many more bytes leave a rank with f_s and g_s in their places?",
+    "f and g send an all-reduce each. How many more bytes leave a rank if every rank has only its part of the sequence "
+    "between them?",
     choices={
         "none": "An all-reduce is a reduce-scatter and then an all-gather. g_s is the first half of it, and the next "
-        "f_s the second: the same bytes leave at two moments.",
-        "25 %": "A step that gathers a third time, in backward, sends 1.25 times as much. It does so to keep less, and "
-        "here the gathered tensor is still kept.",
+        "f_s the second: the same bytes leave at two moments. That is code which keeps for backward what it gathered.",
+        "25 %": "Megatron drops the gathered tensor to save its memory, and gathers once more in backward. The two "
+        "all-reduces of f and g were four halves, and this code sends five.",
         "100 %": "There are twice as many messages, but each sends N (t - 1)/t bytes, half of an all-reduce.",
     },
+)
+
+
+# ---- what tells of a forgotten sum ----
+
+ask(
+    "06.silent",
+    "Each rank trains on its own positions, and nobody adds up the gradients of the norm. What tells you in step 1?",
+    choices={
+        "an error": "Every shape fits: the gradient of the gain has h numbers on each rank, as it should.",
+        "the loss": "The loss of a step is computed before any of its gradients is used, so the first one is right. "
+        "Later it differs a little, and it falls all the same.",
+        "neither": "All shapes fit, and the loss of step 1 is computed before any gradient is used. What is wrong is a "
+        "gradient, and after the step a gain that differs from rank to rank.",
+    },
+)
+
+
+# ---- what is kept, if f_s and fc1 are two operations ----
+
+ask(
+    "06.kept",
+    "f_s gathers, then an ordinary product uses the result. How many values per token and feature does a rank keep?",
+    misread=lambda t: {
+        "That is what f and g keep. The norm's input is cut now.": 2 + 8 / t,
+        "Those are the cut shapes of exercise 1. But a product saves its input, which is the gathered tensor here.": (
+            2 / t + 8 / t
+        ),
+        "The norm's input is whole here; cut, it is 1/t.": 1 + 8 / t,
+    },
+    unit="values per token and feature",
+    because="The norm's input is cut, 1/t. The input of fc1 is the gathered tensor, and a product saves its input, so "
+    "it is whole: 1. Inside the MLP there are 8/t, as before.",
+)
+
+
+# ---- where independent masks agree ----
+
+ask(
+    "06.agree",
+    "Two ranks draw masks that have nothing to do with each other. At how many percent of the places do they agree?",
+    misread=lambda dropout: {
+        "That is how often one of them keeps a value. They also agree where both drop it.": 100 * (1 - dropout),
+        "That is how often both keep a value. They also agree where both drop it.": 100 * (1 - dropout) ** 2,
+        "Only coins agree half of the time. Dropout keeps far more than it drops.": 50,
+        "Independent is not opposite: by chance they agree most of the time.": 0,
+    },
+    unit="percent",
+    because="Both keep with probability (1 - p)(1 - p), both drop with p p, and in the other cases they differ.",
 )
 
 
@@ -178,16 +230,18 @@ def _misread_results(case: Case) -> dict[str, dict[str, Parts]]:
     own_gain = [(d * x).sum(0) for d, x in zip(d_right, xs)]
     return {
         "y": {
-            "this is one part of a sum: a rank's positions met its own part of the width alone; gather ahead of A, and "
-            "add up behind B": [np.split(part @ b.T, tp)[rank] for rank, (part, b) in enumerate(zip(inner, columns))],
+            "this is one term of a sum: a rank's positions met only that rank's part of the width; gather before A, "
+            "and add up after B": [
+                np.split(part @ b.T, tp)[rank] for rank, (part, b) in enumerate(zip(inner, columns))
+            ],
         },
         "dx": {
-            "this is one part of a sum: a rank's dy met its own part of the width alone; gather dy ahead of B, and "
-            "add up behind A": [np.split(part, tp)[rank] * gain for rank, part in enumerate(d_scaled)],
+            "this is one term of a sum: a rank's dy met only that rank's part of the width; gather dy before B, and "
+            "add up after A": [np.split(part, tp)[rank] * gain for rank, part in enumerate(d_scaled)],
             "the gain is left out: dx is the gradient of x gain, times gain": d_right,
         },
         "dgain": {
-            "each rank knows its own positions alone; without a sum over ranks the gains drift apart": own_gain,
+            "each rank knows only its own positions; without a sum over the ranks the gains drift apart": own_gain,
             "too small by the number of ranks: these are parts of a sum, not replicas, so add them and take no mean": [
                 right["dgain"][0] / tp
             ]
@@ -301,16 +355,18 @@ def _in_a_group(found: dict[tuple[int, int], Any], *, alike: bool) -> bool | str
         for a, b in combinations(range(_TP), 2):
             pair = f"tp ranks {a} and {b} of stage {p}"
             if alike and found[a, p] != found[b, p]:
-                return f"{pair} draw from {found[a, p]} and {found[b, p]}: they hold the same values, which then part"
+                return (
+                    f"{pair} draw from {found[a, p]} and {found[b, p]}: they hold the same values, which then diverge"
+                )
             if not alike and found[a, p] == found[b, p]:
-                return f"{pair} draw from {found[a, p]}: they hold other values, which are then dropped together"
+                return f"{pair} draw from {found[a, p]}: they hold different values, which are then dropped together"
     return True
 
 
 def _apart(own: dict[tuple[int, int], Any], common: dict[tuple[int, int], Any]) -> bool | str:
     for (t, p), seed in own.items():
         if seed in common.values():
-            return f"tp rank {t} of stage {p} draws from {seed} inside, too: a rank's own state repeats a common one"
+            return f"tp rank {t} of stage {p} draws from {seed} inside as well: a rank's own state repeats a common one"
     return True
 
 

@@ -69,12 +69,12 @@ def uneven(x, dy, gain, A, B, tp):
 
 
 SEQUENCE = {
-    "no gather": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather ahead of A, and add up behind B"),
-    "backward of it": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather dy ahead of B"),
-    "own part of y": (block(leave="own"), "gather ahead of A, and add up behind B"),
+    "no gather": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather before A, and add up after B"),
+    "backward of it": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather dy before B"),
+    "own part of y": (block(leave="own"), "gather before A, and add up after B"),
     # Takes its own positions out of the gathered gradient instead of reduce-scattering: the gradient of one rank's
     # columns of A, not the sum over all.
-    "own part of dx": (block(d="own"), "gather dy ahead of B, and add up behind A"),
+    "own part of dx": (block(d="own"), "gather dy before B, and add up after A"),
     "no gain": (block(dx="none"), "the gain is left out"),
     # Leaves the gain's gradient as it is: each rank knows its own positions alone, and the gains drift apart.
     "own gain": (block(dgain="own"), "the gains drift apart"),
@@ -93,8 +93,8 @@ def seed(*, common=lambda place, split: place == "between" and not split, tp=1, 
 
 
 SEEDS = {
-    # Gives each rank its own state everywhere: without sequence parallelism the ranks' hidden states part.
-    "own": (seed(common=lambda place, split: False), "they hold the same values, which then part"),
+    # Gives each rank its own state everywhere: without sequence parallelism the ranks' hidden states diverge.
+    "own": (seed(common=lambda place, split: False), "they hold the same values, which then diverge"),
     "common": (seed(common=lambda place, split: True), "which are then dropped together"),
     # Forgets that sequence parallelism changes what a rank holds between the regions: other positions, one mask.
     "sp": (seed(common=lambda place, split: place == "between"), "which are then dropped together"),
