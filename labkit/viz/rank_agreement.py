@@ -59,10 +59,10 @@ def mask_agreement(masks: Mapping[str, np.ndarray], ranks: int) -> Figure:
         panels = fig.subplots(1, len(masks), squeeze=False)[0]
         shades = LinearSegmentedColormap.from_list("agreement", ["#FFFFFF", SEQUENCE[0]])
         for axes, (name, share) in zip(panels, shares.items()):
-            picture = axes.imshow(share, cmap=shades, vmin=chance, vmax=1.0, interpolation="nearest")
+            axes.imshow(share, cmap=shades, vmin=chance, vmax=1.0, interpolation="nearest")
             _frame_ranks(axes, len(share), ranks)
             axes.set_title(name)
-        bar = fig.colorbar(picture, ax=list(panels), shrink=0.8)
+        bar = fig.colorbar(panels[0].images[0], ax=list(panels), shrink=0.8)
         bar.set_ticks([chance, 1.0], labels=[f"{100 * chance:.0f} %, as by chance", "100 %, one mask"])
     return Figure(fig, f"{'; '.join(f'{name}: {_shared(share)}' for name, share in shares.items())}.")
 
