@@ -72,7 +72,8 @@ def _judged(answer: Any, s: int, b: int, h: int, t: int, split: bool) -> bool | 
         return f"{shown(found)}: this is not a dict with the names {', '.join(right)}"
     name = next(name for name in right if found[name] != right[name])
     reason = next((words for words, other in _misread_shapes(s, b, h, t, split=split).items() if other == found), "")
-    return f"{name} {found[name]} instead of {right[name]}: {reason or 'outside of the regions positions can be cut, inside only the width'}"
+    reason = reason or "outside of the regions positions can be cut, inside only the width"
+    return f"{name} {found[name]} instead of {right[name]}: {reason}"
 
 
 def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadings:
