@@ -116,9 +116,9 @@ ask(
 
 ask(
     "06.silent",
-    "Each rank trains on its own positions, and nobody adds up the gradients of the norm. What tells you in step 1?",
+    "Each rank trains on its own positions. What tells you in step 1 that something is missing?",
     choices={
-        "an error": "Every shape fits: the gradient of the gain has h numbers on each rank, as it should.",
+        "an error": "Every shape fits: each gradient has as many numbers as it should.",
         "the loss": "The loss of a step is computed before any of its gradients is used, so the first one is right. "
         "Later it differs a little, and it falls all the same.",
         "neither": "All shapes fit, and the loss of step 1 is computed before any gradient is used. What is wrong is a "
@@ -131,7 +131,8 @@ ask(
 
 ask(
     "06.kept",
-    "f_s gathers, then an ordinary product uses the result. How many values per token and feature does a rank keep?",
+    "f_s gathers, then an ordinary product uses the result. How many values per token and feature does a rank keep? "
+    "One decimal will do.",
     misread=lambda t: {
         "That is what f and g keep. The norm's input is cut now.": 2 + 8 / t,
         "Those are the cut shapes of exercise 1. But a product saves its input, which is the gathered tensor here.": (
@@ -165,7 +166,7 @@ ask(
 
 Parts = list[Array]
 Case = tuple[Parts, Parts, Array, Parts, Parts]
-_RESULTS = ("y", "dx", "dgain")
+_RESULTS = ("y", "dx", "dgain", "dA")
 
 
 class _Communicator:
@@ -203,32 +204,36 @@ def _problem(tp: int) -> Case:
     return x, dy, numbers.integers(1, 4, (3,)), a, b
 
 
-def _hidden(case: Case) -> tuple[Array, Array, Parts, Parts]:
-    """Return x and dy of all positions, and what each rank's part of the width makes of them.
+def _hidden(case: Case) -> tuple[Array, Parts, Parts, Parts]:
+    """Return x of all positions, and what each rank's part of the width makes of x and dy.
 
-    That is inner, and the gradient of x gain.
+    That is inner, its gradient before the relu, and the gradient of x gain.
     """
     x, dy = np.concatenate(case[0]), np.concatenate(case[1])
     inner = [np.maximum((x * case[2]) @ a.T, 0) for a in case[3]]
-    d_scaled = [((dy @ b) * (part > 0)) @ a for part, a, b in zip(inner, case[3], case[4])]
-    return x, dy, inner, d_scaled
+    d_inner = [(dy @ b) * (part > 0) for part, b in zip(inner, case[4])]
+    return x, inner, d_inner, [d @ a for d, a in zip(d_inner, case[3])]
 
 
 def _right(case: Case) -> dict[str, Parts]:
     tp, gain = len(case[0]), case[2]
-    x, _, inner, d_scaled = _hidden(case)
+    x, inner, d_inner, d_scaled = _hidden(case)
     y = np.sum([part @ b.T for part, b in zip(inner, case[4])], axis=0)
     total = np.sum(d_scaled, axis=0)
-    return {"y": np.split(y, tp), "dx": np.split(total * gain, tp), "dgain": [(total * x).sum(0)] * tp}
+    of_matrix = [d.T @ (x * gain) for d in d_inner]
+    return {
+        "y": np.split(y, tp), "dx": np.split(total * gain, tp), "dgain": [(total * x).sum(0)] * tp, "dA": of_matrix,
+    }  # fmt: skip
 
 
 def _misread_results(case: Case) -> dict[str, dict[str, Parts]]:
     """Return result -> words for a misunderstanding -> the arrays that it gives."""
     xs, _, gain, _, columns = case
     tp, right = len(xs), _right(case)
-    _, _, inner, d_scaled = _hidden(case)
+    x, inner, d_inner, d_scaled = _hidden(case)
     d_right = [dx // gain for dx in right["dx"]]
-    own_gain = [(d * x).sum(0) for d, x in zip(d_right, xs)]
+    own_gain = [(d * own).sum(0) for d, own in zip(d_right, xs)]
+    own_rows = [np.split(d, tp)[rank].T @ (xs[rank] * gain) for rank, d in enumerate(d_inner)]
     return {
         "y": {
             "this is one term of a sum: a rank's positions met only that rank's part of the width; gather before A, "
@@ -249,10 +254,16 @@ def _misread_results(case: Case) -> dict[str, dict[str, Parts]]:
             * tp,
             "too large by the number of ranks: the sum over ranks is taken twice": [right["dgain"][0] * tp] * tp,
         },
+        "dA": {
+            "this is the sum over one rank's positions; A has met all of them, as they were gathered": own_rows,
+            "the input of A is x gain, not x": [d.T @ x for d in d_inner],
+        },
     }
 
 
-@exercise("06.sequence", "Write block(x, dy, gain, A, B, tp) -> (y, dx, dgain) of one rank; all ranks run it at once.")
+@exercise(
+    "06.sequence", "Write block(x, dy, gain, A, B, tp) -> (y, dx, dgain, dA) of one rank; all ranks run it at once."
+)
 def sequence_parallel(answer: Any) -> Iterator[Outcome]:
     """Judge each result of every rank at tp 1, 2 and 4, and the number of calls; at tp 1 no call is counted."""
     for tp in (1, 2, 4):
@@ -276,14 +287,14 @@ def sequence_parallel(answer: Any) -> Iterator[Outcome]:
 
 
 def _tried(answer: Any, case: Case, ranks: RankThreads) -> tuple[list[Any], str]:
-    """Return the three arrays of each rank, or words for the error."""
+    """Return the four arrays of each rank, or words for the error."""
     x, dy, gain, a, b = case
 
     def program(rank: int) -> tuple[Array, ...]:
         mine = (x[rank].copy(), dy[rank].copy(), gain.copy(), a[rank].copy(), b[rank].copy())
         found = answer(*mine, _Communicator(rank, ranks))
-        if not isinstance(found, tuple | list) or len(found) != 3:
-            raise ValueError(f"rank {rank} returns {type(found).__name__}, not the three arrays y, dx and dgain")
+        if not isinstance(found, tuple | list) or len(found) != 4:
+            raise ValueError(f"rank {rank} returns {type(found).__name__}, not the four arrays y, dx, dgain and dA")
         return tuple(np.asarray(plain(part), dtype=float) for part in found)
 
     try:

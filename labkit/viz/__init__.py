@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from labkit.viz.rank_chunks import chunk_states as chunk_states
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
+    from labkit.viz.tensor_lifetimes import tensor_lifetimes as tensor_lifetimes
     from labkit.viz.text_scores import named_curves as named_curves
     from labkit.viz.text_scores import scoring_windows as scoring_windows
     from labkit.viz.text_scores import token_choices as token_choices

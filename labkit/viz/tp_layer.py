@@ -105,8 +105,10 @@ def _draw_frame(axes: Any, height: int, below: float) -> None:
 
 # ---- the tensors that a rank holds ----
 
-_STATIONS = ("x", "norm", "enter", "fc1", "GeLU", "fc2", "leave", "dropout", "+ x")
-"""A sublayer in the order of forward; `enter` and `leave` are f and g, or f_s and g_s."""
+_STATIONS = ("x", "norm", "enter", "gathered", "fc1", "GeLU", "fc2", "leave", "dropout", "+ x")
+"""A sublayer in the order of forward; `enter` and `leave` are f and g, or f_s and g_s. f gathers nothing."""
+_ALIKE = "#BBBBBB"
+"""Colour of numbers that are the same on every rank."""
 _OPERATORS = {
     False: {"enter": ("f", "identity", "all-reduce"), "leave": ("g", "all-reduce", "identity")},
     True: {"enter": ("$f_s$", "all-gather", "reduce-\nscatter"), "leave": ("$g_s$", "reduce-\nscatter", "all-gather")},
@@ -119,11 +121,12 @@ def split_sequence(s: int, b: int, h: int, inner: int, t: int, *, sequence_paral
 
     s, b, h: positions, samples and width between the tensor-parallel regions. inner: width inside.
 
-    An outline is a whole tensor, with positions downwards and width to the right. A hatched area is one term of a sum.
+    An outline is a whole tensor, with positions downwards and width to the right. A hatched area is one term of a sum,
+    and a grey one has the same numbers on every rank. A dotted outline is a tensor that f_s has gathered.
     """
     lanes = list(range(t)) if t <= MAX_LANES else [*range(MAX_LANES - 1), t - 1]
     with styled():
-        fig = new_figure(9.6, 1.35 + 0.55 * len(lanes))
+        fig = new_figure(10.2 if sequence_parallel else 9.6, 1.35 + 0.55 * len(lanes))
         _draw_sublayer(fig.subplots(), lanes, t, (s, b, h), inner, split=sequence_parallel)
     between = (
         f"{_text_of((s // t, b, h))} with f_s and g_s" if sequence_parallel else f"{_text_of((s, b, h))} with f and g"
@@ -143,31 +146,43 @@ def _draw_sublayer(
 ) -> None:
     s, b, h = between
     height = len(lanes)
-    for x, station in enumerate(_STATIONS):
+    stations = [station for station in _STATIONS if split or station != "gathered"]
+    for x, station in enumerate(stations):
         if station in _OPERATORS[split]:
             _draw_switch(axes, x, height, *_OPERATORS[split][station])
             continue
         inside = station in ("fc1", "GeLU")
-        whole = station == "fc2" or not (inside or split)
+        whole = station in ("gathered", "fc2") or not (inside or split)
         shape = (s, b, inner // t) if inside else (s, b, h) if whole else (s // t, b, h)
         for lane, rank in enumerate(lanes):
-            corner = (x - 0.36, height - 1 - lane + 0.1)
-            box(axes, corner, 0.72, 0.8, "#FFFFFF")
             part = (0, 0, 1, 1) if whole else (rank / t, 0, 1 / t, 1) if inside else (0, 1 - (rank + 1) / t, 1, 1 / t)
-            held = (corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1])
-            width, high, fill = 0.72 * part[2], 0.8 * part[3], SEQUENCE[lane]
-            if station == "fc2":
-                box(axes, held, width, high, fill, hatch="////", edgecolor=text_color(fill))
-            else:
-                box(axes, held, width, high, fill)
+            _draw_held(axes, (x - 0.36, height - 1 - lane + 0.1), part, station, SEQUENCE[lane])
         axes.text(x, height + 0.08, station, ha="center", va="bottom", fontsize=9)
         axes.text(x, -0.06, _text_of(shape), ha="center", va="top", fontsize=7.5)
     for lane, rank in enumerate(lanes):
         axes.text(-0.55, height - 0.5 - lane, f"rank {rank}", ha="right", va="center", fontsize=9)
     title = "tensor and sequence parallel" if split else "tensor parallel"
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set(xlim=(-1.25, len(_STATIONS) - 0.4), ylim=(-1.35, height + 0.5))
+    axes.set_title(f"{title} (grey: the same numbers on every rank)", loc="left", fontsize=10)
+    axes.set(xlim=(-1.25, len(stations) - 0.4), ylim=(-1.35, height + 0.5))
     axes.axis("off")
+
+
+def _draw_held(
+    axes: Any, corner: tuple[float, float], part: tuple[float, float, float, float], station: str, own: str
+) -> None:
+    """Draw the outline of a whole tensor, and in it what a rank holds: corner and size, as shares of the whole.
+
+    own: the rank's colour, for numbers that only this rank has.
+    """
+    held, (width, high) = (corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1]), (0.72 * part[2], 0.8 * part[3])
+    if station == "gathered":
+        box(axes, held, width, high, _ALIKE, linestyle=":", linewidth=1.6)
+        return
+    box(axes, corner, 0.72, 0.8, "#FFFFFF")
+    if station == "fc2":
+        box(axes, held, width, high, own, hatch="////", edgecolor=text_color(own))
+    else:
+        box(axes, held, width, high, _ALIKE if part[2:] == (1, 1) else own)
 
 
 def _draw_switch(axes: Any, x: float, height: int, name: str, forward: str, backward: str) -> None:
