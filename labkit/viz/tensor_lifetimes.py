@@ -26,19 +26,19 @@ def tensor_lifetimes(ways: Mapping[str, Moments], labels: Sequence[str], forward
                 for level, name in enumerate(sorted(here, key=names.index)):
                     shade = SEQUENCE[names.index(name) % len(SEQUENCE)]
                     axes.bar(place, 1.0, 1.0, bottom=level, color=shade, label=name)
-            axes.axvline(forward - 0.5, color=INK, lw=0.8, ls=":")
+            axes.axvline(forward - 0.5, color=INK, lw=1.2, ls=":", zorder=5)
             axes.set(xlim=(-0.5, len(labels) - 0.5), ylim=(0, most + 0.1), yticks=range(most + 1))
             axes.set_title(title, loc="left")
         panels[-1].set_xticks(range(len(labels)), labels)
         ends = ((forward / 2 - 0.5, "forward"), ((forward + len(labels)) / 2 - 0.5, "backward"))
         for middle, name in ends:
-            panels[0].annotate(name, (middle, 1.0), (0, 4), xycoords=("data", "axes fraction"),
-                               textcoords="offset points", ha="center", fontsize=9)  # fmt: skip
+            panels[-1].annotate(name, (middle, 0.0), (0, -20), xycoords=("data", "axes fraction"),
+                                textcoords="offset points", ha="center", va="top", fontsize=9)  # fmt: skip
         fig.supylabel(unit, fontsize=9)
         handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
         fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
     lives = "; ".join(f"{title}: {_lives(moments, names)}" for title, moments in ways.items())
-    return Figure(fig, f"In memory after how many of {len(labels)} kernels: {lives}.")
+    return Figure(fig, f"Kernels, of {len(labels)}, after which a tensor is in memory: {lives}.")
 
 
 def _lives(moments: Moments, names: Sequence[str]) -> str:

@@ -133,9 +133,9 @@ CASES = {
                 "a rank holds [32, 2, 128] with f_s and g_s; inside [64, 2, 256]"
             ),
             "one rank 74.0, tensor parallel 42.0, + sequence parallel 37.0, + core attention recomputed 17.0, + norms' "
-            "outputs made again 15.0, whole layer recomputed 1.0; measured within 1%": (
+            "outputs recomputed 15.0, whole layer recomputed 1.0; measured within 1%": (
                 "one rank 54.0, tensor parallel 32.0, + sequence parallel 27.0, + core attention recomputed 17.0, + "
-                "norms' outputs made again 15.0, whole layer recomputed 1.0; measured within 1%"
+                "norms' outputs recomputed 15.0, whole layer recomputed 1.0; measured within 1%"
             ),
         },
     ),

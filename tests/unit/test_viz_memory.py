@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from labkit.viz import Kept, mask_agreement, memory_and_work, replica_drift, saved_waterfall
+from labkit.viz import Kept, mask_agreement, memory_and_work, replica_drift, saved_waterfall, tensor_lifetimes
 
 ROWS = [
     Kept("everything", {"norms": 40.0, "MLP": 160.0}, 200.5),
@@ -70,3 +70,12 @@ def test_replicas_that_drift_apart_are_drawn_in_percent() -> None:
     assert [len(axes.lines) for axes in (loss, apart)] == [2, 1]
     assert apart.lines[0].get_ydata().tolist() == [0.0, 25.0]
     assert apart.lines[0].get_color() == loss.lines[1].get_color(), "one run, one colour"
+
+
+def test_lifetimes_are_drawn_as_a_block_per_tensor_and_moment() -> None:
+    kept, dropped = [("mm", ("x",)), ("mm", ("x", "dy"))], [("mm", ()), ("mm", ("x",))]
+    figure = tensor_lifetimes({"kept": kept, "dropped": dropped}, ["fc1", "fc1"], 1, "tensors")
+    assert repr(figure) == (
+        "Kernels, of 2, after which a tensor is in memory: kept: x 2, dy 1; dropped: x 1, dy 0."
+    )
+    assert [len(axes.patches) for axes in figure.fig.axes] == [3, 1]

@@ -324,6 +324,13 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.split_sequence(8, 2, 64, 256, 2, sequence_parallel=False),
         lambda: viz.split_sequence(256, 2, 512, 2048, 8, sequence_parallel=True),
     ),
+    "tensor_lifetimes": (
+        lambda: viz.tensor_lifetimes({"a product": [("mm", ("x",))] * 2}, ["fc1", "fc1"], 1, "tensors"),
+        lambda: viz.tensor_lifetimes(
+            dict.fromkeys(("f_s, then a product", "GatheredLinear"), [("mm", ("input of fc1", "gradient"))] * 10),
+            ["norm", "fc1", "GeLU", "fc2", "fc2", "fc2", "GeLU", "fc1", "fc1", "norm"], 4, "gathered tensors",
+        ),
+    ),
     "tensor_parallel_block": (lambda: tp_block(2, 2048), lambda: tp_block(8, 16 * 2 * 512 * 8)),
     "token_choices": (
         lambda: viz.token_choices([" c"], {"T = 1": [1.0]}),
