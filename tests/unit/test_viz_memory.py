@@ -75,7 +75,5 @@ def test_replicas_that_drift_apart_are_drawn_in_percent() -> None:
 def test_lifetimes_are_drawn_as_a_block_per_tensor_and_moment() -> None:
     kept, dropped = [("mm", ("x",)), ("mm", ("x", "dy"))], [("mm", ()), ("mm", ("x",))]
     figure = tensor_lifetimes({"kept": kept, "dropped": dropped}, ["fc1", "fc1"], 1, "tensors")
-    assert repr(figure) == (
-        "Kernels, of 2, after which a tensor is in memory: kept: x 2, dy 1; dropped: x 1, dy 0."
-    )
+    assert repr(figure) == ("Kernels, of 2, after which a tensor is in memory: kept: x 2, dy 1; dropped: x 1, dy 0.")
     assert [len(axes.patches) for axes in figure.fig.axes] == [3, 1]
