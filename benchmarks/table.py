@@ -117,7 +117,7 @@ def document(folder: Path = RESULTS) -> str:
         try:
             parts.append(section(json.loads(path.read_text())))
         except (KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is no benchmark result: {error!r}; run its benchmark again") from error
+            raise ValueError(f"{path} is not a benchmark result: {error!r}; run its benchmark again") from error
     if not any(path.stem.startswith("gpu") for path in paths):
         parts.append(MISSING_GPU)
     if not any(path.stem.startswith("scaling") for path in paths):

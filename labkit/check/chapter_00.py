@@ -102,7 +102,7 @@ def _wrong_layout(
     """Return (kind of mistake, sentence about the first wrong layout); both empty for a right answer."""
     given = list(value) if isinstance(value, (set, frozenset, list, tuple)) else None
     if given is None or not all(isinstance(each, tuple) and len(each) == 3 for each in given):
-        return "form", f"{shown(value)}, which is no set of triples (tp, pp, dp)"
+        return "form", f"{shown(value)}, which is not a set of triples (tp, pp, dp)"
     for tp, pp, dp in sorted(given):
         product = tp * pp * dp
         rules = {
@@ -161,7 +161,9 @@ def same(answer: Any) -> Iterator[Outcome]:
         last = len(gaps) - 1
         misreadings = {
             "the difference itself is compared; divide it by the loss of the reference": first(g > 1e-5 for g in gaps),
-            "the last step alone is compared; runs can part and come together again": last if gaps[-1] > 1e-5 else None,
+            "the last step alone is compared; runs can diverge and come together again": (
+                last if gaps[-1] > 1e-5 else None
+            ),
             "this is the step with the largest difference; the first one is the cause": (
                 max(range(len(gaps)), key=relative.__getitem__) if right is not None else None
             ),

@@ -91,7 +91,7 @@ def _misread_gather(before: Chunks) -> dict[str, Any]:
     turned = [every[rank:] + every[:rank] for rank in range(len(before))]
     return {
         "rank 0 alone gets everything; the 'all' in the name says that every rank does": [every, *before[1:]],
-        "each rank begins with its own chunk; the chunks stand in the order of ranks": turned,
+        "each rank begins with its own chunk; the chunks are in the order of ranks": turned,
         "a sum is taken; an all-gather moves chunks and adds nothing": [[sum(every)] for _ in before],
     }
 
@@ -144,7 +144,7 @@ _RULES: dict[str, Rule] = {
     "every step sends the same chunk; a rank passes on the chunk that it received in the step before": (
         lambda r, s, g: ((r + 1) % g, (r + 2) % g)
     ),
-    "the chunk that arrives is the chunk that rank r + 1 sends, one further than the own": (
+    "the chunk that arrives is the chunk that rank r + 1 sends, one further than its own": (
         lambda r, s, g: ((r + s + 1) % g, (r + s) % g)
     ),
     "the second half begins anew; the step number runs on, so that it begins with the complete sum r": (

@@ -53,7 +53,7 @@ def digits(answer: Any) -> Iterator[Outcome]:
             "the order string names the fastest axis first, and this reads it from the end": (
                 _digits(rank, _reversed(order_string), sizes)
             ),
-            "the rest of the division by the size is missing": {a: rank // strides[a] for a in sizes},
+            "the remainder of the division by the size is missing": {a: rank // strides[a] for a in sizes},
             "the division by the stride is missing": {a: rank % size for a, size in sizes.items()},
             "these are the strides, the same for every rank": {a: strides[a] for a in sizes},
             "a stride is the product of the sizes of all faster axes, not 2 for each of them": {

@@ -265,7 +265,7 @@ def suspect(answer: Any) -> Iterator[Outcome]:
         )
         misread = {
             said: (part, other),
-            "the norm stands before f, and f belongs to the sub-layer of this norm": (f"{part}.norm", operator),
+            "the norm is before f, and f belongs to the sub-layer of this norm": (f"{part}.norm", operator),
             "this has the name of a parameter; name the sub-layer": (f"{part}.norm.bias", operator),
             "this is a layer; name the sub-layer, attention or mlp": (part.rpartition(".")[0], operator),
             "backward reaches this norm right after the f of its own sub-layer": (

@@ -108,7 +108,8 @@ class _Loss:
     def all_reduce(self, parts: Any, op: str) -> list[Array]:
         """Return the element-wise maximum or sum of one array for each rank, as one array for each rank."""
         assert op in ("max", "sum"), f"all_reduce knows 'max' and 'sum', not {op!r}"
-        assert len(parts) == len(self.parts), f"all_reduce takes {len(self.parts)} arrays, one a rank; got {len(parts)}"
+        wanted = len(self.parts)
+        assert len(parts) == wanted, f"all_reduce takes {wanted} arrays, one per rank; got {len(parts)}"
         stacked = np.stack([np.asarray(part, dtype=float) for part in parts])
         self.sent.append(stacked[0].size)
         total = stacked.max(axis=0) if op == "max" else stacked.sum(axis=0)

@@ -78,7 +78,7 @@ def _misread_chains(width: int, chain: Chain) -> Misreadings:
         "gelu's derivative needs its input, not its result": _kept(width, chain, {**_KEEPS, "gelu": _RESULT}),
         "dropout keeps its mask alone, not its input": _kept(width, chain, {**_KEEPS, "dropout": _INPUT}),
         "the mask of dropout is missing": _kept(width, chain, {**_KEEPS, "dropout": None}),
-        "a mask has one byte a number, not two": _kept(width, chain, mask=2),
+        "a mask has one byte per number, not two": _kept(width, chain, mask=2),
         "the derivative of a constant factor needs no tensor": _kept(width, chain, {**_KEEPS, "scale": _INPUT}),
         "every result is counted; a result that no derivative names is freed": results,
         "every tensor is counted; a tensor that no derivative names is freed": results + 2 * width,
@@ -218,15 +218,15 @@ def _why(run: _Replayed, place: int) -> str:
     again = {p: draws[-1] for p, draws in run.trace.drawn.items() if len(draws) > 1}
     order = [again[p] for p in sorted(again, reverse=True)]
     if set(order) == {run.start} and run.count > 1:
-        return "every second forward begins at the state ahead of block 0; each block needs its own"
+        return "every second forward begins at the state before block 0; each block needs its own"
     if order == list(range(run.start, run.start + len(order))):
         return "the state is set once, but blocks run again from last to first"
     if set(order) == {run.start + run.count} and run.count > 1:
-        return "every second forward begins at the state behind the forward"
+        return "every second forward begins at the state after the forward"
     if min(order) >= run.start + run.count:
         return "the second forward draws new numbers, so it drops other values than the first"
     if all(again[p] == run.trace.drawn[p][0] + 1 for p in again):
-        return "the state is read behind the draw; read it ahead of the first forward"
+        return "the state is read after the draw; read it before the first forward"
     return "the second forward draws other numbers than the first"
 
 
@@ -270,7 +270,7 @@ def groups(answer: Any) -> Iterator[Outcome]:
     """Judge layers that keep as much as their input, or many times as much; two n with one peak; one layer."""
     return asked(
         _GROUPS,
-        given="{} layers, {} bytes an input and {} a layer".format,
+        given="{} layers, {} bytes per input and {} per layer".format,
         right=lambda layers, *each: min(_sizes(layers), key=lambda n: _peak(layers, n, *each)),
         tried=answer,
         misread=_misread_groups,
@@ -300,8 +300,8 @@ def _misread_groups(layers: int, input_bytes: int, layer_bytes: int) -> Misreadi
         "this has the largest peak, not the smallest": (
             max(sizes, key=lambda n: _peak(layers, n, input_bytes, layer_bytes))
         ),
-        "this is the peak; asked is the group size": best,
-        "this is the number of groups; asked is the number of layers in one": (
+        "this is the peak; the exercise asks for the group size": best,
+        "this is the number of groups; the exercise asks for the number of layers in one": (
             layers // min(sizes, key=lambda n: _peak(layers, n, input_bytes, layer_bytes))
         ),
     }

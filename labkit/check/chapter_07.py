@@ -58,12 +58,12 @@ def _misread_work(length: int, cp: int) -> Misreadings:
         "there is no mask; a position sees no later key": [part * length] * cp,
         "a rank's own keys alone count; it sees all keys of earlier ranks, too": [own] * cp,
         "a position sees itself, too": [pairs - part for pairs in right],
-        "the own block has no mask; it is a triangle, not a square": [(rank + 1) * part**2 for rank in ranks],
+        "the rank's own block has no mask; it is a triangle, not a square": [(rank + 1) * part**2 for rank in ranks],
         "a rank sees later keys in place of earlier ones": right[::-1],
         "the triangle has its diagonal, L (L + 1) / 2 pairs and not L²/2": [
             part**2 // 2 + rank * part**2 for rank in ranks
         ],
-        "the own block is left out": [rank * part**2 for rank in ranks],
+        "the rank's own block is left out": [rank * part**2 for rank in ranks],
         "each number counts the pairs of all ranks up to this one": np.cumsum(right).tolist(),
     }
 
@@ -222,7 +222,7 @@ def _wrong_messages(found: _Run, cp: int, most: int, least: int) -> str:
         apart, late = "k, v and positions travel together, in cp - 1 messages", "the last brings a rank's own keys home"
         return f"{found.messages}: {apart if found.largest < most else f'{late}, for nothing'}"
     if found.messages < cp - 1:
-        return f"{found.messages}: with fewer than cp - 1 messages the keys of some rank cannot come by"
+        return f"{found.messages}: with fewer than cp - 1 messages the keys of some rank never arrive"
     if found.largest < least:
         return f"one of {found.largest} numbers at most: k and v do not travel"
     return ""
@@ -257,7 +257,7 @@ def _nan_reason(case: _Case, finite: Array) -> str:
     if all(any(not block[row].any() for block in blocks) for row in np.flatnonzero(~finite)):
         return "this row sees no key of a block; its maximum there is -inf, and -inf - (-inf) is nan"
     if abs(case.scores).max() > 700:
-        return "exp of several hundred overflows; take the largest score off first, each row its own, or its sum is 0"
+        return "exp of several hundred overflows; subtract the largest score first, each row its own, or its sum is 0"
     return ""
 
 
@@ -285,7 +285,7 @@ def _misread_weights(case: _Case) -> Iterator[tuple[str, Array]]:
     means = "the averages over each rank's keys are averaged; weigh each with its sum of exponentials"
     sums = "the averages over each rank's keys are added; weigh each with its sum of exponentials"
     places = "the mask compares places in a block; rows have positions, and those of keys travel with them"
-    scale = "sums taken off different maxima are added; multiply the older ones by exp(old maximum - new maximum)"
+    scale = "sums relative to different maxima are added; multiply the older ones by exp(old maximum - new maximum)"
     own = "only the rank's own keys count; pass_on brings those of the other ranks"
     neighbour = "the neighbour's keys count in every step; pass on what you hold, not your own keys"
     yield own, _softmax(scores, seen & (steps == 0))
@@ -341,7 +341,7 @@ def _wrong_transport(found: _Run, cp: int, most: int) -> str:
     if found.messages > 2 * cp:
         home = "the sums are home after cp hops of at most two messages (kv, and dk with dv)"
         return f"{found.messages}: {home}; later messages are for nothing"
-    return "" if found.messages else "0: nothing comes by, and no sum leaves"
+    return "" if found.messages else "0: nothing arrives, and no sum leaves"
 
 
 def _saved(case: _Case, grad: Array, only: Any = True) -> tuple[tuple[Array, ...], Array]:

@@ -122,7 +122,7 @@ def _first_wrong(value: Any, buckets: Sequence[Sequence[str]], backwards: Sequen
         due = right[place][0] if number == place else name
         if number != place or arrived[name] < arrived[due]:
             return "order", (
-                f"bucket {number} leaves with {name}, ahead of an earlier bucket; on a rank whose gradients arrive in "
+                f"bucket {number} leaves with {name}, before an earlier bucket; on a rank whose gradients arrive in "
                 "another order another bucket is sent there, and the all-reduce adds up two different buckets"
             )
         if name != due:

@@ -80,7 +80,7 @@ def _misread_bytes(weight: int, d: int, stage: int) -> Misreadings:
 
 _BUFFERS = (
     ((100, 300, 50), 1_000, 4, "alignment and padding"),
-    ((128, 64), 1_000, 2, "what lies where"),
+    ((128, 64), 1_000, 2, "what is where"),
     ((100, 300, 50), 256, 4, "two buckets"),
     ((1_000,), 1_000, 3, "one parameter, three owners"),
     ((64, 64, 64, 64), 64, 2, "a bucket for each, half of it padding"),

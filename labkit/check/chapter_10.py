@@ -52,13 +52,13 @@ def _misread_shares(p: int, share: float) -> Misreadings:
     least = (p - 1) * (1 - share) / share
     return {
         "a step has at least one microbatch": 0,
-        "this compares the bubble with the work, (p - 1)/m; asked is its share of the step": max(
+        "this compares the bubble with the work, (p - 1)/m; the exercise asks for its share of the step": max(
             1, math.ceil((p - 1) / share)
         ),
         "this rounds down, and then the bubble is larger than the share": math.floor(least),
         "p - 1 stages wait for the first microbatch, not p": max(1, math.ceil(p * (1 - share) / share)),
         "the bubble may be exactly the share; one fewer is enough": math.floor(least) + 1,
-        "this compares the work, m/(m + p - 1), with the share; the bubble is asked": max(
+        "this compares the work, m/(m + p - 1), with the share; the exercise asks for the bubble": max(
             1, math.ceil((p - 1) * share / (1 - share))
         ),
         "this many would do on a larger pipeline, too; fewer are enough here": math.ceil(p / share),
@@ -108,7 +108,7 @@ def _misread_rows(pp: int, rank: int, count: int) -> dict[str, list[str]]:
     return {
         "this is GPipe: all forwards go first, so all microbatches are kept": _program(rank, count, count),
         "no warm-up: each forward waits until the gradient of the one before has come back": _program(rank, 0, count),
-        "the warm-up grows with the rank; but p - r - 1 stages are behind rank r": _program(
+        "the warm-up grows with the rank; but p - r - 1 stages come after rank r": _program(
             rank, min(rank, count), count
         ),
         "one forward too many in the warm-up, so the rank keeps one microbatch more": _program(
@@ -306,7 +306,7 @@ def _fault_of_one(program: Sequence[Post], pp: int, rank: int, count: int) -> tu
             {"": ran, "send": sent, "recv": came}[way].add((kind, m))
     owed = [f"{kind}{m}" for kind, m in right if 0 <= _peer(("send", kind, m), rank) < pp and (kind, m) not in sent]
     if owed:
-        return "owed", f"rank {rank} never sends {owed[0]}, and a neighbour waits for it for ever"
+        return "owed", f"rank {rank} never sends {owed[0]}, and a neighbour hangs waiting for it"
     return "", ""
 
 

@@ -68,10 +68,10 @@ def _misread_places(layer: int, layers: int, pp: int, vpp: int) -> Misreadings:
         "rank and chunk are swapped": (chunk, rank),
         "this gives a rank neighbouring stages; the rank of stage s is s mod pp": (stage // vpp, stage % vpp),
         "this deals out single layers; deal out stages of layers / (pp vpp) layers": (layer % pp, layer // pp),
-        "this stage has layers / pp layers; with vpp stages a rank it has layers / (pp vpp)": (wide, 0),
+        "this stage has layers / pp layers; with vpp stages per rank it has layers / (pp vpp)": (wide, 0),
         "this chunk goes back from the last rank to the first; each chunk begins at rank 0": (pp - 1 - rank, chunk),
         "this is the rank and the number of the stage; a rank counts its own chunks": (rank, stage),
-        "this is the number of the stage; its rank and chunk are asked": stage,
+        "this is the number of the stage; the exercise asks for its rank and chunk": stage,
         "this chunk divides by vpp; a round has pp stages, one for each rank": (rank, stage // vpp),
         "this chunk is a remainder; it is the number of full rounds before the stage": (rank, stage % vpp),
         "this rank is right; this chunk is still 0, it is the number of full rounds before the stage": (rank, 0),
@@ -315,7 +315,7 @@ _EARLY: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("interleaved 1F1B, rank 1 of 2", tuple(_Case(2, 2, (2, 2)).order(1)), 2),
     ("all forwards first", (1, 1, 2, 2, -2, -2, -1, -1), 2),
     ("one microbatch after the other", (1, 2, -2, -1, 1, 2, -2, -1), 2),
-    ("a backward ahead of every forward", (1, -2, 2, -1), 2),
+    ("a backward before every forward", (1, -2, 2, -1), 2),
     ("the backward of chunk 0 first", (1, 1, 2, 2, -1, -2, -1, -2), 2),
     ("the second forward of chunk 1 too soon", (1, 2, 2, -2, 1, -2, -1, -1), 2),
     ("the backward of the middle chunk first", (1, 1, 2, 3, -2, -3, -2, 2, 3, -3, -1, -1), 3),
@@ -382,7 +382,7 @@ def _misread_early(order: Sequence[int], vpp: int) -> Misreadings:
     absent = [i for i, signed in enumerate(order) if (other := _waits_for(signed, vpp)) and other not in order[:i]]
     unseen = [i for i, signed in enumerate(order) if signed < 0 and -signed not in order[:i]]
     return {
-        "this only holds a backward against its own forward; chunks wait for each other, too": _first_early(
+        "this only compares a backward with its own forward; chunks wait for each other, too": _first_early(
             order, vpp, chunkwise
         ),
         "this lets gradients reach the first chunk first; they come from the last chunk": _first_early(
@@ -394,8 +394,8 @@ def _misread_early(order: Sequence[int], vpp: int) -> Misreadings:
         ),
         "this finds nothing: right counts do not make an order that runs": None,
         "positions count from 0": None if right is None else right + 1,
-        "this is the entry that is waited for; the early one is asked": late,
-        "this is the early number itself; its position is asked": None if right is None else order[right],
+        "this is the entry that is waited for; the exercise asks for the early one": late,
+        "this is the early number itself; the exercise asks for its position": None if right is None else order[right],
         "this asks if the needed number came at all; each entry needs one of its own": next(iter(absent), None),
         "this looks at backwards alone; a forward waits for the chunk before, too": _first_early(order, vpp, backwards),
         "no chunk comes after the last one; its backward needs its own forward": _first_early(order, vpp, no_turn),

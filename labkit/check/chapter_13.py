@@ -137,7 +137,7 @@ def _key(rank: int, offset: Iterable[int]) -> str:
 _RESTORES = (
     ("a vector of 8 cut in two", _cut((8,), 0, 2), Box((2,), (4,))),
     ("rows 0 to 3 and rows 4 to 7 of an [8, 6]", _cut((8, 6), 0, 2), Box((0, 3), (8, 3))),
-    ("rows of an [8, 6], two a rank", _cut((8, 6), 0, 4), Box((2, 0), (2, 6))),
+    ("rows of an [8, 6], two per rank", _cut((8, 6), 0, 4), Box((2, 0), (2, 6))),
     ("runs of 10 elements of a [4, 5]", _sharded((4, 5), 2), Box((1, 1), (2, 3))),
     ("runs of elements of a [5, 7] over 3 ranks", _sharded((5, 7), 3), Box((0, 2), (5, 4))),
     ("two experts of [4, 6] cut along the last dimension", _cut((2, 4, 6), 2, 2), Box((1, 0, 2), (1, 4, 3))),

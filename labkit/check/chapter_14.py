@@ -66,7 +66,7 @@ def _misread_splits(counts: Counts, rank: int) -> Misreadings:
         "the two lists are exchanged; a row of the table is what its rank sends": (receives, sends),
         "a rank does not receive what it sends; others decide what comes": (sends, sends),
         "the rank's own rows are missing; an all-to-all carries rows that stay, too": tuple(without),
-        "experts are dealt out one by one; here neighbours lie on one rank": _splits(counts, rank, in_turn=True),
+        "experts are dealt out one by one; here neighbours are on one rank": _splits(counts, rank, in_turn=True),
         "the second list counts rows by expert; it has one number for each sender": (sends, by_expert),
         "the second list is the load of every rank; it has what each rank sends to this one": (sends, loads),
     }
@@ -172,11 +172,11 @@ def _sums(
 _MISREAD_OUTPUTS = {
     "own_experts_only": "only experts on the token's own rank are heard; send the other rows to their experts",
     "others_only": "rows whose expert is on their own rank are lost; put them into the outbox, too",
-    "arrive_sorted": "arrived rows are taken as lying expert by expert; they lie by sender, so foreign experts compute",
+    "arrive_sorted": "arrived rows are taken as sorted by expert; they are sorted by sender, so other experts compute",
     "return_sorted": "results go home expert by expert; a sender takes them in the order in which its rows came",
     "overwritten": "a token's results overwrite each other; add them up (np.add.at)",
     "unweighted": "the weights are left out",
-    "weights_by_token": "the weights lie token by token, the rows expert by expert; a row has the weight of another",
+    "weights_by_token": "the weights are sorted by token, the rows by expert; a row has the weight of another",
 }
 
 
@@ -231,7 +231,7 @@ def dispatch(answer: Any) -> Iterator[Outcome]:
     yield replace(calls, reason=reason)
     crossed, most = sum(problem.crossed), problem.most_numbers()
     claim = f"at most {most:,}: each row only to its expert's rank and back"
-    said = "" if crossed <= most else f"{crossed:,}: the outputs are right, but rows go where no expert wants them"
+    said = "" if crossed <= most else f"{crossed:,}: the outputs are right, but rows go where no expert needs them"
     cost = holds(f"{problem.words}, the numbers that change ranks", claim, lambda: error or said or True)
     yield replace(cost, reason=reason)
 

@@ -72,7 +72,7 @@ def world(answer: Any) -> Iterator[Outcome]:
 def _misread_worlds(tp: int, cp: int, pp: int, etp: int, ep: int) -> Misreadings:
     attention, experts = tp * cp, etp * ep
     return {
-        "ep gets ranks of its own beside tp and cp, as without folding": attention * ep * pp,
+        "ep gets ranks of its own next to tp and cp, as without folding": attention * ep * pp,
         "all sizes are multiplied; attention and experts share their ranks": attention * experts * pp,
         "a stage has the larger product of ranks; it must be a multiple of the smaller one, too": (
             pp * max(attention, experts)
@@ -314,7 +314,7 @@ def _verdict(case: _Order, expected: bool, value: Any) -> tuple[str, str]:
     if value == expected:
         return "", ""
     if expected:
-        return "strict", "False, which refuses a safe order: both numberings put every rank into the same pipeline"
+        return "strict", "False, which rejects a safe order: both numberings put every rank into the same pipeline"
     attention, experts = (_stages(case, side) for side in (0, 1))
     rank = next(rank for rank in range(case.world) if attention[rank] != experts[rank])
     held = f"rank {rank} would hold attention of stage {attention[rank]} and experts of stage {experts[rank]}"
@@ -360,7 +360,7 @@ _RULES: dict[str, Callable[[_Order], bool]] = {
     ),
     "every order passes; one order string gives two strides of pp, since sizes differ": lambda case: True,
     "only the axis before pp is compared; the stride is the product of all axes before it": _one_axis_at_pp,
-    "a layout with one stage has one pipeline a rank, so any order is safe": lambda case: (
+    "a layout with one stage has one pipeline per rank, so any order is safe": lambda case: (
         case.sizes["pp"] > 1 and _left_of_pp(case, 0) == _left_of_pp(case, 1)
     ),
 }

@@ -61,12 +61,12 @@ def _misread_launches(durations: Sequence[int], launch: int, graph: bool) -> Mis
         "this takes the larger of two sums; the last operation cannot run before its own launch": max(
             launch if graph else count * launch, work
         ),
-        "this starts operations beside the one before; the device runs one at a time": max(
+        "this starts operations during the one before; the device runs one at a time": max(
             (launch if graph else moment) + duration for moment, duration in zip(ready, durations)
         ),
         "this leaves the launch out": work,
         "this pays for one launch; one by one the host launches each operation": launch + work,
-        "this runs only the last operation behind the last launch; the device can be further behind": launch + work
+        "this runs only the last operation after the last launch; the device may have more work left": launch + work
         if graph
         else count * launch + durations[-1],
         "this lets the host wait after each launch; the host can be many operations ahead": launch
@@ -78,7 +78,7 @@ def _misread_launches(durations: Sequence[int], launch: int, graph: bool) -> Mis
 
 SHAPE = (4, 3)
 """[T, H] in the exercise."""
-_NO_TENSOR = "no tensor but a "
+_NO_TENSOR = "not a tensor but a "
 _NAN = "NaN among the entries: 0 times inf is NaN, and torch.where chooses without multiplying"
 _ZERO_NORM = "NaN among the entries: the norm is 0, and 0 / 0 and 0 times inf are NaN"
 _REBOUND = "count 0: the caller's tensor never changed; `count = count + 1` makes another tensor"

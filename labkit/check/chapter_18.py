@@ -68,7 +68,7 @@ def _misread_runs(scope: Scope, call: str) -> Misreadings:
         }
     if call == "replay":
         return {
-            "this computes captured steps again; their results lie in the store": STEPS,
+            "this computes captured steps again; their results are in the store": STEPS,
             "this lists what the graph computes; Python computes the others": inside,
             "this takes attention into every graph; without `attn` Python runs attention first": [
                 step for step in STEPS if step not in up_to
@@ -81,7 +81,7 @@ def _misread_runs(scope: Scope, call: str) -> Misreadings:
             ],
         }
     return {
-        "this goes on behind the graph; the signal ends the forward there": STEPS[STEPS.index(inside[0]) :],
+        "this goes on after the graph; the signal ends the forward there": STEPS[STEPS.index(inside[0]) :],
         "this computes everything at the capture; the signal ends the forward early": STEPS,
         "this leaves the last captured step out; the signal comes when its work is done": inside[:-1],
         "this takes attention into every graph; without `attn` Python runs attention first": up_to,
@@ -93,7 +93,7 @@ def _misread_runs(scope: Scope, call: str) -> Misreadings:
 def _of_steps(given: Any, right: Sequence[str], call: str) -> str:
     """Name the first step that is missing or too much, and what that means; empty for another form."""
     if not isinstance(given, list) or not set(given) <= set(STEPS):
-        return f" (a list of steps is asked, of {', '.join(STEPS)})"
+        return f" (give a list of steps, of {', '.join(STEPS)})"
     for step in STEPS:
         if step in right and step not in given:
             return f" (no graph would hold `{step}`)" if call == "capture" else f" (nobody would compute `{step}`)"
@@ -103,7 +103,7 @@ def _of_steps(given: Any, right: Sequence[str], call: str) -> str:
     return " (the steps are right, their order is not)"
 
 
-_FROZEN = "the split sizes of this capture would hold for ever"
+_FROZEN = "the split sizes of this capture would never change"
 
 
 # ---- manual hooks ----
@@ -129,7 +129,7 @@ _PARTS = {
 """Word of a scope -> modules whose forward the graph contains, with all modules inside them."""
 
 
-@exercise("18.hooks", "Write hooks(modules, scope) -> the modules whose hook the wrapper calls ahead of each replay.")
+@exercise("18.hooks", "Write hooks(modules, scope) -> the modules whose hook the wrapper calls before each replay.")
 def hooks(answer: Any) -> Iterator[Outcome]:
     """Judge four scopes of a layer, two of a layer with shared experts, and a router without parameters."""
     diagnosis = Diagnosis()
@@ -167,11 +167,11 @@ def _misread_hooks(modules: Mapping[str, int], scope: Scope) -> Misreadings:
         "this takes whole halves; Python calls the experts, and their own hooks run": [
             name for name in _inside(modules, halves) if modules[name]
         ],
-        "this takes the captured parts alone; parameters lie in the modules inside": [
+        "this takes the captured parts alone; parameters are in the modules inside": [
             name for name in modules if name in parts
         ],
         "this takes modules without parameters of their own, too; there is nothing to wait for": inside,
-        "this forgets the norm ahead of the router; it is in the graph as well": [n for n in right if n != "mlp.norm"],
+        "this forgets the norm before the router; it is in the graph as well": [n for n in right if n != "mlp.norm"],
         "this forgets shared experts; they are in the graph of `moe_router`": [n for n in right if "shared" not in n],
         "this finds none; a replay calls no module, and so no hook": [],
     }
@@ -180,11 +180,11 @@ def _misread_hooks(modules: Mapping[str, int], scope: Scope) -> Misreadings:
 def _of_hooks(given: Any, right: Sequence[str], modules: Mapping[str, int]) -> str:
     """Distinguish an unsafe answer from one that is merely different."""
     if not isinstance(given, list) or not set(given) <= set(modules):
-        return " (a list of names of modules is asked)"
+        return " (give a list of names of modules)"
     if missing := [name for name in right if name not in given]:
         return f" (unsafe: {missing[0]} would compute with parameters that have not arrived)"
     if extra := [name for name in given if name not in right]:
-        waits = "waits ahead of the graph, earlier than it has to" if modules[extra[0]] else "waits for nothing"
+        waits = "waits before the graph, earlier than it has to" if modules[extra[0]] else "waits for nothing"
         return f" (safe, but {extra[0]} {waits})"
     return " (the modules are right, their order is not)"
 
@@ -282,7 +282,7 @@ def _misread(steps: Sequence[Step], captured: int) -> Misreadings:
         return [inputs, [name for name in written if kept(name)]]
 
     return {
-        "names are compared, but a name that is written again behind the graph has another value": with_outputs(
+        "names are compared, but a name that is written again after the graph has another value": with_outputs(
             by_name.__contains__
         ),
         "all that the graph computes comes out; what nobody reads any more could be used again": [inputs, written],
@@ -297,7 +297,7 @@ def _misread(steps: Sequence[Step], captured: int) -> Misreadings:
 def _consequence(given: Any, right: list[list[str]], steps: Sequence[Step], captured: int) -> str:
     """Name the first name that is missing or too much, and what that means; empty for another form."""
     if not (isinstance(given, list) and len(given) == 2 and all(isinstance(each, list) for each in given)):
-        return " (two lists are asked: inputs and outputs)"
+        return " (give two lists: inputs and outputs)"
     for name in right[0]:
         if name not in given[0]:
             return f" (without the input {name} the graph has nothing to read)"

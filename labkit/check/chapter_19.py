@@ -66,12 +66,12 @@ def _misread_words(tokens: Sequence[str]) -> Misreadings:
         else:
             joined.append([place])
     return {
-        "each piece stands alone; a model that sees `hack` guesses `##ers` from the spelling": [[p] for p in own],
+        "each piece is taken as a word; a model that sees `hack` guesses `##ers` from the spelling": [[p] for p in own],
         "[CLS] and [SEP] count as words, and would be masked": joined,
         "positions are counted without [CLS] and [SEP]; the mask is then laid on the wrong tokens": [
             [own.index(place) for place in word] for word in right
         ],
-        "a word is cut to its first piece, so the other pieces stay visible beside the mask": [w[:1] for w in right],
+        "a word is cut to its first piece, so the other pieces stay visible next to the mask": [w[:1] for w in right],
         "a word has one number here; it is the list of the positions of its pieces": [w[0] for w in right],
         "a piece at the beginning of a segment is lost; a cut text may begin inside a word": [
             word for word in right if not tokens[word[0]].startswith("##")
@@ -149,7 +149,7 @@ def _misread_stacks(x: Array, halves: Sequence[Function], norms: Sequence[Functi
     without_first = _run(x, halves, [lambda y: y, *norms[1:]], "post")
     wrong: dict[str, Any] = {}
     if pre:
-        wrong["this is post: the stream itself is normalised; in pre a norm stands on each branch alone"] = _run(
+        wrong["this is post: the stream itself is normalised; in pre a norm is on each branch alone"] = _run(
             x, halves, norms, "post"
         )
         wrong["the final norm is missing; the sum of all branches grows from layer to layer"] = without_final
@@ -157,11 +157,11 @@ def _misread_stacks(x: Array, halves: Sequence[Function], norms: Sequence[Functi
             x, halves, [*norms[1:], norms[0]], "pre"
         )
     if post:
-        wrong["this is pre: the norms stand on the branch; in post they stand behind the sum"] = _run(
+        wrong["this is pre: the norms are on the branch; in post they come after the sum"] = _run(
             x, halves, norms, "pre"
         )
-        wrong["the embeddings are not normalised; in post the first norm stands before the first half"] = without_first
-        wrong["only the branch is normalised; in post the norm stands behind the sum of branch and stream"] = branch
+        wrong["the embeddings are not normalised; in post the first norm comes before the first half"] = without_first
+        wrong["only the branch is normalised; in post the norm comes after the sum of branch and stream"] = branch
         wrong["the norms are one too early: the first belongs to the embeddings, and the last is never used"] = first
     wrong["there is no residual stream: x must be added to what a half makes"] = norms[-1](bare) if pre else bare
     return {words: _rounded(value) for words, value in wrong.items()}
@@ -225,5 +225,5 @@ def _misread_copies(tp: int, pp: int, dp: int, split: int) -> Misreadings:
         "a stage is taken for a rank; stage p begins at rank p x tp x dp": [
             [sorted(set(stages))] for stages in (words, positions)
         ],
-        "the last stage stands twice where the decoder has one stage; each rank belongs to a group once": doubled,
+        "the last stage is listed twice where the decoder has one stage; each rank belongs to a group once": doubled,
     }

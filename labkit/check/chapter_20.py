@@ -34,7 +34,7 @@ def _windows(tokens: int, length: int, stride: int) -> list[Window]:
 
 
 @exercise(
-    "20.windows", "Write windows(tokens, length, stride) -> (start, first label, label behind the last) by window."
+    "20.windows", "Write windows(tokens, length, stride) -> (start, first label, label after the last) by window."
 )
 def windows(answer: Any) -> Iterator[Outcome]:
     """Judge windows side by side, windows that overlap, a last window that ends after the text, and a single window."""
@@ -53,7 +53,7 @@ def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
         "every window scores all its labels, so most tokens count many times; later windows score their last stride": [
             (s, s + 1, end) for s, _, end in right
         ],
-        "the last tokens are missing; a window that ends behind the text scores the labels that are there": [
+        "the last tokens are missing; a window that ends after the text scores the labels that are there": [
             window for window in right if window[0] + length < tokens
         ],
         "every window scores all its labels, and there is no window for the last tokens": [
@@ -62,16 +62,16 @@ def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
         "the first window scores its last stride alone, so its other tokens are never scored": [
             (s, s + length - stride + 1, end) for s, _, end in right
         ],
-        "the windows stand side by side; each begins one stride behind the one before": [
+        "the windows are side by side; each begins one stride after the one before": [
             (s, s + 1, min(s + length + 1, tokens)) for s in range(0, max(1, tokens - 1), length)
         ],
         "these are the tokens that are read; the label of each is the next token": [
             (s, first - 1, end - 1) for s, first, end in right
         ],
-        "the last window scores labels behind the text; the last label of n tokens is n - 1": [
+        "the last window scores labels after the text; the last label of n tokens is n - 1": [
             (s, first, s + length + 1) for s, first, _ in right
         ],
-        "the last label of a window is its last token; it is the token behind": [
+        "the last label of a window is its last token; it must be the next token": [
             (s, first, end - 1) for s, first, end in right
         ],
     }
@@ -173,8 +173,8 @@ def _misread_top_p(probabilities: Sequence[float], p: float) -> Misreadings:
         "one token too many: the tokens before it add up to p already": sorted(
             each for each, total in zip(order, [0.0, *sums]) if total <= p
         ),
-        "p is no bound of a single probability, but of a sum": keep(lambda each: probabilities[each] >= p),
-        "a bound of 1 - p for each probability is no bound of their sum": keep(
+        "p is not a bound on a single probability, but on a sum": keep(lambda each: probabilities[each] >= p),
+        "a bound of 1 - p for each probability is not a bound on their sum": keep(
             lambda each: probabilities[each] >= 1 - p
         ),
         "tokens are taken in the order of their ids; begin with the most likely": _until(ids, probabilities, p),

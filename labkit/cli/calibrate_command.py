@@ -58,9 +58,9 @@ def _summary(values: dict) -> list[str]:
     peaks = ", ".join(f"{dtype} {entry['value'] / 1e9:,.0f}" for dtype, entry in values["peak_flops"].items())
     return [
         f"products, best of a rank   {peaks} GFLOP/s",
-        f"memory, a rank             {values['memory_bandwidth']['value'] / 1e9:,.1f} GB/s",
-        f"a kernel, beyond its work  {_kernel_seconds(values) * 1e6:,.1f} us",
-        f"a step, beyond its kernels {values['software']['default host']['value'] * 1e3:,.2f} ms",
+        f"memory, per rank           {values['memory_bandwidth']['value'] / 1e9:,.1f} GB/s",
+        f"overhead per kernel        {_kernel_seconds(values) * 1e6:,.1f} us",
+        f"overhead per step          {values['software']['default host']['value'] * 1e3:,.2f} ms",
         f"between ranks              {between}",
         f"interval of a prediction   +- {values['interval']['default']['value']:.0%}",
     ]

@@ -28,7 +28,7 @@ COMMANDS = {
     "config": ("config_command", "convert configurations of Megatron-LM, torchtitan and others"),
     "train": ("train_command", "train a model under a layout"),
     "watch": ("watch_command", "show live or finished runs from their folders"),
-    "why": ("why_command", "say where a run's step time went, beside the prediction"),
+    "why": ("why_command", "say where a run's step time went, next to the prediction"),
     "checkpoint": ("checkpoints.checkpoint_command", "list, verify, export, import checkpoints"),
     "eval": ("checkpoints.eval_command", "score checkpoints: perplexity, LAMBADA"),
     "finetune": ("checkpoints.finetune_command", "fine-tune a BERT on MNLI, QQP, RACE or SQuAD"),

@@ -53,7 +53,7 @@ def prepare(folder: Path, arguments: Arguments) -> None:
     show(str(copies))
     if numbers := [name[:2] for name in copies.outdated]:
         newer = f"labkit has newer versions of {', '.join(numbers)}, which you have changed"
-        show(f"{newer}; to get one beside yours: {_command('exercises', arguments)} --beside {numbers[0]}")
+        show(f"{newer}; to get one next to yours: {_command('exercises', arguments)} --beside {numbers[0]}")
 
 
 def _command(name: str, arguments: Arguments) -> str:

@@ -201,8 +201,8 @@ def _nothing_fits(search: Search, only: Any) -> str:
     return (
         f"none of {int(only.sum()):,} legal layouts fits: the smallest, {in_words(row)}, needs {need.bytes / GB:.1f} "
         f"GB on the ranks at place {need.place} of the pipeline, {lacking / GB:.1f} GB more than the "
-        f"{search.available / GB:.1f} GB that a GPU of {search.machine.name} has beside the reserve; take more GPUs, a "
-        "smaller model or a larger GPU"
+        f"{search.available / GB:.1f} GB that a GPU of {search.machine.name} has besides the reserve; take more GPUs, "
+        "a smaller model or a larger GPU"
     )
 
 

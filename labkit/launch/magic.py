@@ -62,7 +62,7 @@ class RankMagics(Magics):
         if cell is None and arguments.close and NAME not in self.shell.user_ns:
             return None
         if arguments.out is not None and not arguments.out.isidentifier():
-            raise UsageError(f"--out {arguments.out}: is no name")
+            raise UsageError(f"--out {arguments.out}: is not a name")
         ranks = self._ranks(arguments.world_size)
         values = None
         try:

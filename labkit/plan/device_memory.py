@@ -138,7 +138,7 @@ def _remainders(workload: Workload, stages: dict[int, StageContents], replicas: 
     if workload.libraries.expandable_segments or workload.fsdp:
         return Term("unused remainders", 0, "none with expandable segments, and left out with sharded weights")
     tensors = state_tensors(workload.config, list(stages.values()), replicas)
-    return Term("unused remainders", unused_bytes(tensors), f"behind the large ones of {len(tensors)} tensors")
+    return Term("unused remainders", unused_bytes(tensors), f"after the large ones of {len(tensors)} tensors")
 
 
 def _above(peak: tuple[Term, ...], stages: dict[int, StageContents], inputs: Term, update: int) -> tuple[Term, ...]:

@@ -226,7 +226,7 @@ def parse_words(text: str) -> dict[str, int]:
         name = _COLUMN_OF.get(given, given)
         if name not in AXES:
             known = [SHOWN.get(axis, axis) for axis in AXES]
-            problems.append(f"{shown(name)} is no part of a layout; name {', '.join(known)}{nearest(name, known)}")
+            problems.append(f"{shown(name)} is not part of a layout; name {', '.join(known)}{nearest(name, known)}")
         elif name in WORDS:
             if word not in WORDS[name]:
                 problems.append(f"{item}: choose one of {', '.join(WORDS[name])}{nearest(word, WORDS[name])}")

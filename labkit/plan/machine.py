@@ -219,7 +219,7 @@ class _Reader:
             made["memory_rates"] = dict(self.table("memory_rates"))
         made["products"] = dict(self.products())
         unknown = set(self.values) - self.read
-        self.problems += [f"{name} is no constant of a machine" for name in sorted(unknown)]
+        self.problems += [f"{name} is not a constant of a machine" for name in sorted(unknown)]
         return None if self.problems else Machine(**made, sources=self.sources, spreads=self.spreads)
 
     def word(self, name: str) -> str:
@@ -292,7 +292,7 @@ class _Reader:
         if entries is None:
             return
         if not isinstance(entries, dict):
-            self.problems.append(f"{where} is no mapping; give NAME: {{source: ..., rows: [...]}}")
+            self.problems.append(f"{where} is not a mapping; give NAME: {{source: ..., rows: [...]}}")
             return
         for kind, entry in entries.items():
             name = f"{where}.{kind}"

@@ -202,7 +202,7 @@ def _planned_row(row: dict[str, str]) -> PlannedRow:
     try:
         _traits(row)
         if "LoRA" in row["id"] + row["note"]:
-            raise _NotExpressible("LoRA trains small matrices beside frozen weights, which labkit has not")
+            raise _NotExpressible("LoRA trains small matrices next to frozen weights, which labkit does not have")
         if source is None:
             raise _NotExpressible("the source is unknown, so the generation of its software is, too")
         if machine is None:
@@ -278,7 +278,7 @@ def _require_sound(config: RunConfig, world: int) -> None:
     batch = train.micro_batch_size * (world // shape)
     if train.global_batch_size % batch:
         raise _NotExpressible(
-            f"the global batch {train.global_batch_size} is no multiple of micro batch x dp = {batch}"
+            f"the global batch {train.global_batch_size} is not a multiple of micro batch x dp = {batch}"
         )
     if config.moe.num_experts and (world // parallel.pp) % (parallel.ep * parallel.expert_tp):
         raise _NotExpressible("ep x etp does not divide the ranks of a stage")
@@ -295,10 +295,10 @@ def _number(row: Mapping[str, str], name: str) -> int | None:
     try:
         value = float(text)
     except ValueError:
-        raise _NotExpressible(f"{name} is {shown(text)}, which is no number") from None
+        raise _NotExpressible(f"{name} is {shown(text)}, which is not a number") from None
     if not (value.is_integer() and _LEAST.get(name, 1) <= value <= _MOST):
         raise _NotExpressible(
-            f"{name} is {shown(text)}, which is no whole number from {_LEAST.get(name, 1)} to {_MOST:,}"
+            f"{name} is {shown(text)}, which is not a whole number from {_LEAST.get(name, 1)} to {_MOST:,}"
         )
     return int(value)
 

@@ -126,13 +126,13 @@ def _remedies(key: str, workload: Workload) -> Iterator[Remedy]:
         yield larger
         yield Remedy({"parallel.vpp": 2 * config.parallel.vpp}, "interleaved stages")
     elif key == "pp":
-        yield Remedy({"schedule.overlap_p2p_comm": True}, "messages beside computation")
+        yield Remedy({"schedule.overlap_p2p_comm": True}, "messages during computation")
         yield larger
     elif key == "recompute":
         yield Remedy({"model.recompute_granularity": "none"}, "if the activations fit")
         yield Remedy({"model.recompute_granularity": "selective"}, "if the activations fit")
     elif key == "dp":
-        yield Remedy({"optim.overlap_grad_reduce": True}, "gradients beside the last backward")
+        yield Remedy({"optim.overlap_grad_reduce": True}, "gradients during the last backward")
         yield larger
     elif key in ("tp", "cp", "ep"):
         yield from _less_communication(key, config)

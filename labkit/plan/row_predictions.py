@@ -116,7 +116,7 @@ def predict_table(path: str | os.PathLike[str]) -> PredictedTable:
         try:
             rows = [{name: cell or "" for name, cell in row.items() if isinstance(name, str)} for row in reader]
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError([f"is no CSV file: {error}"], source=os.fspath(path)) from None
+            raise ConfigError([f"is not a CSV file: {error}"], source=os.fspath(path)) from None
     table.rows = [predicted_row(row, is_golden=table.is_golden) for row in rows]
     return table
 

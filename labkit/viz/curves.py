@@ -74,7 +74,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mappi
     for name, value in levels.items():
         _mark_level(axes, value, f"{name}\n{value:.2f}")
     axes.set_title(title, loc="left")
-    axes.set_ylabel("nats a token")
+    axes.set_ylabel("nats per token")
     axes.grid(axis="y")
     axes.margins(x=0.01)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.0))
@@ -128,6 +128,6 @@ def _sentence(
     for name, value in levels.items():
         ends = [float(np.mean(values[-last:])) for values in curves.values()]
         where = "below" if max(ends) < value else "not below" if min(ends) >= value else "partly below"
-        subject = "the last lies" if last == 1 else f"the last {last} lie on average"
+        subject = "the last is" if last == 1 else f"the last {last} are on average"
         parts.append(f"{subject} {where} the {name}, {value:.2f}")
     return "; ".join(parts) + "."

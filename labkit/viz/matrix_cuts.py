@@ -82,7 +82,7 @@ def _shapes(size: tuple[int, int], cut: Cut, ranks: int) -> str:
     rows, columns = size
     part = (rows, columns // ranks) if cut is _columns else (rows // ranks, columns) if cut is _rows else None
     whole = f"[{rows}, {columns}]"
-    return f"{whole}\na rank: [{part[0]}, {part[1]}]" if part else whole
+    return f"{whole}\nper rank: [{part[0]}, {part[1]}]" if part else whole
 
 
 def _draw(axes: Any, x: float, y: float, width: float, height: float, face: str, text: str) -> None:

@@ -19,10 +19,10 @@ from labkit.viz.live import is_live
 from labkit.viz.style import LINES, SEQUENCE, new_figure, styled
 
 _PANELS = {
-    "loss": "training loss, nats a token",
+    "loss": "training loss, nats per token",
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens a second",
+    "tokens_per_second": "tokens per second",
 }
 """Name in metrics.jsonl -> title of its panel."""
 _START = 30.0

@@ -200,7 +200,7 @@ def _general(reason: str) -> str:
         ("labkit has no model like", "the model's architecture is not labkit's (such as MLA with experts, or Mamba)"),
         ("the heads of", "heads wider than hidden / heads (Qwen3)"),
         ("no machine for", "no machine for the hardware"),
-        ("the global batch", "the global batch as stated is no multiple of micro batch x dp"),
+        ("the global batch", "the global batch as stated is not a multiple of micro batch x dp"),
         ("tp x cp x pp", "tp x cp x pp as stated does not divide the GPUs"),
         ("labkit builds no ZB-2p", "labkit builds no ZB-2p; its table can be given as `schedule.path`"),
     ):

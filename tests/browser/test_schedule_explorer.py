@@ -53,6 +53,7 @@ explore_pool(play_back(
     for time, (kind, m, place) in enumerate(rows)
 ))"""
 BET = 'from labkit.check import check, predict\n\nbet, steps = predict("06.bytes"), predict("12.one", p=4, m=8)'
+HUNT = 'from labkit.check import hunt\n\nhunt("21", 1).verdict(constant="network", factor="3")'
 WRONG = """def splits(counts, rank):
     return counts[rank + 5], []
 
@@ -245,8 +246,8 @@ def _screenshot(page: Any, name: str) -> None:
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
 
-@pytest.mark.parametrize("lab", [[BET, WRONG, ENDLESS, SETTLE]], indirect=True)
-def test_bets_are_placed_and_settled_and_scores_show_the_readers_code(page: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lab", [[BET, WRONG, ENDLESS, SETTLE, HUNT]], indirect=True)
+def test_bets_scores_and_verdicts_as_a_reader_sees_them(page: Any, tmp_path: Path) -> None:
     choice, number = page.get_by_role("button", name="Place bet").all()
     choice.click()
     page.get_by_text("Choose an answer first.").wait_for()
@@ -267,6 +268,10 @@ def test_bets_are_placed_and_settled_and_scores_show_the_readers_code(page: Any,
     page.get_by_text("Not this time: you bet 100 %, and it is none.").wait_for()
     page.get_by_text("33 steps? That is 1F1B's time").wait_for()
     page.get_by_text("labkit.check.solutions.chapter_14").wait_for()
+    page.keyboard.press("Shift+Enter")
+    page.get_by_text("1 of 2 right.").wait_for()
+    page.get_by_text("constant: right.").wait_for()
+    _screenshot(page, "verdict")
     kept = json.loads((tmp_path / "progress.json").read_text())
     assert kept["check"] == {"14.splits": "tried", "17.held": "tried"}
     assert kept["predict"] == {"06.bytes": "wrong", "12.one": "wrong"}

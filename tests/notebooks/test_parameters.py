@@ -158,8 +158,8 @@ CASES = {
     "09_distributed_optimizer": Case(
         {"world_size": 2, "bucket_size": 120_000},
         {
-            "d = 4 ranks: 18 bytes a parameter replicated; stage 1: 9 (6 + 12/d)": (
-                "d = 2 ranks: 18 bytes a parameter replicated; stage 1: 12 (6 + 12/d)"
+            "d = 4 ranks: 18 bytes per parameter replicated; stage 1: 9 (6 + 12/d)": (
+                "d = 2 ranks: 18 bytes per parameter replicated; stage 1: 12 (6 + 12/d)"
             ),
             "counted: stage 0 18, stage 1 9": "counted: stage 0 18, stage 1 12",
             "each of 4 ranks owns 128; 2 parameters have several owners, at most 4": (

@@ -222,7 +222,7 @@ def table_row(name: str) -> dict[str, str]:
     [
         ({"tp": ""}, "tp is not stated"),
         ({"gpus": "3071"}, "does not divide 3071 GPUs"),
-        ({"gbs": "3073"}, "is no multiple of micro batch x dp"),
+        ({"gbs": "3073"}, "is not a multiple of micro batch x dp"),
         ({"model": "DeepSeek-V3"}, "labkit has no model like 'DeepSeek-V3'"),
         ({"hardware": "TPU v4"}, "no machine for the hardware 'TPU v4'"),
         ({"source": "a friend"}, "the source is unknown"),

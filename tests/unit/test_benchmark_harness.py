@@ -120,5 +120,5 @@ def test_the_committed_document_is_what_the_results_say() -> None:
 
 def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text('{"title": "Half"')
-    with pytest.raises(ValueError, match=r"half\.json is no benchmark result"):
+    with pytest.raises(ValueError, match=r"half\.json is not a benchmark result"):
         table.document(tmp_path)

@@ -73,8 +73,8 @@ def test_cut_matrices_have_the_shapes_of_a_rank_s_weights(part: str, first: tupl
     figure = cut_matrices(part, 32, 64, ranks)
     inner = 4 * 64 if part == "mlp" else 64
     labels = texts(figure)
-    assert f"[64, {first[1]}]\na rank: [64, {first[1] // ranks}]" in labels, "cut by columns"
-    assert f"[{inner}, 64]\na rank: [{inner // ranks}, 64]" in labels, "cut by rows"
+    assert f"[64, {first[1]}]\nper rank: [64, {first[1] // ranks}]" in labels, "cut by columns"
+    assert f"[{inner}, 64]\nper rank: [{inner // ranks}, 64]" in labels, "cut by rows"
     assert f"a rank has {first[1] // ranks} of {first[1]} columns" in repr(figure)
     boxes = [patch.get_extents() for patch in figure.fig.axes[0].patches]
     assert len(boxes) == 2 + ranks * 4, "X and the sum are whole; two matrices, the inner result and the sheets are cut"

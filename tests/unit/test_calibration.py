@@ -164,7 +164,7 @@ def test_of_two_ranks_the_faster_rate_counts_and_the_longer_transfer() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("products: 3\n", "products is no mapping"),
+        ("products: 3\n", "products is not a mapping"),
         ("products: {fp32: {source: s}}\n", "products.fp32 has no rows; give {source: ..., rows: [{m, n, k"),
         ("products: {fp32: {source: s, rows: [{m: 1, n: 1, k: 1}]}}\n", "products.fp32.0.efficiency is missing"),
         (

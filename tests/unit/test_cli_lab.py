@@ -101,7 +101,7 @@ def test_a_changed_copy_is_kept_and_an_unchanged_one_is_renewed(chapters, tmp_pa
     assert "newer" not in said and "renewed" not in said and '"3.99.0"' in (folder / "21_small.ipynb").read_text()
 
     small(chapters, "first, revised", "second, revised")
-    beside = f"to get one beside yours: labkit exercises --dir '{folder}' --beside 20\n"
+    beside = f"to get one next to yours: labkit exercises --dir '{folder}' --beside 20\n"
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "1 with your work, which stay as they are, 1 renewed\n" in said

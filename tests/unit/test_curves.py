@@ -11,7 +11,7 @@ def test_sentence_and_panels():
     figure = loss_curves({"alone": LOSSES, "tp2": LOSSES}, levels={"unigram entropy": 2.5}, tolerance=1e-5)
     assert figure.sentence == (
         "Training loss over 3 steps: alone 4.00 to 2.00; tp2 4.00 to 2.00; no step differs by more than 1e-05 of the "
-        "loss; the last lies below the unigram entropy, 2.50."
+        "loss; the last is below the unigram entropy, 2.50."
     )
     upper, lower = figure.fig.axes
     drawn = [*upper.get_lines()[:2], lower.get_lines()[0]]
@@ -30,15 +30,15 @@ def test_a_difference_beyond_the_tolerance_is_said_and_shown():
 @pytest.mark.parametrize(("level", "where"), [(1.0, "not below"), (2.5, "below"), (2.0, "not below")])
 def test_levels(level, where):
     figure = loss_curves({"alone": LOSSES}, levels={"entropy": level})
-    assert f"the last lies {where} the entropy, {level:.2f}" in figure.sentence
+    assert f"the last is {where} the entropy, {level:.2f}" in figure.sentence
     assert len(figure.fig.axes) == 1
 
 
 def test_levels_are_compared_with_a_mean_of_the_last_losses():
     """One batch is noisy: here the last loss is below the level and the mean of the last two, 2.5, is not."""
-    assert "the last lies below" in loss_curves({"alone": LOSSES}, levels={"entropy": 2.4}).sentence
-    assert "the last 2 lie on average not below" in loss_curves({"a": LOSSES}, levels={"entropy": 2.4}, last=2).sentence
-    assert "the last 2 lie on average below" in loss_curves({"a": LOSSES}, levels={"entropy": 2.6}, last=2).sentence
+    assert "the last is below" in loss_curves({"alone": LOSSES}, levels={"entropy": 2.4}).sentence
+    assert "the last 2 are on average not below" in loss_curves({"a": LOSSES}, levels={"entropy": 2.4}, last=2).sentence
+    assert "the last 2 are on average below" in loss_curves({"a": LOSSES}, levels={"entropy": 2.6}, last=2).sentence
     with pytest.raises(ValueError, match="last is 0"):
         loss_curves({"alone": LOSSES}, last=0)
 

@@ -125,7 +125,7 @@ def test_the_link_carries_one_bucket_at_a_time():
     assert bars(figure, to_rgba(color("collective"))) == [(1, 2.5), (2.5, 4), (4, 5.5), (5.5, 7)]
     assert bars(figure, to_rgba(QUEUED)) == [(2, 2.5), (3, 4), (4, 5.5)]
     (legend,) = figure.fig.legends
-    assert legend.get_texts()[-1].get_text() == "queued behind the bucket before"
+    assert legend.get_texts()[-1].get_text() == "queued after the previous bucket"
 
 
 def test_a_picture_of_fixed_height_names_what_it_leaves_out_and_marks_where_it_is_cut():

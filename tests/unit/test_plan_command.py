@@ -287,7 +287,7 @@ def test_words_of_a_gpu_name_a_machine(hardware, machine):
 @pytest.mark.parametrize(
     "cells, reason",
     [({"schedule": "GPipe-2"}, "the schedule 'GPipe-2' is unknown; known are 1F1B"), ({"tp": ""}, "tp is not stated"),
-     ({"precision": "posit16"}, "the precision 'posit16' is unknown"), ({"gpus": "512.5"}, "no whole number"),
+     ({"precision": "posit16"}, "the precision 'posit16' is unknown"), ({"gpus": "512.5"}, "not a whole number"),
      ({"layers": "50000"}, "labkit plans at most 10,000"), ({"step_s": "fast"}, "")],
 )  # fmt: skip
 def test_what_a_row_cannot_say_is_named(cells, reason):
@@ -313,7 +313,7 @@ def test_a_machine_with_a_negative_bandwidth_is_one_error(capsys, tmp_path: Path
         ("--machine h100 --gpus 8", 2, "nothing to run; give a preset"),
         ("--machine h100 --gpus 8 --preset bert_tiny", 2, "times are known for gpt"),
         ("--machine v100 --gpus 1 --preset mixtral_8x7b --precision fp16", 1, "the smallest, "),
-        ("--machine h100 --gpus 8 --preset tiny --only tq=2", 2, "'tq' is no part of a layout"),
+        ("--machine h100 --gpus 8 --preset tiny --only tq=2", 2, "'tq' is not part of a layout"),
         ("--machine h100 --gpus 8 --preset tiny --schedule.name gpipe", 2, "not searched; choose one of"),
         ("--machine h100 --gpus 8 --preset tiny --plot a.txt", 2, "its name ends with one of .png, .svg, .pdf"),
         ("--machine h100 --gpus 8 --preset tiny --precision bf16 --measured tp=2", 2, "as in tp=8,pp=4:5.3"),

@@ -61,7 +61,7 @@ def test_all_problems_of_a_file_are_in_one_error(tmp_path):
     assert "sms has no source; say where the number is from" in text
     assert "memory_efficiency is 1.5; give a number from 0 to 1" in text
     assert "peak_flops.bf16 is 'fast'" in text
-    assert "rate is no constant of a machine" in text
+    assert "rate is not a constant of a machine" in text
 
 
 @pytest.mark.parametrize(

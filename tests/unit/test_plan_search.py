@@ -194,7 +194,7 @@ def test_words_of_a_layout_are_read_back():
     for row in rows[:: max(1, len(rows) // 50)]:
         found = rows[matching(rows, parse_words(in_words(row)))]
         assert row in found
-    with pytest.raises(ConfigError, match=r"tq.*is no part of a layout.*did you mean") as caught:
+    with pytest.raises(ConfigError, match=r"tq.*is not part of a layout.*did you mean") as caught:
         parse_words("tq=4,pp=0,schedule=zb,sp=maybe")
     assert len(caught.value.problems) == 4
 

@@ -33,12 +33,12 @@ def test_each_panel_has_a_line_a_run_with_the_numbers_of_its_file(tmp_path: Path
         finished(tmp_path / name, *records(*values), {"step": len(values), "validation_loss": 3.25})
     figure = training_curves(tmp_path)
     panels = {axes.get_title(loc="left"): axes for axes in figure.fig.axes}
-    assert list(panels) == ["training loss, nats a token", "learning rate", "gradient norm", "tokens a second"]
+    assert list(panels) == ["training loss, nats per token", "learning rate", "gradient norm", "tokens per second"]
     for title, axes in panels.items():
         lines = {str(line.get_label()): line for line in axes.get_lines()}
         for name, values in losses.items():
             steps = range(1, len(values) + 1)
-            of_title = {"training loss, nats a token": values, "gradient norm": [1 / step for step in steps]}
+            of_title = {"training loss, nats per token": values, "gradient norm": [1 / step for step in steps]}
             drawn = list(lines[name].get_xdata()), list(lines[name].get_ydata())
             usual = [1e-3 if title == "learning rate" else 50.0] * len(values)
             assert drawn[0] == list(steps) and drawn[1] == pytest.approx(of_title.get(title, usual), nan_ok=True)

@@ -69,7 +69,7 @@ def test_of_many_buckets_the_first_and_the_last_are_drawn() -> None:
 def test_bytes_by_stage_of_the_papers_model() -> None:
     figure = zero_stages(dp=8, parameters=7.5e9)
     assert figure.sentence == (
-        "bf16 weights with fp32 gradients on d = 8 ranks: 18 bytes a parameter replicated; stage 1: 7.5 (6 + 12/d); "
+        "bf16 weights with fp32 gradients on d = 8 ranks: 18 bytes per parameter replicated; stage 1: 7.5 (6 + 12/d); "
         "stage 2: 4 (2 + 16/d); stage 3: 2.25 (18/d); 7.5 billion parameters: 135.0, 56.2, 30.0, 16.9 GB."
     )
     axes = figure.fig.axes[0]

@@ -13,14 +13,15 @@ V = Schedule.from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0", "V")  # rank 0 holds s
 
 def test_one_stage_a_rank() -> None:
     figure = layer_placement(one_f_one_b(4, 4), stage_contents(TINY, 4))
-    assert figure.sentence == "8 layers on 4 ranks, 1 chunk a rank: rank 0 holds the embedding with layers 0-1"
+    assert figure.sentence == "8 layers on 4 ranks, 1 chunk per rank: rank 0 holds the embedding with layers 0-1"
     assert figure.png.startswith(b"\x89PNG")
 
 
 def test_a_v_has_embedding_and_loss_on_one_rank() -> None:
     figure = layer_placement(V, stage_contents(TINY, 4))
     assert figure.sentence == (
-        "8 layers on 2 ranks, 2 chunks a rank: rank 0 holds the embedding with layers 0-1 and layers 6-7 with the loss"
+        "8 layers on 2 ranks, 2 chunks per rank: rank 0 holds the embedding with layers 0-1 and "
+        "layers 6-7 with the loss"
     )
 
 

@@ -42,7 +42,7 @@ def test_the_papers_512_ranks() -> None:
 
 
 def test_unknown_kind_and_node_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="'xp' is no kind of group"):
+    with pytest.raises(ValueError, match="'xp' is not a kind of group"):
         rank_grid({"tp": 2}, "xp", world_size=4)
     with pytest.raises(ValueError, match="gpus_per_node is 0"):
         rank_grid({"tp": 2}, "tp", world_size=4, gpus_per_node=0)
@@ -112,7 +112,7 @@ def test_orders_that_the_experts_refuse_are_left_out_and_other_errors_are_not() 
     rows = order_traffic(mixture, sizes, world_size=8, gpus_per_node=4)
     assert "tp-pp-ep-dp" not in rows and "tp-ep-dp-pp" in rows
     said = compare_orders(mixture, sizes, world_size=8, gpus_per_node=4).sentence
-    assert f"{24 - len(rows)} more are refused: the experts' pipelines would differ" in said
+    assert f"{24 - len(rows)} more are rejected: the experts' pipelines would differ" in said
     with pytest.raises(ValueError, match="leaves out tp"):
         order_traffic(SMALL, {"tp": 2}, ["dp-pp"], world_size=4)
     with pytest.raises(ValueError, match="global_batch_size 4 is not a multiple of dp 8"):

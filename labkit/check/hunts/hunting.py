@@ -14,11 +14,13 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from html import escape
 from pkgutil import iter_modules
 from re import IGNORECASE, search
 from typing import Any
 
 from labkit.check import hunts, progress
+from labkit.check.boxed import boxed, paragraph
 
 FAMILIES = (
     "missing communication", "extra communication", "wrong data", "wrong scale", "wrong order", "random numbers",
@@ -74,19 +76,32 @@ class Planted:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Score of a verdict; it prints what is right, and for each wrong answer why."""
+    """Score of a verdict: what is right, and for each wrong answer why. It has a text, and HTML for Jupyter."""
 
     right: int
     asked: int
-    told: str
+    answers: tuple[str, ...]
+    """A sentence on each answer; none if all are right."""
+    closing: tuple[str, ...]
+    """What was wrong, and what is left to find."""
 
     @property
     def ok(self) -> bool:
         """True if every answer is right."""
         return self.right == self.asked
 
+    @property
+    def headline(self) -> str:
+        """The score in one line."""
+        return f"{self.right} of {self.asked} right."
+
     def __repr__(self) -> str:
-        return self.told
+        closing = (line for text in self.closing for line in _wrapped(text))
+        return "\n".join([self.headline, *map(_item, self.answers), *closing])
+
+    def _repr_html_(self) -> str:
+        kind = "right" if self.ok else "near" if self.right else "wrong"
+        return boxed(kind, "verdict", self.headline, *map(paragraph, self.answers + self.closing))
 
 
 class Suspect:
@@ -96,11 +111,24 @@ class Suspect:
         self._hunt, self._number = hunt, number
 
     def __repr__(self) -> str:
+        return "\n".join([*_wrapped(self._said), self._call, *map(_item, self._questions)])
+
+    def _repr_html_(self) -> str:
+        call = f"<pre style='margin:2px 0 2px 1.5em'>{escape(self._call)}</pre>"
+        return boxed("open", "hunt", self._said, call, *map(paragraph, self._questions))
+
+    @property
+    def _said(self) -> str:
+        return f"One fault is in everything that runs under suspect.around(...). {self._hunt.scene}"
+
+    @property
+    def _call(self) -> str:
+        return f"suspect.verdict({', '.join(f'{name}=...' for name in self._hunt.questions)})"
+
+    @property
+    def _questions(self) -> list[str]:
         choices = {name: f" One of: {', '.join(each)}." for name, each in self._choices().items()}
-        asked = [f"{name}: {question}{choices.get(name, '')}" for name, question in self._hunt.questions.items()]
-        said = f"One fault is in everything that runs under suspect.around(...). {self._hunt.scene}"
-        arguments = ", ".join(f"{name}=..." for name in self._hunt.questions)
-        return "\n".join([*_wrapped(said), f"suspect.verdict({arguments})", *(_item(each) for each in asked)])
+        return [f"{name}: {question}{choices.get(name, '')}" for name, question in self._hunt.questions.items()]
 
     def around(self, function: Callable[..., Any]) -> Planted:
         """Return `function` with the fault in it: `ranks.run(suspect.around(train))` or `suspect.around(train)()`."""
@@ -115,13 +143,11 @@ class Suspect:
         fault = self._hunt.faults[self._number]
         wrong = {name: said for name, said in answers.items() if not search(fault.answers[name], said, IGNORECASE)}
         right = len(answers) - len(wrong)
-        lines = [f"{right} of {len(answers)} right."]
-        lines += [_item(f"{name}: {_why(fault, name, said)}") for name, said in wrong.items()]
-        if wrong:
-            lines += [_item(f"{name}: right.") for name in answers if name not in wrong]
-        else:
-            lines += _wrapped(fault.story) + _wrapped(self._keep(""))
-        return Verdict(right, len(answers), "\n".join(lines))
+        if not wrong:
+            return Verdict(right, len(answers), (), tuple(filter(None, (fault.story, self._keep("")))))
+        told = [f"{name}: {_why(fault, name, said)}" for name, said in wrong.items()]
+        told += [f"{name}: right." for name in answers if name not in wrong]
+        return Verdict(right, len(answers), tuple(told), ())
 
     def give_up(self) -> str:
         """Say what the fault was. It does not come again, but it does not count as found either."""

@@ -27,7 +27,7 @@ def _real(logits, columns):
 
 @solves("04.loss")
 def own_loss(logits, labels, columns, all_reduce):
-    """Three numbers a token: the maximum, the sum of exponentials, the label's logit."""
+    """Three numbers per token: the maximum, the sum of exponentials, the label's logit."""
     real = _real(logits, columns)
     top = all_reduce([part.max(axis=1) for part in real], "max")
     total = all_reduce([np.exp(part - most[:, None]).sum(axis=1) for part, most in zip(real, top)], "sum")

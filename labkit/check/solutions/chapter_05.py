@@ -20,7 +20,7 @@ def kept_bytes(width, chain):
 
 @solves("05.replay")
 def input_gradient(blocks, x, dy, rng):
-    """Keep the input and the state ahead of each block; put the last state back."""
+    """Keep the input and the state before each block; put the last state back."""
     kept = []
     for block in blocks:
         kept.append((x, rng.state))

@@ -7,7 +7,7 @@ from labkit.check.solution_source import solves
 
 @solves("07.work")
 def work(seq_length, cp):
-    """A triangle of the own keys, and a square for each earlier rank."""
+    """A triangle of the rank's own keys, and a square for each earlier rank."""
     part = seq_length // cp
     return [part * (part + 1) // 2 + rank * part**2 for rank in range(cp)]
 

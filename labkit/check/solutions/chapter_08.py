@@ -14,7 +14,7 @@ def mean_gradient(gradients, tokens):
 
 @solves("08.leaving")
 def leaving(buckets, backwards):
-    """In the last microbatch a complete bucket leaves, behind all buckets before it."""
+    """In the last microbatch a complete bucket leaves, after all buckets before it."""
     found, arrived = [], set()
     for name in backwards[-1]:
         arrived.add(name)

@@ -18,8 +18,8 @@ def _row(rank, warmup, microbatches):
 
 @solves("10.one_f_one_b")
 def row(pp, rank, microbatches):
-    """Warm up with as many forwards as there are stages behind, or all there are; then
-    pairs; then what is left."""
+    """Warm up with as many forwards as there are stages after this one, or all there are;
+    then pairs; then what is left."""
     return _row(rank, min(pp - rank - 1, microbatches), microbatches)
 
 

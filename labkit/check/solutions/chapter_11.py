@@ -26,7 +26,7 @@ def _ordered(forwards, backwards, warmup):
 @solves("11.order")
 def order(pp, vpp, groups, rank):
     """On the last rank, a backward waits until its group has passed all chunks: the largest
-    group decides. Each rank behind takes two forwards more, which leaves messages time."""
+    group decides. Each earlier rank takes two forwards more, which leaves messages time."""
     chunks = _chunks(vpp, groups)
     warmup = 2 * (pp - rank - 1) + (vpp - 1) * max(groups)
     return _ordered([c + 1 for c in chunks], [c - vpp for c in chunks], warmup)

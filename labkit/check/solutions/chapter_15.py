@@ -38,6 +38,6 @@ def strides_of_pp(order, world, tp, cp, pp, etp, ep):
 
 @solves("15.safe")
 def safe(order, world, tp, cp, pp, etp, ep):
-    """Equal strides of pp give equal pipelines; one stage is one pipeline a rank."""
+    """Equal strides of pp give equal pipelines; one stage is one pipeline per rank."""
     attention, experts = strides_of_pp(order, world, tp, cp, pp, etp, ep)
     return pp == 1 or attention == experts

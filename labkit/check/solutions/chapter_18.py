@@ -32,7 +32,7 @@ def _inside(steps):
 
 @solves("18.boundary")
 def boundary(steps, captured):
-    """A value comes out if somebody behind the graph reads it before it is written
+    """A value comes out if somebody after the graph reads it before it is written
     again, or if it is the result."""
     inputs, written = _inside(steps[:captured])
     wanted = set(steps[-1][2])

@@ -17,7 +17,7 @@ def own_words(tokens):
 
 @solves("19.norms")
 def stack(x, halves, norms, placement):
-    """In pre the norms stand on the branches, and one behind all; in post on the stream."""
+    """In pre the norms are on the branches, and one comes after all; in post on the stream."""
     x = norms[0](x) if placement == "post" else x
     for half, before, behind in zip(halves, norms, norms[1:]):
         x = behind(x + half(x)) if placement == "post" else x + half(before(x))

@@ -14,7 +14,7 @@ SCHEDULES_OF_MEGATRON = ("auto", "1f1b", "interleaved")
 NOT_WRITTEN = (
     "the tokenizer (--tokenizer-type, --tokenizer-model) and data (--data-path, --split)",
     "checkpoints (--save, --load, --save-interval), logging and evaluation (--eval-iters)",
-    "the optimizer beside --lr: decay, warm-up, weight decay, betas, clipping",
+    "the optimizer besides --lr: decay, warm-up, weight decay, betas, clipping",
 )
 """What pretrain_gpt.py also needs, in words."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS=1"

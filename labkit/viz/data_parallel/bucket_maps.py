@@ -251,8 +251,8 @@ def _stages_sentence(
     totals = [bytes_per_parameter(**kinds, dp=dp, stage=stage).total for stage in STAGES]
     words = [f"stage {stage}: {_number(totals[stage])} ({formula(**kinds, stage=stage)})" for stage in STAGES[1:]]
     text = (
-        f"{param_dtype} weights with {grad_dtype} gradients on d = {dp} ranks: {_number(totals[0])} bytes a parameter "
-        f"replicated; {'; '.join(words)}"
+        f"{param_dtype} weights with {grad_dtype} gradients on d = {dp} ranks: {_number(totals[0])} bytes per "
+        f"parameter replicated; {'; '.join(words)}"
     )
     if parameters is not None:
         gigabytes = ", ".join(f"{float(total) * parameters / 1e9:.1f}" for total in totals)

@@ -91,7 +91,7 @@ def overlap_gantt(
     computes nothing, and for fewer than 3 bucket_rows.
     """
     if bucket_rows is not None and bucket_rows < 3:
-        raise ValueError(f"bucket_rows is {bucket_rows}: give 3 or more, for the first, the last and what lies between")
+        raise ValueError(f"bucket_rows is {bucket_rows}: give 3 or more, for the first, the last and those between")
     steps = [_run(name, events) for name, events in runs.items()]
     heights = [1 + (len(step.buckets) if bucket_rows is None else bucket_rows) for step in steps]
     end = max(step.end for step in steps) if time_limit is None else time_limit
@@ -117,7 +117,7 @@ def _handles(steps: Sequence[_Run]) -> list[Patch]:
     kinds = [k for k in ("forward", "backward", "collective", "wait") if any(_has(step, k) for step in steps)]
     handles = legend_patches(kinds)
     if any(step.on_the_link(row) > step.buckets[row].start for step in steps for row in range(len(step.buckets))):
-        handles.append(handle("queued behind the bucket before", QUEUED))
+        handles.append(handle("queued after the previous bucket", QUEUED))
     return handles
 
 

@@ -30,7 +30,7 @@ def masked_words(text: Sequence[str], shown: Sequence[str], spans: Sequence[Sequ
     Raises ValueError if the two texts are not equally long, or if a token outside of the n-grams differs.
     """
     if len(text) != len(shown):
-        raise ValueError(f"{len(text)} tokens of the text and {len(shown)} that the model sees are no pairs")
+        raise ValueError(f"{len(text)} tokens of the text and {len(shown)} that the model sees are not pairs")
     chosen = {position for span in spans for position in span}
     if odd := [place for place, (a, b) in enumerate(zip(text, shown)) if a != b and place not in chosen]:
         raise ValueError(f"token {odd[0]} differs and is in no n-gram")

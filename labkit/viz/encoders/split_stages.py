@@ -31,7 +31,7 @@ def split_stages(encoder: Sequence[int], decoder: Sequence[int], copies: Mapping
     if unknown := set(copies) - set(_COPIES):
         raise ValueError(f"no table {min(unknown)!r}; the tables are {' and '.join(_COPIES)}")
     if outside := [s for held in copies.values() for s in held if not 0 <= s < len(stages)]:
-        raise ValueError(f"stage {outside[0]} is none of the {len(stages)} stages")
+        raise ValueError(f"stage {outside[0]} is not one of the {len(stages)} stages")
     with styled():
         fig = new_figure(7.4, 1.2 + 0.5 * (1 + len(copies)))
         axes = fig.subplots()

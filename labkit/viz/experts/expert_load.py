@@ -35,7 +35,7 @@ def load_over_training(runs: Mapping[str, ArrayLike]) -> Figure:
     loads = {name: np.asarray(table, dtype=float) for name, table in runs.items()}
     for name, table in loads.items():
         if table.ndim != 2 or not table.size or not (table.sum(axis=1) > 0).all():
-            raise ValueError(f"{name!r} is no table [steps, experts] of rows: its shape is {table.shape}")
+            raise ValueError(f"{name!r} is not a table [steps, experts] of rows: its shape is {table.shape}")
     if not loads:
         raise ValueError("load_over_training needs at least one run")
     with styled():

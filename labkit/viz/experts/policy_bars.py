@@ -89,7 +89,7 @@ def _bytes(axes: Any, replayed: Sequence[Replayed], hidden: int, element_size: i
     once = [each.sent_once_bytes(hidden, element_size) for each in replayed]
     name, size = next(((name, size) for name, size in _UNITS if max(rows) >= size), _UNITS[-1])
     above, below = ([value / size for value in values] for values in (rows, once))
-    _pair(axes, above, below, ("sent row by row", "once to a rank"), "{:.3g}")
+    _pair(axes, above, below, ("sent row by row", "once per rank"), "{:.3g}")
     axes.set_xlabel(f"{name}, all ranks, one forward")
 
 

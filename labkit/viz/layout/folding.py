@@ -149,7 +149,7 @@ def _colour(axes: Any, grid: Grid, reading: Reading) -> None:
     parted = "samples" if reading.name == "attention" else "copies"
     parted += " and stages" if reading.sizes["pp"] > 1 else ""
     grid.prepare(axes, "")
-    title = f"{reading.name}: {reading.words}\ncolour: {jobs_by}\ndark lines part {parted}"
+    title = f"{reading.name}: {reading.words}\ncolour: {jobs_by}\nlines separate {parted}"
     axes.set_title(title, loc="left", fontsize=8.5)
     jobs = reading.number(reading.job_axes)
     shown = [axis for axis in reading.digits if reading.sizes[axis] > 1]

@@ -83,13 +83,13 @@ def _amount(size: float) -> str:
     return f"{size / 1e12:,.2f} TB" if size >= 999.95e9 else f"{size / 1e9:,.1f} GB"
 
 
-def _verdict(rows: Mapping[str, Mapping[str, float]], refused: int) -> str:
+def _verdict(rows: Mapping[str, Mapping[str, float]], rejected: int) -> str:
     """Say in words what the cheapest and the most expensive order send, and how many orders there are."""
     totals = {order: sum(row.values()) for order, row in rows.items()}
     (best, least), (worst, most) = next(iter(totals.items())), list(totals.items())[-1]
     ties = sum(math.isclose(total, least, rel_tol=1e-9) for total in totals.values()) - 1
     notes = [f"{ties} other{'s tie' if ties > 1 else ' ties'}"] if ties else []
-    notes += [f"{refused} more are refused: the experts' pipelines would differ"] if refused else []
+    notes += [f"{rejected} more are rejected: the experts' pipelines would differ"] if rejected else []
     beside = f" ({'; '.join(notes)})" if notes else ""
     times = f", {most / least:,.{0 if most > 10 * least else 1}f} times as much" if least else ""
     return (

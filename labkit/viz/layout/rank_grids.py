@@ -161,7 +161,7 @@ def rank_neighbours(
 def _known(kinds: list[str]) -> list[str]:
     for kind in kinds:
         if kind not in GROUP_KINDS:
-            raise ValueError(f"{kind!r} is no kind of group; choose among {', '.join(GROUP_KINDS)}")
+            raise ValueError(f"{kind!r} is not a kind of group; choose among {', '.join(GROUP_KINDS)}")
     return kinds
 
 

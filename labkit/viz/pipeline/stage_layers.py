@@ -59,7 +59,7 @@ def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figu
         )
     held = " and ".join(_text(stages[number]) for number in schedule.stages_of(0))
     plural = "" if chunks == 1 else "s"
-    sentence = f"{layers} layers on {schedule.pp} ranks, {chunks} chunk{plural} a rank: rank 0 holds {held}"
+    sentence = f"{layers} layers on {schedule.pp} ranks, {chunks} chunk{plural} per rank: rank 0 holds {held}"
     if numbers := sorted(number for those in empty.values() for number in those):
         sentence += f"; {_stages(numbers)} {'are' if len(numbers) > 1 else 'is'} empty"
     return Figure(fig, sentence)

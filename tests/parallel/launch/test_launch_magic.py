@@ -100,7 +100,7 @@ def test_an_error_names_the_rank_and_the_line_of_the_cell(run, shell) -> None:
         ("%%ranks two\n1", "two: give the number of ranks, as in %%ranks 4 or %%ranks {world_size}"),
         ("%%ranks 3\n1", "`ranks` has 2 ranks, not 3; leave the number out, or end them first: %ranks --close"),
         ("%%ranks --frobnicate\n1", "unrecognized arguments: --frobnicate"),
-        ("%%ranks --out 2x\n1", "--out 2x: is no name"),
+        ("%%ranks --out 2x\n1", "--out 2x: is not a name"),
         ("%%ranks\nif True\n    1", "line 2\n    if True\n           ^\nSyntaxError: expected"),
     ],
 )

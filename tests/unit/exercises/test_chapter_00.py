@@ -8,7 +8,7 @@ def first(condition):
 
 
 SAME = {
-    # Compares final losses alone, as tables in papers do; runs can part and come together again.
+    # Compares final losses alone, as tables in papers do; runs can diverge and come together again.
     "last": (lambda a, b, t: len(a) - 1 if abs(a[-1] - b[-1]) > t else None, "the last step alone"),
     # Takes the tolerance for a difference in nats instead of a share of the loss.
     "absolute": (lambda a, b, t: None if a == b else first(lambda x, y, t: abs(x - y) > t)(a, b, t), "divide it by"),
@@ -94,7 +94,7 @@ TOUR = {
         layouts(lambda t, p, d, ranks, *sizes: t * p * d == ranks and divides(p, t, d, *sizes)),
         "(1, 4, 2): pp 4 does not divide 2 layers",
     ),
-    "no triples": (lambda ranks, layers, heads, batch: [1], "no set of triples"),
+    "no triples": (lambda ranks, layers, heads, batch: [1], "not a set of triples"),
 }
 
 TABLES = {"00.same": SAME, "00.idle": IDLE, "00.tour": TOUR}

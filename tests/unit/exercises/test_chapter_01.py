@@ -39,7 +39,7 @@ AFTER = {
     "gather": (but("all_gather", lambda b: [everything(b), *b[1:]]), "rank 0 alone gets everything"),
     "own first": (
         but("all_gather", lambda b: [everything(b)[r:] + everything(b)[:r] for r in range(len(b))]),
-        "the chunks stand in the order of ranks",
+        "the chunks are in the order of ranks",
     ),
     "gathered sum": (but("all_gather", lambda b: [[sum(everything(b))] for _ in b]), "adds nothing"),
     # Takes an all-to-all for an all-gather: everybody then has everything, g times as much as was asked for.
@@ -76,7 +76,7 @@ RING = {
     # Begins with the own chunk, so that rank r ends the first half with the sum of another chunk.
     "shifted": (lambda r, s, g: ((r + s) % g, (r + s + 1) % g), "begin one chunk further"),
     "constant": (lambda r, s, g: ((r + 1) % g, (r + 2) % g), "every step sends the same chunk"),
-    "own receive": (lambda r, s, g: ((r + s + 1) % g, (r + s) % g), "one further than the own"),
+    "own receive": (lambda r, s, g: ((r + s + 1) % g, (r + s) % g), "one further than its own"),
     # Lets the second half begin anew at step 0, with a chunk that is no complete sum.
     "anew": (lambda r, s, g: right_rule(r, s % max(1, g - 1), g), "the step number runs on"),
     "no circle": (lambda r, s, g: (r + s + 1, r + s + 2), "so count in a circle"),

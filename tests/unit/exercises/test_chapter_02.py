@@ -42,7 +42,7 @@ DIGITS = {
     # Reads the order string from the end, as a written number has its slowest digit first.
     "reversed": (lambda r, o, s: right_digits(r, backwards(o), s), "reads it from the end"),
     # Divides by the stride, but keeps the slower digits in the result.
-    "no rest": (digits(lambda rank, stride, size: rank // stride), "the rest of the division"),
+    "no rest": (digits(lambda rank, stride, size: rank // stride), "the remainder of the division"),
     # Takes the remainder by the size, and forgets that slower digits have a stride.
     "no stride": (digits(lambda rank, stride, size: rank % size), "the division by the stride is missing"),
     "powers of two": (

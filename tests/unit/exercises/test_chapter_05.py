@@ -83,13 +83,13 @@ def upside_down(blocks, x, dy, rng):
 
 REPLAY = {
     "new numbers": (replayed(at=lambda states, place: None), "the second forward draws new numbers"),
-    "first state": (replayed(at=lambda states, place: states[0]), "at the state ahead of block 0; each block needs"),
+    "first state": (replayed(at=lambda states, place: states[0]), "at the state before block 0; each block needs"),
     # Sets the first state once, before backward; the last block then draws the first block's mask.
     "set once": (
         replayed(at=lambda states, place: states[0] if place == len(states) - 1 else None),
         "the state is set once",
     ),
-    "behind": (replayed(read_late=True), "read it ahead of the first forward"),
+    "behind": (replayed(read_late=True), "read it before the first forward"),
     # Replays each state, and leaves the generator at the first block's: the next microbatch repeats masks.
     "not back": (replayed(back=False), "draws masks that this one has drawn"),
     # Trusts the generator: the second forward draws new numbers, and later draws differ from a run that keeps all.

@@ -25,7 +25,7 @@ WORK = {
     # Takes the own block for a square, although a query sees no later key of its own rank.
     "square": (per_rank(lambda part, rank: (rank + 1) * part**2), "a triangle, not a square"),
     "half a square": (per_rank(lambda part, rank: part**2 // 2 + rank * part**2), "has its diagonal"),
-    "no own": (per_rank(lambda part, rank: rank * part**2), "the own block is left out"),
+    "no own": (per_rank(lambda part, rank: rank * part**2), "the rank's own block is left out"),
     "later": (
         lambda n, cp: [triangle(n // cp) + r * (n // cp) ** 2 for r in range(cp)][::-1],
         "later keys in place of",
@@ -135,7 +135,7 @@ def beside_the_messages():
 
 RING = {
     "own": (ring(passes=lambda cp: 0), "only the rank's own keys count"),
-    "no messages": (ring(passes=lambda cp: 0), "the keys of some rank cannot come by"),
+    "no messages": (ring(passes=lambda cp: 0), "the keys of some rank never arrive"),
     "beside": (beside_the_messages(), "k and v do not travel"),
     # Believes that the average over all keys is the mean of the averages over each rank's keys.
     "means": (averages(lambda found: np.mean(found, axis=0)), "are averaged; weigh each"),
@@ -149,7 +149,7 @@ RING = {
     "no rescaling": (ring(rescale=False), "multiply the older ones"),
     "no division": (ring(divide=False), "nothing is divided"),
     # Adds up exponentials as they are, without taking a maximum off: right until one of them is too large.
-    "overflow": (raw, "overflows; take the largest score off first"),
+    "overflow": (raw, "overflows; subtract the largest score first"),
     "hidden": (nan_first, "and -inf - (-inf) is nan"),
     "apart": (
         lambda rows, kv, cp, pass_on: ring()(rows, kv, cp, lambda held: tuple(map(pass_on, held))),
@@ -250,7 +250,7 @@ BACKWARD = {
         ),
         "after cp hops of at most two messages",
     ),
-    "no messages": (lambda rows, kv, cp, pass_on: tuple(shares(rows, kv)), "nothing comes by, and no sum leaves"),
+    "no messages": (lambda rows, kv, cp, pass_on: tuple(shares(rows, kv)), "nothing arrives, and no sum leaves"),
     "form": (lambda rows, kv, cp, pass_on: kv[0], "rank 0 returns ndarray, not 3 arrays"),
 }
 

@@ -34,7 +34,7 @@ LEAVING = {
             ((max(names, key=backwards[-1].index), n) for n, names in enumerate(buckets)),
             key=lambda pair: backwards[-1].index(pair[0]),
         ),
-        "ahead of an earlier bucket",
+        "before an earlier bucket",
     ),
     # Lets the buckets leave in every microbatch, as if no_sync did not exist.
     "microbatches": (lambda b, backwards: [p for each in backwards for p in _leaving(b, each)], "only the last microb"),

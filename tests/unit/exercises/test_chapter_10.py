@@ -19,7 +19,7 @@ ENOUGH = {
     # Lets p stages wait for the first microbatch; the first stage does not wait.
     "p stages": (lambda p, share: max(1, math.ceil(p * (1 - share) / share)), "p - 1 stages wait"),
     "fewer": (lambda p, share: math.floor(least(p, share)) + 1, "one fewer is enough"),
-    "other share": (lambda p, share: max(1, math.ceil((p - 1) * share / (1 - share))), "the bubble is asked"),
+    "other share": (lambda p, share: max(1, math.ceil((p - 1) * share / (1 - share))), "exercise asks for the bubble"),
     "none": (lambda p, share: math.ceil(least(p, share)), "at least one microbatch"),
     "error": (lambda p, share: 1 / 0, "ZeroDivisionError"),
 }
@@ -86,7 +86,7 @@ MESSAGES = {
     "no ends": (lambda *case: with_messages(*case, ends=False), "no neighbour on that side"),
     "early": (lambda *case: with_messages(*case, early=True), "before it has run"),
     "no receive": (lambda *case: with_messages(*case, receives=False), "must come first"),
-    "no send": (lambda *case: with_messages(*case, sends=False), "waits for it for ever"),
+    "no send": (lambda *case: with_messages(*case, sends=False), "hangs waiting for it"),
     # Believes that the gradient of a microbatch comes back at once, so it is awaited together with the activation.
     "at once": (at_once, "does not come back at once"),
     "crossed": (swapped, "messages carry no name"),

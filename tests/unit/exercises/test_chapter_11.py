@@ -86,7 +86,7 @@ def early(needed):
 
 EARLY = {
     # Holds a backward against its own forward alone, and forgets the path through the other chunks.
-    "own": (early(lambda s, v: 0 if s > 0 else -s), "only holds a backward against its own forward"),
+    "own": (early(lambda s, v: 0 if s > 0 else -s), "only compares a backward with its own forward"),
     # Believes that gradients reach the first chunk first, as activations do.
     "upwards": (early(lambda s, v: s - 1 if s > 0 else s + 1 or 1), "gradients reach the first chunk first"),
     "forwards": (early(lambda s, v: s - 1 if s > 0 else 0), "this looks at forwards alone"),
@@ -107,7 +107,7 @@ EARLY = {
     "from one": (lambda order, vpp: (right := _first_early(order, vpp)) and right + 1, "positions count from 0"),
     "number": (
         lambda order, vpp: None if (right := _first_early(order, vpp)) is None else order[right],
-        "its position is asked",
+        "the exercise asks for its position",
     ),
 }
 

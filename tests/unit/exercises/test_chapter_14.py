@@ -91,16 +91,16 @@ DISPATCH = {
     "own": (program(far=False), "only experts on the token's own rank are heard"),
     "others": (program(near=False), "rows whose expert is on their own rank are lost"),
     # Believes that arrived rows lie in the order of its experts: they lie in the order of the senders.
-    "arrive": (program(sort=False), "they lie by sender, so foreign experts compute"),
+    "arrive": (program(sort=False), "they are sorted by sender, so other experts compute"),
     "return": (program(restore=False), "results go home expert by expert"),
     # Writes each result to its token instead of adding it: of a token's experts only the last one is heard.
     "overwritten": (program(add=False), "overwrite each other"),
     "unweighted": (program(weigh="none"), "the weights are left out"),
-    "by token": (program(weigh="token"), "the weights lie token by token"),
+    "by token": (program(weigh="token"), "the weights are sorted by token"),
     "leaves": (program(leave=True), "rank 0 is in exchange and rank 1 in return: they deadlock"),
     "twice": (program(once=False), "2 calls of expert 0, 2 calls of expert 1"),
     # Sends every token to every rank and picks there: right, and it moves far more than the routing needs.
-    "to all": (to_all, "rows go where no expert wants them"),
+    "to all": (to_all, "rows go where no expert needs them"),
     "foreign": (lambda *case: case[-1](5, case[0]), "expert 5 lives on rank 2; rank 0 asked for it"),
     "outbox": (lambda *case: case[-2]([case[0]])[0], "a list of 2 arrays, one for each rank; got 1"),
     "form": (lambda x, *case: x[:, :2], "which needs"),

@@ -116,7 +116,7 @@ def safe(rule):
 SAFE = {
     "last": (
         safe(lambda case: case.order.endswith("pp")),
-        "refuses a safe order: both numberings put every rank into the same pipeline: only orders that end",
+        "rejects a safe order: both numberings put every rank into the same pipeline: only orders that end",
     ),
     # Lets pp stand at either end alone: pp in the middle is taken for a mistake, whatever the sizes are.
     "ends": (safe(lambda case: "pp" in (case.order[:2], case.order[-2:])), "only orders with pp at an end pass"),
@@ -131,7 +131,7 @@ SAFE = {
         safe(lambda case: case.sizes["pp"] > 1 and _left_of_pp(case, 0) == _left_of_pp(case, 1)),
         "a layout with one stage",
     ),
-    "none": (safe(lambda case: False), "refuses a safe order"),
+    "none": (safe(lambda case: False), "rejects a safe order"),
     "form": (safe(lambda case: "yes"), "give True or False"),
     "raised": (safe(lambda case: case.sizes["dp"]), "KeyError: 'dp'"),
 }
@@ -150,4 +150,4 @@ def test_leave_and_refusal_are_told_apart_and_once() -> None:
         "15.safe", safe(lambda case: not (case.sizes["pp"] == 1 or _left_of_pp(case, 0) == _left_of_pp(case, 1)))
     )
     assert flipped.passed == 0
-    assert repr(flipped).count("refuses a safe order") == 1 == repr(flipped).count("would hold attention of")
+    assert repr(flipped).count("rejects a safe order") == 1 == repr(flipped).count("would hold attention of")

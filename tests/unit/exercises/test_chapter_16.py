@@ -23,7 +23,7 @@ LAUNCHES = {
     "one": (lambda works, launch, graph: launch + sum(works), "one by one the host launches each operation"),
     "last": (
         lambda works, launch, graph: launch + sum(works) if graph else launch * len(works) + works[-1],
-        "the device can be further behind",
+        "the device may have more work left",
     ),
     "in step": (
         lambda works, launch, graph: launch + sum(works if graph else [max(launch, work) for work in works]),
@@ -108,7 +108,7 @@ RIGHT = {"16.clipped": right_clip}
 
 @pytest.mark.parametrize("row", ["one", "last", "in step"])
 def test_a_wrong_model_of_time_is_named_by_the_misunderstanding_that_fits_every_case(row: str) -> None:
-    assert "beside the one before" not in repr(score("16.launches", LAUNCHES[row][0]))
+    assert "during the one before" not in repr(score("16.launches", LAUNCHES[row][0]))
 
 
 def test_a_norm_of_zero_is_told_from_an_infinite_entry() -> None:

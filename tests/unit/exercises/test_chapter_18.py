@@ -18,7 +18,7 @@ def at(call, wrong):
 
 RUNS = {
     # Believes that the whole forward runs again at a replay, as if no step found its result in the store.
-    "again": (at("replay", lambda right: STEPS), "their results lie in the store"),
+    "again": (at("replay", lambda right: STEPS), "their results are in the store"),
     # Believes that the capture goes on after the graph's last step, as if nobody raised a signal.
     "goes on": (at("capture", lambda right: STEPS[STEPS.index(right[0]) :]), "the signal ends the forward there"),
     # Believes that the signal comes before the last captured step, so that neither the graph nor a capture has its
@@ -37,7 +37,7 @@ HOOKS = {
     # Takes only the parts that the scope names, although their parameters belong to the modules inside.
     "parts": (
         lambda modules, scope: [name for name in modules if name in parts(scope)],
-        "parameters lie in the modules inside",
+        "parameters are in the modules inside",
     ),
     # Takes every module inside a captured part, also those that own no parameter to wait for.
     "no parameters": (lambda modules, scope: _inside(modules, parts(scope)), "there is nothing to wait for"),

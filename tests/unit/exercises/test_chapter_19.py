@@ -22,7 +22,7 @@ def joined(tokens, skips=special):
 
 WORDS = {
     # Takes each piece as a word, as the first BERT did; a masked piece is then guessed from its neighbour.
-    "pieces": (lambda t: [[p] for p, x in enumerate(t) if not special(x)], "each piece stands alone"),
+    "pieces": (lambda t: [[p] for p, x in enumerate(t) if not special(x)], "each piece is taken as a word"),
     # Forgets that [CLS] and [SEP] are in the sample, too, and takes them for words.
     "special": (lambda t: joined(t, lambda token: False), "count as words"),
     # Drops the special tokens first, so that all positions after them are too small.
@@ -143,7 +143,7 @@ COPIES = {
         "would count them tp times",
     ),
     "stages": (lambda tp, pp, dp, split: copies(ends)(1, pp, 1, split), "taken for a rank"),
-    "twice": (copies(ends, once=False), "stands twice"),
+    "twice": (copies(ends, once=False), "listed twice"),
 }
 
 TABLES = {"19.words": WORDS, "19.norms": NORMS, "19.copies": COPIES}

@@ -40,12 +40,12 @@ WINDOWS = {
     ),
     "side by side": (
         lambda tokens, n, s: [(i, i + 1, min(i + n + 1, tokens)) for i in range(0, max(1, tokens - 1), n)],
-        "the windows stand side by side",
+        "the windows are side by side",
     ),
     # Takes the tokens that a window reads for the labels that it scores, which come one token later.
     "tokens": (changed(lambda w, n, s: (w[0], w[1] - 1, w[2] - 1)), "these are the tokens that are read"),
-    "behind the text": (changed(lambda w, n, s: (w[0], w[1], w[0] + n + 1)), "scores labels behind the text"),
-    "last label": (changed(lambda w, n, s: (w[0], w[1], w[2] - 1)), "it is the token behind"),
+    "behind the text": (changed(lambda w, n, s: (w[0], w[1], w[0] + n + 1)), "scores labels after the text"),
+    "last label": (changed(lambda w, n, s: (w[0], w[1], w[2] - 1)), "it must be the next token"),
 }
 
 # ---- 20.perplexity ----
@@ -93,7 +93,7 @@ TOP_P = {
     "crossing": (while_below(by_probability, lambda before, total, p: total <= p), "the token that crosses p"),
     "one more": (while_below(by_probability, lambda before, total, p: before <= p), "one token too many"),
     # Holds p against each single probability, where it bounds their sum.
-    "single": (lambda given, p: [i for i, each in enumerate(given) if each >= p], "but of a sum"),
+    "single": (lambda given, p: [i for i, each in enumerate(given) if each >= p], "but on a sum"),
     "rest": (lambda given, p: [i for i, each in enumerate(given) if each >= 1 - p], "a bound of 1 - p"),
     # Adds up in the order of ids, and so keeps whatever the tokenizer happened to number first.
     "ids": (while_below(lambda g: range(len(g)), lambda before, _, p: before < p), "the order of their ids"),
