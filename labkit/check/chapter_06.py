@@ -1,4 +1,4 @@
-"""Exercises of chapter 06: shapes that a rank keeps, one rank's program of a block, seeds of dropout."""
+"""Exercises and bets of chapter 06: shapes that a rank keeps, one rank's program of a block, seeds of dropout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def shapes(answer: Any) -> Iterator[Outcome]:
         for s, b, h, t in _SIZES:
             words = "tensor and sequence parallel" if split else "tensor parallel"
             given = f"s {s}, b {b}, h {h} and t {t}, {words}"
-            outcome = holds(given, "the shapes of the picture", lambda case=(s, b, h, t, split): _judged(answer, *case))
+            outcome = holds(
+                given, "the shapes that a rank keeps", lambda case=(s, b, h, t, split): _judged(answer, *case)
+            )
             yield replace(outcome, reason=reason_of(outcome.got))
 
 
@@ -67,10 +69,11 @@ def _judged(answer: Any, s: int, b: int, h: int, t: int, split: bool) -> bool | 
     if found == right:
         return True
     if not isinstance(found, dict) or set(found) != set(right):
-        return f"{shown(found)}: this is no dict with the names {', '.join(right)}"
+        return f"{shown(found)}: this is not a dict with the names {', '.join(right)}"
     name = next(name for name in right if found[name] != right[name])
     reason = next((words for words, other in _misread_shapes(s, b, h, t, split=split).items() if other == found), "")
-    return f"{name} {found[name]} instead of {right[name]}: {reason or 'compare it with the picture'}"
+    reason = reason or "outside of the regions positions can be cut, inside only the width"
+    return f"{name} {found[name]} instead of {right[name]}: {reason}"
 
 
 def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadings:
@@ -78,14 +81,14 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
         return {"norm and dropout see whole positions here; only sequence parallelism cuts these": _shapes(s, b, h, t)}
     narrow = {name: [s, b, h // t] if name in _BETWEEN else [s, b, 4 * h // t] for name in _NAMES}
     return {
-        "nothing has changed; between the regions a rank holds s/t positions": _shapes(s, b, h, t, cut=()),
+        "nothing has changed; between the regions a rank holds only s/t positions": _shapes(s, b, h, t, cut=()),
         "fc1 keeps the gathered input; a rank keeps its s/t positions, and gathers again in backward": (
             _shapes(s, b, h, t, cut=("norm input", "dropout mask"))
         ),
         "the mask has as many positions as the tensor that it drops from": (
             _shapes(s, b, h, t, cut=("norm input", "fc1 input"))
         ),
-        "only the mask is cut; norms work on s/t positions, too": _shapes(s, b, h, t, cut=("dropout mask",)),
+        "only the mask is cut; norms work on s/t positions as well": _shapes(s, b, h, t, cut=("dropout mask",)),
         "the width is cut between the regions; a norm needs whole rows, so positions are cut": narrow,
         "positions and width are cut inside; inside a rank has all positions and 1/t of the width": (
             _shapes(s, b, h, t, inside_too=True)
@@ -97,14 +100,65 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
 
 ask(
     "06.bytes",
-    "f and g send an all-reduce each. How many more bytes leave a rank with f_s and g_s in their places?",
+    "f and g send an all-reduce each. How many more bytes leave a rank if every rank has only its part of the sequence "
+    "between them?",
     choices={
         "none": "An all-reduce is a reduce-scatter and then an all-gather. g_s is the first half of it, and the next "
-        "f_s the second: the same bytes leave at two moments.",
-        "25 %": "A step that gathers a third time, in backward, sends 1.25 times as much. It does so to keep less, and "
-        "here the gathered tensor is still kept.",
+        "f_s the second: the same bytes leave at two moments. That is code which keeps for backward what it gathered.",
+        "25 %": "Megatron drops the gathered tensor to save its memory, and gathers once more in backward. The two "
+        "all-reduces of f and g were four halves, and this code sends five.",
         "100 %": "There are twice as many messages, but each sends N (t - 1)/t bytes, half of an all-reduce.",
     },
+)
+
+
+# ---- what tells of a forgotten sum ----
+
+ask(
+    "06.silent",
+    "Each rank trains on its own positions. What tells you in step 1 that something is missing?",
+    choices={
+        "an error": "Every shape fits: each gradient has as many numbers as it should.",
+        "the loss": "The loss of a step is computed before any of its gradients is used, so the first one is right. "
+        "Later it differs a little, and it falls all the same.",
+        "neither": "All shapes fit, and the loss of step 1 is computed before any gradient is used. What is wrong is a "
+        "gradient, and after the step a gain that differs from rank to rank.",
+    },
+)
+
+
+# ---- what is kept, if f_s and fc1 are two operations ----
+
+ask(
+    "06.kept",
+    "f_s gathers, then an ordinary product uses the result. How many values per token and feature does a rank keep? "
+    "One decimal will do.",
+    misread=lambda t: {
+        "That is what f and g keep. The norm's input is cut now.": 2 + 8 / t,
+        "Those are the cut shapes of exercise 1. But a product saves its input, which is the gathered tensor here.": (
+            2 / t + 8 / t
+        ),
+        "The norm's input is whole here; cut, it is 1/t.": 1 + 8 / t,
+    },
+    unit="values per token and feature",
+    because="The norm's input is cut, 1/t. The input of fc1 is the gathered tensor, and a product saves its input, so "
+    "it is whole: 1. Inside the MLP there are 8/t, as before.",
+)
+
+
+# ---- where independent masks agree ----
+
+ask(
+    "06.agree",
+    "Two ranks draw masks that have nothing to do with each other. At how many percent of the places do they agree?",
+    misread=lambda dropout: {
+        "That is how often one of them keeps a value. They also agree where both drop it.": 100 * (1 - dropout),
+        "That is how often both keep a value. They also agree where both drop it.": 100 * (1 - dropout) ** 2,
+        "Only coins agree half of the time. Dropout keeps far more than it drops.": 50,
+        "Independent is not opposite: by chance they agree most of the time.": 0,
+    },
+    unit="percent",
+    because="Both keep with probability (1 - p)(1 - p), both drop with p p, and in the other cases they differ.",
 )
 
 
@@ -112,7 +166,7 @@ ask(
 
 Parts = list[Array]
 Case = tuple[Parts, Parts, Array, Parts, Parts]
-_RESULTS = ("y", "dx", "dgain")
+_RESULTS = ("y", "dx", "dgain", "dA")
 
 
 class _Communicator:
@@ -150,54 +204,66 @@ def _problem(tp: int) -> Case:
     return x, dy, numbers.integers(1, 4, (3,)), a, b
 
 
-def _hidden(case: Case) -> tuple[Array, Array, Parts, Parts]:
-    """Return x and dy of all positions, and what each rank's part of the width makes of them.
+def _hidden(case: Case) -> tuple[Array, Parts, Parts, Parts]:
+    """Return x of all positions, and what each rank's part of the width makes of x and dy.
 
-    That is inner, and the gradient of x gain.
+    That is inner, its gradient before the relu, and the gradient of x gain.
     """
     x, dy = np.concatenate(case[0]), np.concatenate(case[1])
     inner = [np.maximum((x * case[2]) @ a.T, 0) for a in case[3]]
-    d_scaled = [((dy @ b) * (part > 0)) @ a for part, a, b in zip(inner, case[3], case[4])]
-    return x, dy, inner, d_scaled
+    d_inner = [(dy @ b) * (part > 0) for part, b in zip(inner, case[4])]
+    return x, inner, d_inner, [d @ a for d, a in zip(d_inner, case[3])]
 
 
 def _right(case: Case) -> dict[str, Parts]:
     tp, gain = len(case[0]), case[2]
-    x, _, inner, d_scaled = _hidden(case)
+    x, inner, d_inner, d_scaled = _hidden(case)
     y = np.sum([part @ b.T for part, b in zip(inner, case[4])], axis=0)
     total = np.sum(d_scaled, axis=0)
-    return {"y": np.split(y, tp), "dx": np.split(total * gain, tp), "dgain": [(total * x).sum(0)] * tp}
+    of_matrix = [d.T @ (x * gain) for d in d_inner]
+    return {
+        "y": np.split(y, tp), "dx": np.split(total * gain, tp), "dgain": [(total * x).sum(0)] * tp, "dA": of_matrix,
+    }  # fmt: skip
 
 
 def _misread_results(case: Case) -> dict[str, dict[str, Parts]]:
     """Return result -> words for a misunderstanding -> the arrays that it gives."""
     xs, _, gain, _, columns = case
     tp, right = len(xs), _right(case)
-    _, _, inner, d_scaled = _hidden(case)
+    x, inner, d_inner, d_scaled = _hidden(case)
     d_right = [dx // gain for dx in right["dx"]]
-    own_gain = [(d * x).sum(0) for d, x in zip(d_right, xs)]
+    own_gain = [(d * own).sum(0) for d, own in zip(d_right, xs)]
+    own_rows = [np.split(d, tp)[rank].T @ (xs[rank] * gain) for rank, d in enumerate(d_inner)]
     return {
         "y": {
-            "this is one part of a sum: a rank's positions met its own part of the width alone; gather ahead of A, and "
-            "add up behind B": [np.split(part @ b.T, tp)[rank] for rank, (part, b) in enumerate(zip(inner, columns))],
+            "this is one term of a sum: a rank's positions met only that rank's part of the width; gather before A, "
+            "and add up after B": [
+                np.split(part @ b.T, tp)[rank] for rank, (part, b) in enumerate(zip(inner, columns))
+            ],
         },
         "dx": {
-            "this is one part of a sum: a rank's dy met its own part of the width alone; gather dy ahead of B, and "
-            "add up behind A": [np.split(part, tp)[rank] * gain for rank, part in enumerate(d_scaled)],
+            "this is one term of a sum: a rank's dy met only that rank's part of the width; gather dy before B, and "
+            "add up after A": [np.split(part, tp)[rank] * gain for rank, part in enumerate(d_scaled)],
             "the gain is left out: dx is the gradient of x gain, times gain": d_right,
         },
         "dgain": {
-            "each rank knows its own positions alone; without a sum over ranks the gains drift apart": own_gain,
+            "each rank knows only its own positions; without a sum over the ranks the gains drift apart": own_gain,
             "too small by the number of ranks: these are parts of a sum, not replicas, so add them and take no mean": [
                 right["dgain"][0] / tp
             ]
             * tp,
             "too large by the number of ranks: the sum over ranks is taken twice": [right["dgain"][0] * tp] * tp,
         },
+        "dA": {
+            "this is the sum over one rank's positions; A has met all of them, as they were gathered": own_rows,
+            "the input of A is x gain, not x": [d.T @ x for d in d_inner],
+        },
     }
 
 
-@exercise("06.sequence", "Write block(x, dy, gain, A, B, tp) -> (y, dx, dgain) of one rank; all ranks run it at once.")
+@exercise(
+    "06.sequence", "Write block(x, dy, gain, A, B, tp) -> (y, dx, dgain, dA) of one rank; all ranks run it at once."
+)
 def sequence_parallel(answer: Any) -> Iterator[Outcome]:
     """Judge each result of every rank at tp 1, 2 and 4, and the number of calls; at tp 1 no call is counted."""
     for tp in (1, 2, 4):
@@ -221,14 +287,14 @@ def sequence_parallel(answer: Any) -> Iterator[Outcome]:
 
 
 def _tried(answer: Any, case: Case, ranks: RankThreads) -> tuple[list[Any], str]:
-    """Return the three arrays of each rank, or words for the error."""
+    """Return the four arrays of each rank, or words for the error."""
     x, dy, gain, a, b = case
 
     def program(rank: int) -> tuple[Array, ...]:
         mine = (x[rank].copy(), dy[rank].copy(), gain.copy(), a[rank].copy(), b[rank].copy())
         found = answer(*mine, _Communicator(rank, ranks))
-        if not isinstance(found, tuple | list) or len(found) != 3:
-            raise ValueError(f"rank {rank} returns {type(found).__name__}, not the three arrays y, dx and dgain")
+        if not isinstance(found, tuple | list) or len(found) != 4:
+            raise ValueError(f"rank {rank} returns {type(found).__name__}, not the four arrays y, dx, dgain and dA")
         return tuple(np.asarray(plain(part), dtype=float) for part in found)
 
     try:
@@ -301,16 +367,18 @@ def _in_a_group(found: dict[tuple[int, int], Any], *, alike: bool) -> bool | str
         for a, b in combinations(range(_TP), 2):
             pair = f"tp ranks {a} and {b} of stage {p}"
             if alike and found[a, p] != found[b, p]:
-                return f"{pair} draw from {found[a, p]} and {found[b, p]}: they hold the same values, which then part"
+                return (
+                    f"{pair} draw from {found[a, p]} and {found[b, p]}: they hold the same values, which then diverge"
+                )
             if not alike and found[a, p] == found[b, p]:
-                return f"{pair} draw from {found[a, p]}: they hold other values, which are then dropped together"
+                return f"{pair} draw from {found[a, p]}: they hold different values, which are then dropped together"
     return True
 
 
 def _apart(own: dict[tuple[int, int], Any], common: dict[tuple[int, int], Any]) -> bool | str:
     for (t, p), seed in own.items():
         if seed in common.values():
-            return f"tp rank {t} of stage {p} draws from {seed} inside, too: a rank's own state repeats a common one"
+            return f"tp rank {t} of stage {p} draws from {seed} inside as well: a rank's own state repeats a common one"
     return True
 
 

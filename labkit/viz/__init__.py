@@ -75,14 +75,16 @@ if TYPE_CHECKING:
     from labkit.viz.pipeline.timeline import gantt as gantt
     from labkit.viz.pipeline.timeline import gantt_overlay as gantt_overlay
     from labkit.viz.pipeline.trace import write_trace as write_trace
+    from labkit.viz.rank_agreement import mask_agreement as mask_agreement
+    from labkit.viz.rank_agreement import replica_drift as replica_drift
     from labkit.viz.rank_chunks import before_and_after as before_and_after
     from labkit.viz.rank_chunks import chunk_states as chunk_states
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
+    from labkit.viz.tensor_lifetimes import tensor_lifetimes as tensor_lifetimes
     from labkit.viz.text_scores import named_curves as named_curves
     from labkit.viz.text_scores import scoring_windows as scoring_windows
     from labkit.viz.text_scores import token_choices as token_choices
-    from labkit.viz.tp_layer import dropout_masks as dropout_masks
     from labkit.viz.tp_layer import split_sequence as split_sequence
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
     from labkit.viz.vocabulary import loss_costs as loss_costs

@@ -1,4 +1,4 @@
-"""A transformer layer over a tensor-parallel group: f and g, their messages, each rank's tensors, dropout masks.
+"""A transformer layer over a tensor-parallel group: f and g, their messages, each rank's tensors.
 
 Under sequence parallelism an all-gather replaces f, and a reduce-scatter replaces g. The paper (arXiv 2205.05198,
 4.2.2) names the two g and g-bar. Pictures here name them f_s and g_s, so that g keeps its meaning.
@@ -6,10 +6,8 @@ Under sequence parallelism an all-gather replaces f, and a reduce-scatter replac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from labkit.comm.ledger import CommRecord
 from labkit.viz.figure import Figure
@@ -107,8 +105,10 @@ def _draw_frame(axes: Any, height: int, below: float) -> None:
 
 # ---- the tensors that a rank holds ----
 
-_STATIONS = ("x", "norm", "enter", "fc1", "GeLU", "fc2", "leave", "dropout", "+ x")
-"""Half a layer in the order of forward; `enter` and `leave` are f and g, or f_s and g_s."""
+_STATIONS = ("x", "norm", "enter", "gathered", "fc1", "GeLU", "fc2", "leave", "dropout", "+ x")
+"""A sublayer in the order of forward; `enter` and `leave` are f and g, or f_s and g_s. f gathers nothing."""
+_ALIKE = "#BBBBBB"
+"""Colour of numbers that are the same on every rank."""
 _OPERATORS = {
     False: {"enter": ("f", "identity", "all-reduce"), "leave": ("g", "all-reduce", "identity")},
     True: {"enter": ("$f_s$", "all-gather", "reduce-\nscatter"), "leave": ("$g_s$", "reduce-\nscatter", "all-gather")},
@@ -116,23 +116,24 @@ _OPERATORS = {
 """Sequence parallel or not -> name of each operator, and its operations in forward and in backward."""
 
 
-def split_sequence(s: int, b: int, h: int, inner: int, t: int) -> Figure:
-    """Draw half a layer without and with sequence parallelism: each rank's part of each tensor, and its shape.
+def split_sequence(s: int, b: int, h: int, inner: int, t: int, *, sequence_parallel: bool) -> Figure:
+    """Draw a sublayer over t ranks, with or without sequence parallelism: each rank's part of each tensor, its shape.
 
-    s, b, h: positions, samples and width between the tensor-parallel regions. inner: width inside. t: number of ranks.
+    s, b, h: positions, samples and width between the tensor-parallel regions. inner: width inside.
 
-    An outline is a whole tensor, with positions downwards and width to the right. A hatched area is one term of a sum.
+    An outline is a whole tensor, with positions downwards and width to the right. A hatched area is one term of a sum,
+    and a grey one has the same numbers on every rank. A dotted outline is a tensor that f_s has gathered.
     """
     lanes = list(range(t)) if t <= MAX_LANES else [*range(MAX_LANES - 1), t - 1]
     with styled():
-        fig = new_figure(9.2, 2 * (1.15 + 0.5 * len(lanes)))
-        for axes, split in zip(fig.subplots(2, 1), (False, True)):
-            _draw_half(axes, lanes, t, (s, b, h), inner, split=split)
-    shapes = [_text_of(shape) for shape in ((s, b, h), (s // t, b, h), (s, b, inner // t))]
+        fig = new_figure(10.2 if sequence_parallel else 9.6, 1.35 + 0.55 * len(lanes))
+        _draw_sublayer(fig.subplots(), lanes, t, (s, b, h), inner, split=sequence_parallel)
+    between = (
+        f"{_text_of((s // t, b, h))} with f_s and g_s" if sequence_parallel else f"{_text_of((s, b, h))} with f and g"
+    )
     return Figure(
         fig,
-        f"Half a layer over tp {t}: between the regions a rank holds {shapes[0]} with f and g, and {shapes[1]} with "
-        f"f_s and g_s; inside {shapes[2]} with both.",
+        f"A sublayer over tp {t}: between the regions a rank holds {between}; inside {_text_of((s, b, inner // t))}.",
     )
 
 
@@ -140,36 +141,48 @@ def _text_of(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _draw_half(
+def _draw_sublayer(
     axes: Any, lanes: Sequence[int], t: int, between: tuple[int, int, int], inner: int, *, split: bool
 ) -> None:
     s, b, h = between
     height = len(lanes)
-    for x, station in enumerate(_STATIONS):
+    stations = [station for station in _STATIONS if split or station != "gathered"]
+    for x, station in enumerate(stations):
         if station in _OPERATORS[split]:
             _draw_switch(axes, x, height, *_OPERATORS[split][station])
             continue
         inside = station in ("fc1", "GeLU")
-        whole = station == "fc2" or not (inside or split)
+        whole = station in ("gathered", "fc2") or not (inside or split)
         shape = (s, b, inner // t) if inside else (s, b, h) if whole else (s // t, b, h)
         for lane, rank in enumerate(lanes):
-            corner = (x - 0.36, height - 1 - lane + 0.1)
-            box(axes, corner, 0.72, 0.8, "#FFFFFF")
             part = (0, 0, 1, 1) if whole else (rank / t, 0, 1 / t, 1) if inside else (0, 1 - (rank + 1) / t, 1, 1 / t)
-            held = (corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1])
-            width, high, fill = 0.72 * part[2], 0.8 * part[3], SEQUENCE[lane]
-            if station == "fc2":
-                box(axes, held, width, high, fill, hatch="////", edgecolor=text_color(fill))
-            else:
-                box(axes, held, width, high, fill)
+            _draw_held(axes, (x - 0.36, height - 1 - lane + 0.1), part, station, SEQUENCE[lane])
         axes.text(x, height + 0.08, station, ha="center", va="bottom", fontsize=9)
-        axes.text(x, -0.06, _text_of(shape), ha="center", va="top", fontsize=7)
+        axes.text(x, -0.06, _text_of(shape), ha="center", va="top", fontsize=7.5)
     for lane, rank in enumerate(lanes):
-        axes.text(-0.55, height - 0.5 - lane, f"rank {rank}", ha="right", va="center", fontsize=8)
+        axes.text(-0.55, height - 0.5 - lane, f"rank {rank}", ha="right", va="center", fontsize=9)
     title = "tensor and sequence parallel" if split else "tensor parallel"
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.set(xlim=(-1.25, len(_STATIONS) - 0.4), ylim=(-1.35, height + 0.5))
+    axes.set_title(f"{title} (grey: the same numbers on every rank)", loc="left", fontsize=10)
+    axes.set(xlim=(-1.25, len(stations) - 0.4), ylim=(-1.35, height + 0.5))
     axes.axis("off")
+
+
+def _draw_held(
+    axes: Any, corner: tuple[float, float], part: tuple[float, float, float, float], station: str, own: str
+) -> None:
+    """Draw the outline of a whole tensor, and in it what a rank holds: corner and size, as shares of the whole.
+
+    own: the rank's colour, for numbers that only this rank has.
+    """
+    held, (width, high) = (corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1]), (0.72 * part[2], 0.8 * part[3])
+    if station == "gathered":
+        box(axes, held, width, high, _ALIKE, linestyle=":", linewidth=1.6)
+        return
+    box(axes, corner, 0.72, 0.8, "#FFFFFF")
+    if station == "fc2":
+        box(axes, held, width, high, own, hatch="////", edgecolor=text_color(own))
+    else:
+        box(axes, held, width, high, _ALIKE if part[2:] == (1, 1) else own)
 
 
 def _draw_switch(axes: Any, x: float, height: int, name: str, forward: str, backward: str) -> None:
@@ -178,49 +191,4 @@ def _draw_switch(axes: Any, x: float, height: int, name: str, forward: str, back
     box(axes, (x - 0.14, 0.04), 0.28, height - 0.08, bar)
     axes.text(x, height / 2, name, ha="center", va="center", fontsize=11, style="italic", color=text_color(bar))
     words = f"forward:\n{forward}\nbackward:\n{backward}"
-    axes.text(x, -0.06, words, ha="center", va="top", fontsize=6.5, linespacing=1.15)
-
-
-# ---- random numbers ----
-
-
-def dropout_masks(masks: Mapping[str, Sequence[np.ndarray]]) -> Figure:
-    """Draw one row of pictures for each kind of dropout, one picture per rank; dark is dropped.
-
-    masks: kind (`attention output`) -> the mask of each rank, two-dimensional and true where a value stays.
-
-    Raises ValueError if the kinds do not all have a mask for every rank.
-    """
-    counts = {len(by_rank) for by_rank in masks.values()}
-    if len(counts) != 1 or 0 in counts:
-        raise ValueError("dropout_masks needs one mask a rank for each kind")
-    ranks = counts.pop()
-    with styled():
-        fig = new_figure(1.2 + 1.9 * ranks, 0.4 + 1.5 * len(masks))
-        panels = fig.subplots(len(masks), ranks, squeeze=False)
-        for row, (kind, by_rank) in enumerate(masks.items()):
-            for rank, mask in enumerate(by_rank):
-                axes = panels[row][rank]
-                picture = np.where(np.asarray(mask)[..., None], (1.0, 1.0, 1.0), _rgb(SEQUENCE[row]))
-                axes.imshow(picture, interpolation="nearest", aspect="auto")
-                axes.spines[:].set_visible(True)
-                axes.set_xticks([])
-                axes.set_yticks([])
-                axes.set_title(f"{kind}, rank {rank}", fontsize=8)
-    return Figure(fig, "; ".join(f"{kind}: {_agreement(by_rank)}" for kind, by_rank in masks.items()) + ".")
-
-
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-
-
-def _agreement(by_rank: Sequence[np.ndarray]) -> str:
-    """Say in words whether all ranks drop the same values."""
-    first = np.asarray(by_rank[0])
-    if len(by_rank) == 1:
-        return "one rank"
-    if all(np.array_equal(first, mask) for mask in by_rank[1:]):
-        return f"the same mask on all {len(by_rank)} ranks"
-    if any(np.array_equal(a, b) for i, a in enumerate(by_rank) for b in by_rank[i + 1 :]):
-        return "some ranks share a mask"
-    return f"a mask of its own on each of {len(by_rank)} ranks"
+    axes.text(x, -0.06, words, ha="center", va="top", fontsize=7.5, linespacing=1.15)

@@ -126,8 +126,11 @@ CASES = {
     "06_sequence_parallel": Case(
         {"hidden": 128},
         {
-            "a rank holds [64, 2, 64] with f and g, and [32, 2, 64] with f_s and g_s; inside [64, 2, 128]": (
-                "a rank holds [64, 2, 128] with f and g, and [32, 2, 128] with f_s and g_s; inside [64, 2, 256]"
+            "a rank holds [64, 2, 64] with f and g; inside [64, 2, 128]": (
+                "a rank holds [64, 2, 128] with f and g; inside [64, 2, 256]"
+            ),
+            "a rank holds [32, 2, 64] with f_s and g_s; inside [64, 2, 128]": (
+                "a rank holds [32, 2, 128] with f_s and g_s; inside [64, 2, 256]"
             ),
             "one rank 74.0, tensor parallel 42.0, + sequence parallel 37.0, + core attention recomputed 17.0, + norms' "
             "outputs recomputed 15.0, whole layer recomputed 1.0; measured within 1%": (
@@ -341,6 +344,22 @@ CASES = {
 
 
 FURTHER = {
+    # a row of 16 numbers has 128 bytes; each of t ranks sends t - 1 rows in each half. 64 positions over 4 ranks:
+    # position i of a rank is 16, 32 or 48 after position i of an earlier one, 16 times for each of 6 pairs of ranks
+    "06_sequence_parallel": Case(
+        {"world_size": 4},
+        {
+            "then the norm: 2 ranks, 3 steps, 4 messages, bytes sent 256 from each": (
+                "then the norm: 4 ranks, 3 steps, 24 messages, bytes sent 768 from each"
+            ),
+            "then f_s: 2 ranks, 3 steps, 4 messages, bytes sent 256 from each": (
+                "then f_s: 4 ranks, 3 steps, 24 messages, bytes sent 768 from each"
+            ),
+            "seed 1234 on every rank: 32 pairs of positions have the same mask, 32 apart": (
+                "seed 1234 on every rank: 96 pairs of positions have the same mask, 16, 32, 48 apart"
+            ),
+        },
+    ),
     # w + 1 = 2 buffers, and (p - 1) 2 + p + 1 = 5 interleaved; early, every forward but the first meets another life
     "17_graphs_in_a_pipeline": Case(
         {"world_size": 2, "steps": 4},
@@ -388,8 +407,8 @@ EXTREMES = [
         "05_memory_and_recomputation",
         {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9},
     ),
-    ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0.05}),
-    ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9}),
+    ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0.05, "fault": 0}),
+    ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "fault": 99}),
     ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1, "hunt": 0}),
     ("07_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50, "hunt": 99}),
     ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000, "hunt": 1}),

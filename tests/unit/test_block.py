@@ -47,16 +47,15 @@ def test_a_missing_all_reduce_shows_as_identity() -> None:
 
 @pytest.mark.parametrize("t", [2, 8])
 def test_a_split_sequence_is_drawn_in_shares_that_add_up_to_whole_tensors(t: int) -> None:
-    figure = split_sequence(64, 2, 32, 128, t)
     between, inside = f"[{64 // t}, 2, 32]", f"[64, 2, {128 // t}]"
-    assert repr(figure) == (
-        f"Half a layer over tp {t}: between the regions a rank holds [64, 2, 32] with f and g, and {between} with "
-        f"f_s and g_s; inside {inside} with both."
-    )
-    plain, split = figure.fig.axes
-    shapes = [[text.get_text() for text in axes.texts] for axes in (plain, split)]
+    plain, split = (split_sequence(64, 2, 32, 128, t, sequence_parallel=cut) for cut in (False, True))
+    said = f"A sublayer over tp {t}: between the regions a rank holds "
+    assert repr(plain) == f"{said}[64, 2, 32] with f and g; inside {inside}."
+    assert repr(split) == f"{said}{between} with f_s and g_s; inside {inside}."
+    shapes = [[text.get_text() for text in figure.fig.axes[0].texts] for figure in (plain, split)]
     assert [each.count(between) for each in shapes] == [0, 4] and [each.count(inside) for each in shapes] == [2, 2]
-    held = [patch for patch in split.patches if patch.get_height() == pytest.approx(0.8 / t)]
+    patches = split.fig.axes[0].patches
+    held = [patch for patch in patches if patch.get_height() == pytest.approx(0.8 / t)]
     assert len(held) == 4 * min(t, 4), "x, norm, dropout and sum of each rank that is drawn"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from labkit.viz import Kept, dropout_masks, memory_and_work, saved_waterfall
+from labkit.viz import Kept, mask_agreement, memory_and_work, replica_drift, saved_waterfall, tensor_lifetimes
 
 ROWS = [
     Kept("everything", {"norms": 40.0, "MLP": 160.0}, 200.5),
@@ -51,11 +51,29 @@ def test_memory_and_work_name_what_was_counted() -> None:
         memory_and_work({"all": (1.0, 1.0)}, {})
 
 
-def test_masks_say_who_draws_the_same() -> None:
-    a, b = np.eye(3, dtype=bool), ~np.eye(3, dtype=bool)
-    figure = dropout_masks({"after": [a, a], "inside": [a, b]})
-    assert repr(figure) == "after: the same mask on all 2 ranks; inside: a mask of its own on each of 2 ranks."
-    assert len(figure.fig.axes) == 4 and figure.png
-    assert repr(dropout_masks({"x": [a, b, a]})) == "x: some ranks share a mask."
-    with pytest.raises(ValueError, match="one mask a rank"):
-        dropout_masks({"x": [a], "y": [a, b]})
+def test_masks_say_which_positions_share_one() -> None:
+    own = np.random.default_rng(0).random((4, 64)) < 0.8
+    figure = mask_agreement({"one seed": np.concatenate([own[:2], own[:2]]), "own seeds": own}, 2)
+    assert repr(figure) == (
+        "one seed: 2 pairs of positions have the same mask, 2 apart; own seeds: no two positions have the same mask."
+    )
+    first, second, _bar = figure.fig.axes
+    shares = [axes.images[0].get_array() for axes in (first, second)]
+    assert shares[0][0, 2] == shares[0][3, 1] == 1.0 > shares[0][0, 3] and shares[1][0, 2] < 1.0
+    assert (shares[1] == shares[1].T).all() and np.diag(shares[1]).tolist() == [1.0] * 4
+
+
+def test_replicas_that_drift_apart_are_drawn_in_percent() -> None:
+    figure = replica_drift({"one": [2.0, 1.0], "ranks": [2.0, 1.5]}, {"ranks": [0.0, 0.25]}, "gains")
+    assert repr(figure) == "After 2 steps the ranks' gains differ: ranks 25.0%; loss one 1, ranks 1.5."
+    loss, apart = figure.fig.axes
+    assert [len(axes.lines) for axes in (loss, apart)] == [2, 1]
+    assert apart.lines[0].get_ydata().tolist() == [0.0, 25.0]
+    assert apart.lines[0].get_color() == loss.lines[1].get_color(), "one run, one colour"
+
+
+def test_lifetimes_are_drawn_as_a_block_per_tensor_and_moment() -> None:
+    kept, dropped = [("mm", ("x",)), ("mm", ("x", "dy"))], [("mm", ()), ("mm", ("x",))]
+    figure = tensor_lifetimes({"kept": kept, "dropped": dropped}, ["fc1", "fc1"], 1, "tensors")
+    assert repr(figure) == ("Kernels, of 2, after which a tensor is in memory: kept: x 2, dy 1; dropped: x 1, dy 0.")
+    assert [len(axes.patches) for axes in figure.fig.axes] == [3, 1]

@@ -229,10 +229,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.cut_matrices("mlp", 32, 512, 8),
     ),
     "dispatch_steps": (lambda: viz.dispatch_steps(maps(2, 1, 2, 2)), lambda: viz.dispatch_steps(maps(8, 2, 16, 2))),
-    "dropout_masks": (
-        lambda: viz.dropout_masks({"after": [np.eye(3, dtype=bool)] * 2}),
-        lambda: viz.dropout_masks(dict.fromkeys(("attention output", "core"), [np.eye(9, dtype=bool)] * 8)),
-    ),
     "expert_costs": (
         lambda: viz.expert_costs(expert_bytes(1, 32)),
         lambda: viz.expert_costs(*[expert_bytes(8, 10**6)] * 2),
@@ -316,7 +312,29 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.split_softmax([0.1 * i for i in range(16)], 2, 7),
         lambda: viz.split_softmax([(-1) ** i * 3.0 for i in range(16)], 8, 7),
     ),
-    "split_sequence": (lambda: viz.split_sequence(8, 2, 64, 256, 2), lambda: viz.split_sequence(256, 2, 512, 2048, 8)),
+    "mask_agreement": (
+        lambda: viz.mask_agreement({"one seed": np.eye(8, dtype=bool)}, 2),
+        lambda: viz.mask_agreement(dict.fromkeys(("one seed on every rank", "own"), np.eye(256, dtype=bool)), 8),
+    ),
+    "replica_drift": (
+        lambda: viz.replica_drift({"one process": [1.0, 0.5]}, {"one process": [0.0, 0.0]}, "gains"),
+        lambda: viz.replica_drift(
+            {name: [100.0 / n for n in range(1, 101)] for name in ("one process", "ranks", "ranks, summed")},
+            {"ranks": [0.01 * n for n in range(100)], "ranks, summed": [0.0] * 100},
+            "gains",
+        ),
+    ),
+    "split_sequence": (
+        lambda: viz.split_sequence(8, 2, 64, 256, 2, sequence_parallel=False),
+        lambda: viz.split_sequence(256, 2, 512, 2048, 8, sequence_parallel=True),
+    ),
+    "tensor_lifetimes": (
+        lambda: viz.tensor_lifetimes({"a product": [("mm", ("x",))] * 2}, ["fc1", "fc1"], 1, "tensors"),
+        lambda: viz.tensor_lifetimes(
+            dict.fromkeys(("f_s, then a product", "GatheredLinear"), [("mm", ("input of fc1", "gradient"))] * 10),
+            ["norm", "fc1", "GeLU", "fc2", "fc2", "fc2", "GeLU", "fc1", "fc1", "norm"], 4, "gathered tensors",
+        ),
+    ),
     "tensor_parallel_block": (lambda: tp_block(2, 2048), lambda: tp_block(8, 16 * 2 * 512 * 8)),
     "token_choices": (
         lambda: viz.token_choices([" c"], {"T = 1": [1.0]}),

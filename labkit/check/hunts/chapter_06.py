@@ -70,13 +70,13 @@ def _gathered_input_kept() -> AbstractContextManager[Any]:
 # ---- what a verdict says ----
 
 _NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
-_LOOK_FURTHER = "Which of loss, gradients, bytes, memory and masks is not as it should be? Only one of them is."
+_LOOK_FURTHER = "Which of loss, gradients, bytes, memory and masks is not as it should be? Only one of them is wrong."
 
 HUNT = Hunt(
     chapter="06",
     scene=(
-        "Train with it (compare(..., pretrain=suspect.around(pretrain))), open a ledger, count what a layer keeps, "
-        "draw masks: one of these tells."
+        "Train with it (compare(..., pretrain=suspect.around(pretrain))), open a ledger, count the bytes that a layer "
+        "keeps, compare the masks of two ranks: one of these shows it."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -144,7 +144,7 @@ HUNT = Hunt(
             "fork did not swap in the rank's own state, so all ranks drew from the common one. Their masks coincide: "
             "positions i and i + s/t always lose the same features, and the heads of different ranks the same places. "
             "The microscope cannot see it, because masks differ between layouts by design and it trains without them. "
-            "Only a look at the masks of two ranks tells.",
+            "Only a look at the masks of two ranks shows it.",
         ),
         Fault(
             "sum, then cut",
@@ -166,8 +166,8 @@ HUNT = Hunt(
                 "first": {"": _NUMBERS_AGREE},
             },
             "g_s was an all-reduce of which each rank kept its part. The result is the same, but an all-reduce is a "
-            "reduce-scatter and an all-gather, so forward sent twice the bytes there. The ledger says so by the name "
-            "of the operation; neither loss nor gradients can.",
+            "reduce-scatter and an all-gather, so forward sent twice the bytes there. The ledger shows it by the name "
+            "of the operation; loss and gradients cannot.",
         ),
         Fault(
             "gathered input kept",

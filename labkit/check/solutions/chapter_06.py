@@ -17,12 +17,15 @@ def shapes(s, b, h, t, sequence_parallel):
 @solves("06.sequence")
 def block(x, dy, gain, A, B, tp):
     """Gather before A, reduce-scatter after B, the same two transposed backward; the gain
-    saw other positions on each rank, so its gradients are parts of a sum."""
-    inner = np.maximum(tp.all_gather(x * gain) @ A.T, 0)
+    saw other positions on each rank, so its gradients are parts of a sum. What A has
+    read is kept; Megatron keeps x and gathers again."""
+    scaled = tp.all_gather(x * gain)
+    inner = np.maximum(scaled @ A.T, 0)
     y = tp.reduce_scatter(inner @ B.T)
     d_inner = (tp.all_gather(dy) @ B) * (inner > 0)
     d_scaled = tp.reduce_scatter(d_inner @ A)
-    return y, d_scaled * gain, tp.all_reduce((d_scaled * x).sum(0))
+    dgain = tp.all_reduce((d_scaled * x).sum(0))
+    return y, d_scaled * gain, dgain, d_inner.T @ scaled
 
 
 @solves("06.seeds")

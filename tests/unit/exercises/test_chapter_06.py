@@ -44,7 +44,7 @@ SHAPES = {
 # ---- 06.sequence ----
 
 
-def block(*, enter=True, leave="scatter", dy_whole=True, d="scatter", dgain="sum", dx="gain"):
+def block(*, enter=True, leave="scatter", dy_whole=True, d="scatter", dgain="sum", dx="gain", dA="whole"):
     """One rank's program; an argument that is not its default is a misunderstanding."""
 
     def answer(x, dy, gain, A, B, tp):
@@ -52,35 +52,43 @@ def block(*, enter=True, leave="scatter", dy_whole=True, d="scatter", dgain="sum
             return np.split(a, tp.size)[tp.rank]
 
         reduce = {"scatter": tp.reduce_scatter, "own": own, "none": lambda a: a}
-        inner = np.maximum((tp.all_gather(x * gain) if enter else x * gain) @ A.T, 0)
+        scaled = tp.all_gather(x * gain) if enter else x * gain
+        inner = np.maximum(scaled @ A.T, 0)
         y = reduce[leave](inner @ B.T)
-        d_scaled = reduce[d]((((tp.all_gather(dy) if dy_whole else dy) @ B) * (inner > 0)) @ A)
+        d_inner = ((tp.all_gather(dy) if dy_whole else dy) @ B) * (inner > 0)
+        d_scaled = reduce[d](d_inner @ A)
         found = (d_scaled * x).sum(0)
         found = found if dgain == "own" else tp.all_reduce(found)
         found = tp.all_reduce(found) if dgain == "twice" else found / tp.size if dgain == "mean" else found
-        return y, d_scaled * (gain if dx == "gain" else 1), found
+        dx_own = d_scaled * (gain if dx == "gain" else 1)
+        if dA == "own":
+            return y, dx_own, found, own(d_inner).T @ (x * gain)
+        return y, dx_own, found, d_inner.T @ (scaled / gain if dA == "no gain" else scaled)
 
     return answer
 
 
 def uneven(x, dy, gain, A, B, tp):
     """Rank 0 alone calls a collective."""
-    return tp.all_gather(x) if tp.rank == 0 else x, x, gain
+    return tp.all_gather(x) if tp.rank == 0 else x, x, gain, A
 
 
 SEQUENCE = {
-    "no gather": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather ahead of A, and add up behind B"),
-    "backward of it": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather dy ahead of B"),
-    "own part of y": (block(leave="own"), "gather ahead of A, and add up behind B"),
+    "no gather": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather before A, and add up after B"),
+    "backward of it": (block(enter=False, leave="none", dy_whole=False, d="none"), "gather dy before B"),
+    "own part of y": (block(leave="own"), "gather before A, and add up after B"),
     # Takes its own positions out of the gathered gradient instead of reduce-scattering: the gradient of one rank's
     # columns of A, not the sum over all.
-    "own part of dx": (block(d="own"), "gather dy ahead of B, and add up behind A"),
+    "own part of dx": (block(d="own"), "gather dy before B, and add up after A"),
     "no gain": (block(dx="none"), "the gain is left out"),
     # Leaves the gain's gradient as it is: each rank knows its own positions alone, and the gains drift apart.
     "own gain": (block(dgain="own"), "the gains drift apart"),
     # Takes a mean of the gain's gradients, as one does over replicas.
     "mean": (block(dgain="mean"), "too small by the number of ranks"),
     "twice": (block(dgain="twice"), "too large by the number of ranks"),
+    # Uses what the rank has without a gather: its own positions. A has met all of them.
+    "own dA": (block(dA="own"), "the sum over one rank's positions"),
+    "dA of x": (block(dA="no gain"), "the input of A is x gain, not x"),
     "whole y": (block(leave="none"), "the shape of y is wrong"),
     "stall": (uneven, "rank 0 is in all_gather and rank 1 in return: they deadlock"),
 }
@@ -93,8 +101,8 @@ def seed(*, common=lambda place, split: place == "between" and not split, tp=1, 
 
 
 SEEDS = {
-    # Gives each rank its own state everywhere: without sequence parallelism the ranks' hidden states part.
-    "own": (seed(common=lambda place, split: False), "they hold the same values, which then part"),
+    # Gives each rank its own state everywhere: without sequence parallelism the ranks' hidden states diverge.
+    "own": (seed(common=lambda place, split: False), "they hold the same values, which then diverge"),
     "common": (seed(common=lambda place, split: True), "which are then dropped together"),
     # Forgets that sequence parallelism changes what a rank holds between the regions: other positions, one mask.
     "sp": (seed(common=lambda place, split: place == "between"), "which are then dropped together"),
