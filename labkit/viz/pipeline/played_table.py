@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from labkit.events import Event
-from labkit.schedules.ir import EVENT_KINDS, Action
+from labkit.schedules.ir import EVENT_KINDS, Action, Schedule
 from labkit.viz.figure import Figure
 from labkit.viz.pipeline.timeline_bars import WIDTH, Style, draw_rows, finish, legend, row_height
 from labkit.viz.pipeline.timeline_rows import Rows
@@ -86,12 +86,22 @@ class PlayedTable:
         return max(waits, key=lambda wait: round(wait[2].start - wait[1], 9), default=None)
 
 
-def draw_played(table: PlayedTable, targets: Mapping[str, float]) -> Figure:
+def play_table(schedule: Schedule, targets: Mapping[str, float] | None = None) -> Figure:
+    """Draw the timeline of any table, also of one that cannot run: its ranks then stop at the actions in red.
+
+    A rank's whole share of the model takes one step in F, I and W each, and two in B. The longest wait inside a row is
+    red. targets: words -> steps, each a line to compare with.
+    """
+    rows = [schedule.actions(rank) for rank in range(schedule.pp)]
+    return draw_played(PlayedTable(rows), targets or {}, schedule.name)
+
+
+def draw_played(table: PlayedTable, targets: Mapping[str, float], name: str = "Your table") -> Figure:
     """Draw the timeline of a table, its longest wait or the actions at which its ranks stop in red.
 
-    targets: words -> steps, each a line to compare with.
+    targets: words -> steps, each a line to compare with. name: the first words of the sentence.
     """
-    end = 1.02 * max([table.steps, *targets.values()])
+    end = 1.02 * max([table.steps + 3.0 * bool(table.stopped), *targets.values()])
     inches, ranks = row_height(len(table.rows)), list(range(len(table.rows)))
     rows = Rows(list(table.done.values()), ranks)
     with styled():
@@ -105,7 +115,7 @@ def draw_played(table: PlayedTable, targets: Mapping[str, float]) -> Figure:
         axes.set_xlabel("time (steps)")
         (_mark_stops if table.stopped else _mark_wait)(axes, table)
         legend(fig, rows, False)
-    return Figure(fig, _sentence(table))
+    return Figure(fig, _sentence(table, name))
 
 
 def _mark_wait(axes: Any, table: PlayedTable) -> None:
@@ -126,11 +136,11 @@ def _mark_stops(axes: Any, table: PlayedTable) -> None:
         axes.text(start + 1.2, rank + 0.5, words, va="center", fontsize=8, color=_RED)
 
 
-def _sentence(table: PlayedTable) -> str:
+def _sentence(table: PlayedTable, name: str) -> str:
     if table.stopped:
         stops = [f"rank {r} at {action}, which needs {table.missing(action)[0]}" for r, action in table.stopped.items()]
-        return f"Your table stops after {len(table.done)} actions: {'; '.join(stops)}."
-    text = f"Your table takes {table.steps:g} steps"
+        return f"{name} stops after {len(table.done)} actions: {'; '.join(stops)}."
+    text = f"{name} takes {table.steps:g} steps"
     if wait := table.longest_wait:
         rank, start, action = wait
         return f"{text}; its longest wait: rank {rank} idles {action.start - start:g} steps before {action.name}."
