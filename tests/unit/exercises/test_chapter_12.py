@@ -47,25 +47,25 @@ TABLES = {
         "at the end": (lambda row: 0, "left at the end of the row"),
     },
     "12.schedule": {
-        "GPipe": (lambda pp, m: texts(gpipe(pp, m)), "all forwards stand ahead of the first backward"),
+        "GPipe": (lambda pp, m: texts(gpipe(pp, m)), "all forwards come before the first backward"),
         # Believes that splitting the backward is enough: each W comes right after its I, where it delays the next I.
-        "W after I": (split("after"), "each W stands right after its I"),
+        "W after I": (split("after"), "each W comes right after its I"),
         # Believes that W may wait as long as it likes: so do the activations, and the gaps before it stay empty.
-        "W at the end": (split("end"), "every W stands at the end of its row"),
+        "W at the end": (split("end"), "every W is at the end of its row"),
         # Believes that later ranks warm up longer: they wait for forwards that come after what waits for them.
         "later longer": (later_longer, "no rank may warm up longer than the one before it"),
-        "one stage": (lambda pp, m: texts(zero_bubble_h1(pp, m)), "with one stage a rank no table takes fewer than 27"),
+        "one stage": (lambda pp, m: texts(zero_bubble_h1(pp, m)), "with one stage per rank no table takes fewer than 27"),
     },
     "12.crossed": {
         "none": (lambda rows: [], "this finds no crossing"),
         # Believes that forwards and gradients travel apart: between two ranks one order pairs all messages.
-        "by direction": (lambda rows: crossed_pairs(rows, lambda a, b, x: (a, b, x.kind == "F")), "two channels"),
+        "by direction": (lambda rows: crossed_pairs(rows, lambda a, b, x: (a, b, x.kind == "F")), "separately"),
         # Believes that the turn of a V is a message, too: it stays on its rank, and no order pairs it.
-        "within a rank": (lambda rows: crossed_pairs(rows, own=True), "this counts what stays on its rank"),
-        "ascending": (lambda rows: crossed_pairs(rows, ascending=True), "receives in its row's order"),
+        "within a rank": (lambda rows: crossed_pairs(rows, own=True), "this counts results that stay on their rank"),
+        "ascending": (lambda rows: crossed_pairs(rows, ascending=True), "in the order of its row"),
         # Names the receiver first, and so blames the action that is the victim.
         "receiver first": (lambda rows: [pair[::-1] for pair in crossed_pairs(rows)], "these pairs are (receiver,"),
-        "first alone": (lambda rows: crossed_pairs(rows)[:1], "all are asked"),
+        "first alone": (lambda rows: crossed_pairs(rows)[:1], "we want all of them"),
     },
 }
 
@@ -117,7 +117,7 @@ def test_a_schedule_that_runs_is_told_each_target_of_the_ladder_once():
     assert head == "12.schedule: 1/9" and [line.split(" steps")[0].split()[-1] for line in told] == [
         "33", "29", "27", "25.5",
     ]  # fmt: skip
-    assert told[0].endswith("the longest wait: rank 0 idles 9 steps ahead of 0B0, position 8.")
+    assert told[0].endswith("the longest wait: rank 0 idles 9 steps before 0B0, position 8.")
 
 
 def test_a_table_for_one_size_is_refused_at_the_others():
