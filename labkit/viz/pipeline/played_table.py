@@ -109,9 +109,9 @@ def draw_played(table: PlayedTable, targets: Mapping[str, float], name: str = "Y
         axes = fig.subplots()
         draw_rows(axes, rows, Style(1.0, end, inches))
         finish(axes, [f"rank {rank}" for rank in ranks], end, inches)
-        for words, steps in targets.items():
+        for place, (words, steps) in enumerate(targets.items()):
             axes.axvline(steps, color="#000000", linestyle=":", linewidth=1.2)
-            axes.text(steps, -0.08, words, ha="right", va="bottom", fontsize=7.5)
+            axes.text(steps, -0.08 - 0.32 * place, words, ha="right", va="bottom", fontsize=7.5)
         axes.set_xlabel("time (steps)")
         (_mark_stops if table.stopped else _mark_wait)(axes, table)
         legend(fig, rows, False)
