@@ -68,8 +68,8 @@ def _pairs(p: int) -> dict[str, str]:
 
 ask(
     "12.worth",
-    "512 H100s train a GPT of 8.3 billion parameters in pipelines of four stages, 512 sequences per step. By how many "
-    "percent is a step shorter if ZB-V takes 1F1B's place?",
+    "512 H100s train a GPT of 8.3 billion parameters in pipelines of four stages, with 512 sequences per step. By how "
+    "many percent does a step get shorter if the best table of this chapter takes 1F1B's place?",
     unit="%",
     misread=lambda: {
         "That is the difference of our two tables, 25.5 steps instead of 33. But with 128 pipelines, each of them gets "

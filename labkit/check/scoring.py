@@ -128,9 +128,7 @@ class Exercise:
 _registry: dict[str, Exercise] = {}
 
 
-def exercise(
-    name: str, task: str, draw: Drawing | None = None, *, ladder: bool = False
-) -> Callable[[Judge], Judge]:
+def exercise(name: str, task: str, draw: Drawing | None = None, *, ladder: bool = False) -> Callable[[Judge], Judge]:
     """Register the decorated generator as the judge of exercise `name`. Raises ValueError where the name is taken."""
 
     def register(judge: Judge) -> Judge:

@@ -18,8 +18,15 @@ from labkit.schedules.bubble import explain_gap
 from labkit.schedules.simulator import Timeline
 from labkit.viz.figure import Figure
 from labkit.viz.pipeline.timeline_bars import (
-    WIDTH, Style, draw_memory, draw_needs, draw_rows, finish, legend, row_height,
-)  # fmt: skip
+    WIDTH,
+    Style,
+    draw_memory,
+    draw_needs,
+    draw_rows,
+    finish,
+    legend,
+    row_height,
+)
 from labkit.viz.pipeline.timeline_rows import COMPUTE, Rows, chunk_weights, measured_bubble, rows_of
 from labkit.viz.style import label, new_figure, styled
 

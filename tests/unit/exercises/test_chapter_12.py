@@ -54,7 +54,10 @@ TABLES = {
         "W at the end": (split("end"), "every W is at the end of its row"),
         # Believes that later ranks warm up longer: they wait for forwards that come after what waits for them.
         "later longer": (later_longer, "no rank may warm up longer than the one before it"),
-        "one stage": (lambda pp, m: texts(zero_bubble_h1(pp, m)), "with one stage per rank no table takes fewer than 27"),
+        "one stage": (
+            lambda pp, m: texts(zero_bubble_h1(pp, m)),
+            "with one stage per rank no table takes fewer than 27",
+        ),
     },
     "12.crossed": {
         "none": (lambda rows: [], "this finds no crossing"),
