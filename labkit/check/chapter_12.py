@@ -223,7 +223,7 @@ def draw_schedule(answer: Any) -> Figure | None:
     actions = [action for row in rows for action in row]
     if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
         return None
-    targets = {"least, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
+    targets = {"bound, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
     return draw_played(PlayedTable(rows), targets)
 
 

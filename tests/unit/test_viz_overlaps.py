@@ -278,7 +278,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
     "play_table": (
         lambda: viz.play_table(Schedule("stuck", 2, 2, [["0F0", "0B0"], ["1F0", "1F1"]]), {"1F1B": 9}),
-        lambda: viz.play_table(zbv(4, 64), {"two stages per rank: the end ": 193.5, "1F1B": 201}),
+        lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
     "pool_blocks": (lambda: viz.pool_blocks(pool(2, 2)), lambda: viz.pool_blocks(pool(4, 64))),
