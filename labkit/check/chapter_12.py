@@ -123,10 +123,11 @@ ask(
     "With ZB-H1 a rank idles p - 1 steps of the batch. How many are they if there are twice as many microbatches?",
     unit="steps",
     misread=lambda p, m: {
-        "Twice the work, but not twice the waits: ranks wait while the pipeline fills, and it fills once.": 2 * (p - 1),
+        "That's twice the waits for twice the work. But ranks wait only while the pipeline fills, once.": 2 * (p - 1),
         "That halves the share of the step. The steps themselves stay.": (p - 1) / 2,
     },
-    because="Only filling the pipeline is left of the waits, and that happens once per batch. So the share falls.",
+    because="A rank waits for its first forward and for its first gradient, and both come once per batch. So only the "
+    "share falls.",
 )
 ask(
     "12.pairs",
