@@ -48,7 +48,7 @@ def crossed(rows):
     rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
 
     def reader(action):
-        stage, kind, i = re.fullmatch(r"(\d+)([FBIW])(\d+)", action).groups()
+        stage, kind, i = re.findall(r"(\d+)([FBIW])(\d+)", action)[0]
         near = int(stage) + (1 if kind == "F" else -1)
         kinds = {"F": "F", "B": "BI", "I": "BI", "W": ""}[kind]
         return next((name for each in kinds if (name := f"{near}{each}{i}") in rank_of), None)
