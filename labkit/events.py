@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,6 +63,10 @@ class Event:
     def duration(self) -> float:
         """Seconds from start to end."""
         return self.end - self.start
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields by name, without those that are None."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
 
 class EventRecorder:
@@ -261,7 +265,7 @@ def write_jsonl(events: Iterable[Event], path: str | Path) -> Path:
     path = Path(path)
     with appearing(path) as draft, draft.open("w") as file:
         for event in events:
-            file.write(json.dumps({k: v for k, v in asdict(event).items() if v is not None}) + "\n")
+            file.write(json.dumps(event.record()) + "\n")
     return path
 
 

@@ -36,7 +36,12 @@ class ScorePage:
 
     @property
     def cases(self) -> list[Outcome]:
-        """The cases that are told: of those that got None the first one, and none that was not tried."""
+        """The cases that are told: of those that got None the first one, and none that was not tried.
+
+        An untouched body has none, because its reader has not tried yet, and a reason would give the idea away.
+        """
+        if not self.attempted:
+            return []
         nothing = [outcome for outcome in self.score.told if outcome.got == "None"]
         return [outcome for outcome in self.score.told if outcome not in nothing[1:] and NOT_TRIED not in outcome.got]
 
@@ -44,18 +49,24 @@ class ScorePage:
     def closing(self) -> list[str]:
         """The sentences below the cases."""
         said = "Until it is right, the next cells use labkit's solution." if self.solved_for_you else ""
-        return [sentence for sentence in (self.score.advice, said, self.remark) if sentence]
+        advice = self.score.advice if self.attempted else ""
+        return [sentence for sentence in (advice, said, self.remark) if sentence]
+
+    @property
+    def frames(self) -> tuple[str, ...]:
+        """The reader's own lines in which the answer raised an error."""
+        return tuple(self.score.frames) if self.attempted else ()
 
     def __repr__(self) -> str:
         cases = [wrapped(str(outcome), "  - ") for outcome in self.cases]
-        frames = [textwrap.indent(frame, "    ") for frame in self.score.frames]
+        frames = [textwrap.indent(frame, "    ") for frame in self.frames]
         where = [f"  {_WHERE}", *frames] if frames else []
         closing = [wrapped(sentence, "  ") for sentence in self.closing]
         return "\n".join([wrapped(f"{self.score.exercise}: {self.headline}"), *cases, *where, *closing])
 
     def _repr_html_(self) -> str:
         kind = "right" if self.score.ok else "wrong" if self.attempted else "open"
-        code = escape("\n".join(self.score.frames))
+        code = escape("\n".join(self.frames))
         frames = f"{paragraph(_WHERE)}<pre style='margin:2px 0 2px 1.5em'>{code}</pre>" if code else ""
         parts = (*map(_case, self.cases), frames, *map(paragraph, self.closing))
         return boxed(kind, self.score.exercise, self.headline, *parts)

@@ -54,12 +54,14 @@ def parts_legend(bars: Sequence[Mapping[str, float]]) -> list[Any]:
 
 def step_parts(
     bars: Mapping[str, Mapping[str, float]], *, measured: Mapping[str, float] | None = None, unit: float = 1.0,
-    unit_name: str = "s", what: str = "prediction",
+    unit_name: str = "s", what: str = "prediction", line: float | None = None,
 ) -> Figure:  # fmt: skip
     """Draw where the time of each run goes as a stacked bar, predicted or not, and what was measured as a diamond.
 
     bars: name -> seconds by kind (`labkit.plan.terms.KINDS`). measured: name -> measured seconds. unit, unit_name: what
-    the axis counts in, such as 1e-3 and `ms`. what: what a bar is. Raises ValueError without bars.
+    the axis counts in, such as 1e-3 and `ms`. what: what a bar is. line: draw a vertical line here, in this unit.
+
+    Raises ValueError without bars.
     """
     if not bars:
         raise ValueError("step_parts needs at least one run with its parts")
@@ -76,6 +78,8 @@ def step_parts(
             if found is not None:
                 axes.plot(found, place, ls="", marker="D", ms=7, color="#000000",
                           zorder=5)  # fmt: skip
+        if line is not None:
+            axes.axvline(line, color=INK, lw=1.0, ls="--")
         axes.set_yticks(range(len(bars)), list(bars))
         axes.set_xlim(0, 1.1 * max([*lengths, *(seconds / unit for seconds in (measured or {}).values())]))
         axes.invert_yaxis()

@@ -138,9 +138,18 @@ def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `record` with null for numbers that are not finite; see `JsonLines.write`."""
+    """Return `record` with null for numbers that are not finite; see `json_lines`."""
     bad = {name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
     return {**record, **dict.fromkeys(bad), "not_finite": bad} if bad else dict(record)
+
+
+def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return a line of JSON for each record.
+
+    JSON has no numbers that are not finite. Their value is null, and `not_finite` names them: `{"grad_norm": null,
+    "not_finite": {"grad_norm": "inf"}}`.
+    """
+    return "".join(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)
 
 
 class JsonLines:
@@ -155,14 +164,15 @@ class JsonLines:
             self._path = path
 
     def write(self, *records: Mapping[str, Any]) -> None:
-        """Write a line for each record and flush, so that the lines of a run that dies are kept.
+        """Write a line for each record (`json_lines`), and flush, so that the lines of a run that dies are kept."""
+        if self._file is not None:
+            self.write_text(json_lines(records))
 
-        JSON has no numbers that are not finite. Their value is null, and `not_finite` names them: `{"grad_norm": null,
-        "not_finite": {"grad_norm": "inf"}}`.
-        """
+    def write_text(self, lines: str) -> None:
+        """Write lines that are JSON already, and flush."""
         if self._file is not None:
             with naming(self._path):
-                self._file.writelines(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)
+                self._file.write(lines)
                 self._file.flush()
 
     def close(self) -> None:

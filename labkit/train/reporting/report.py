@@ -18,9 +18,8 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from labkit.train.cuda_graphs import TrainingGraphs
 from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank
 from labkit.train.reporting.loggers import Loggers
-from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
+from labkit.train.reporting.metrics import JsonLines, Timers, json_lines, min_max_over_ranks, scalars
 from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.reporting.slow_ranks import Pace, PaceWatch
 from labkit.train.reporting.step_lines import EVALUATIONS, evaluations_at
@@ -163,7 +162,7 @@ class Report:
         if kind is None:
             self._take_events(ends_step=False, written=self._config.train.write_events)
         elif self._recorder is not None:
-            self._write_events(self._recorder.events)
+            self._event_lines.write(*(event.record() for event in self._recorder.events))
         for lines in (self._lines, self._scalar_lines, self._event_lines):
             lines.close()
         if self._loggers is not None:
@@ -300,17 +299,15 @@ class Report:
             self._keep_events(recorded, ends_step=ends_step)
         if written:
             with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # no Events of the gather
-                by_rank = gather_objects(recorded, self._groups.world)
-            self._write_events(event for rank in by_rank for event in rank)
+                lines = json_lines(event.record() for event in recorded)  # each rank makes its own, all at once
+                by_rank = gather_objects(lines, self._groups.world)
+            self._event_lines.write_text("".join(by_rank))
 
     def _keep_events(self, recorded: list[Event], *, ends_step: bool) -> None:
         if ends_step or not self._events_of_steps:
             self._events_of_steps.append(recorded)
         else:
             self._events_of_steps[-1] += recorded
-
-    def _write_events(self, events: Iterable[Event]) -> None:
-        self._event_lines.write(*({k: v for k, v in asdict(e).items() if v is not None} for e in events))
 
     def _add(self, line: dict[str, Any]) -> None:
         self.metrics.append(line)
