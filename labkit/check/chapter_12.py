@@ -119,17 +119,6 @@ ask(
     },
 )
 ask(
-    "12.idle",
-    "With ZB-H1 a rank idles p - 1 steps of the batch. How many are they if there are twice as many microbatches?",
-    unit="steps",
-    misread=lambda p, m: {
-        "That's twice the waits for twice the work. But ranks wait only while the pipeline fills, once.": 2 * (p - 1),
-        "That halves the share of the step. The steps themselves stay.": (p - 1) / 2,
-    },
-    because="A rank waits for its first forward and for its first gradient, and both come once per batch. So only the "
-    "share falls.",
-)
-ask(
     "12.pairs",
     "Rank 1 of two runs its backwards in the order 1B1, 1B0, and rank 0 waits for 0B0, 0B1. How many of the two "
     "gradients meet the receive of the other one?",
@@ -275,6 +264,39 @@ def schedule(answer: Any) -> Iterator[Outcome]:
             yield replace(outcome, reason=ONLY_FIRST) if known else outcome
 
 
+def draw_few(answer: Any) -> Figure | None:
+    """Draw the answer's table for 4 ranks and 4 microbatches, with ZB-V and the bound as lines."""
+    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
+
+    rows = _parsed_rows(answer())
+    actions = [action for row in rows for action in row]
+    if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
+        return None
+    return draw_played(PlayedTable(rows), {"bound ": _least(4, 4, 2), "ZB-V": 15})
+
+
+@exercise(
+    "12.few",
+    "Write few() -> the rows of 4 ranks for 4 microbatches, each a list of texts such as '0F0'.",
+    draw=draw_few,
+    ladder=True,
+)
+def few(answer: Any) -> Iterator[Outcome]:
+    """Judge the table that has as many microbatches as ranks, where ZB-V and ZB-H1 take 15 steps.
+
+    The bound for two stages per rank is 3m + (p - 1)/2 = 13.5 for p = m = 4.
+    """
+    pp, said = 4, set[str]()
+    found = _attempt((lambda _, __: answer()) if callable(answer) else answer, pp, pp)
+    yield holds(
+        f"pp {pp}, {pp} microbatches",
+        f"{_FORM} that runs",
+        lambda: (found, found) if isinstance(found, str) else True,
+    )
+    for steps, why in ((14.5, "better than ZB-V's 15"), (_least(pp, pp, 2), "the bound: 3m + (p - 1)/2")):
+        yield _target(found, pp, pp, steps, why, said)
+
+
 @dataclass(frozen=True)
 class _Judged:
     """A table that runs: its timeline in shares of a rank, and the misunderstanding that its rows show."""
@@ -315,15 +337,18 @@ def _target(found: _Judged | str, pp: int, count: int, steps: float, why: str, s
 
 
 def _longest_wait(timeline: Timeline) -> str:
-    """Name the longest wait between two actions of a row: its rank, its length, and the action that ends it."""
+    """Name the longest wait of a rank after its first gradient: its rank, its length, and the action that ends it."""
     longest, words = 1e-9, ""
     for rank in range(timeline.schedule.pp):
         row = slice(timeline.schedule.offsets[rank], timeline.schedule.offsets[rank + 1])
         waits = timeline.start[row][1:] - timeline.end[row][:-1]
+        actions = timeline.schedule.actions(rank)
+        first = next((place for place, action in enumerate(actions) if action.kind in "BI"), len(waits))
+        waits[:first] = 0.0  # a rank has no W yet that could fill these
         if len(waits) and waits.max() > longest:
             longest, position = waits.max(), int(waits.argmax()) + 1
-            action = timeline.schedule.actions(rank)[position]
-            words = f"the longest wait: rank {rank} idles {longest:g} steps before {action}, position {position}"
+            action = actions[position]
+            words = f"the longest wait after a first gradient: rank {rank} idles {longest:g} steps before {action}, position {position}"
     return words
 
 

@@ -112,7 +112,8 @@ HUNT = Hunt(
     scene=(
         "Run the ZB-V table with it: the microscope (compare(..., pretrain=suspect.around(...))) for the numbers, "
         "sleep_through on the ranks for the timeline, gantt with memory=True for what a rank keeps. Give ranks a "
-        "timeout of 20 seconds: nobody promises that a run comes to its end."
+        "timeout of 20 seconds: nobody promises that a run comes to its end. Bars that are stretched on all ranks at "
+        "one moment are the machine's, not the fault's: take the quickest of several runs."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -134,7 +135,7 @@ HUNT = Hunt(
             {
                 "family": {
                     "communication": "A W sends nothing and waits for nobody, and all messages arrived.",
-                    "": "The loss is right, and the timeline is as predicted: what is wrong is a gradient.",
+                    "": "The loss is right, and every rank runs its row, in its order. What does the microscope say?",
                 },
                 "rank": _RANK,
                 "action": {

@@ -42,6 +42,22 @@ def schedule(pp, microbatches):
     return rows
 
 
+@solves("12.few")
+def few():
+    """As many microbatches as ranks: everything may be kept, so no W has to be early.
+
+    A rank hands a gradient on as soon as it can, and fills every other half step with what
+    is left: first f, then the other stage's I, then w. All W of the way down come last.
+    """
+    programs = [
+        "FFFFfifififiIwIwIwIwWWWW",
+        "FFFFffififiIiIwIwIwwWWWW",
+        "FFFfFffifiIiIiIwIwwwWWWW",
+        "FfFfFfFfiIiIiIiIwwwwWWWW",
+    ]
+    return [_row(program, rank, 7 - rank) for rank, program in enumerate(programs)]
+
+
 @solves("12.crossed")
 def crossed(rows):
     """Between two ranks one order pairs all messages; what stays on a rank is not sent."""

@@ -76,21 +76,40 @@ class PlayedTable:
 
     @property
     def longest_wait(self) -> tuple[int, float, Event] | None:
-        """(rank, start, the action that ends it) of the first longest wait inside a row; None if no rank waits."""
+        """(rank, start, the action that ends it) of the first longest wait that a W could have filled, or None.
+
+        Before its first B or I a rank has no W, so these waits do not count.
+        """
         waits = [
             (rank, self.done[before].end, self.done[after])
             for rank, row in enumerate(self.rows)
-            for before, after in pairwise(row[: self.heads[rank]])
-            if self.done[after].start > self.done[before].end + 1e-9
+            for before, after in pairwise(since_first_gradient(row))
+            if self._waits_between(before, after)
         ]
         return max(waits, key=lambda wait: round(wait[2].start - wait[1], 9), default=None)
+
+    @property
+    def is_idle_inside(self) -> bool:
+        """True if some rank waits once it has begun."""
+        pairs = (pair for rank, row in enumerate(self.rows) for pair in pairwise(row[: self.heads[rank]]))
+        return any(self._waits_between(*pair) for pair in pairs)
+
+    def _waits_between(self, before: Action, after: Action) -> bool:
+        ran = before in self.done and after in self.done
+        return ran and self.done[after].start > self.done[before].end + 1e-9
+
+
+def since_first_gradient(row: Sequence[Action]) -> Sequence[Action]:
+    """Return a row from its first B or I on; empty for a row that has none."""
+    first = next((place for place, action in enumerate(row) if action.kind in "BI"), len(row))
+    return row[first:]
 
 
 def play_table(schedule: Schedule, targets: Mapping[str, float] | None = None) -> Figure:
     """Draw the timeline of any table, also of one that cannot run: its ranks then stop at the actions in red.
 
-    A rank's whole share of the model takes one step in F, I and W each, and two in B. The longest wait inside a row is
-    red. targets: words -> steps, each a line to compare with.
+    A rank's whole share of the model takes one step in F, I and W each, and two in B. The longest wait after a rank's
+    first gradient is red. targets: words -> steps, each a line to compare with.
     """
     rows = [schedule.actions(rank) for rank in range(schedule.pp)]
     return draw_played(PlayedTable(rows), targets or {}, schedule.name)
@@ -143,5 +162,7 @@ def _sentence(table: PlayedTable, name: str) -> str:
     text = f"{name} takes {table.steps:g} steps"
     if wait := table.longest_wait:
         rank, start, action = wait
-        return f"{text}; its longest wait: rank {rank} idles {action.start - start:g} steps before {action.name}."
+        return f"{text}; its longest wait after a first gradient: rank {rank} idles {action.start - start:g} steps before {action.name}."
+    if table.is_idle_inside:
+        return f"{text}, and no rank waits after its first gradient."
     return f"{text}, and no rank waits once it has begun."
