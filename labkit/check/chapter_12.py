@@ -279,7 +279,6 @@ def draw_few(answer: Any) -> Figure | None:
     "12.few",
     "Write few() -> the rows of 4 ranks for 4 microbatches, each a list of texts such as '0F0'.",
     draw=draw_few,
-    ladder=True,
 )
 def few(answer: Any) -> Iterator[Outcome]:
     """Judge the table that has as many microbatches as ranks, where ZB-V and ZB-H1 take 15 steps.
