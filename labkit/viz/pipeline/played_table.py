@@ -141,7 +141,8 @@ def _mark_wait(axes: Any, table: PlayedTable) -> None:
     if wait := table.longest_wait:
         rank, start, action = wait
         axes.add_patch(Rectangle((start, rank + 0.07), action.start - start, 0.86, **_EDGE))
-        middle, words = (start + action.start) / 2, f"{action.start - start:g} steps"
+        middle, length = (start + action.start) / 2, action.start - start
+        words = f"{length:g} steps" if length > table.steps / 15 else f"{length:g}"
         axes.text(middle, rank + 0.5, words, ha="center", va="center", fontsize=8, color=_RED, zorder=6)
 
 

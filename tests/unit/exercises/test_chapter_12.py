@@ -68,8 +68,7 @@ TABLES = {
         # Believes that ZB-V is best at any size: with as many microbatches as ranks its W come too early.
         "ZB-V": (lambda: texts(zbv(4, 4)), "each W comes right after its I"),
         "ZB-H1": (lambda: texts(zero_bubble_h1(4, 4)), "with one stage per rank no table takes fewer than 15"),
-        "GPipe": (lambda: texts(gpipe(4, 4)), "got 21 steps"),
-        "eight microbatches": (lambda: texts(zbv(4, 8)), "microbatch"),
+        "eight microbatches": (lambda: texts(zbv(4, 8)), "is outside 8 stages and 4 microbatches"),
         # Puts every W off, but keeps the order of I: rank 0 then waits for gradients.
         "W at the end": (lambda: weights_last(zbv(4, 4)), "every W is at the end of its row"),
     },
