@@ -67,6 +67,20 @@ def _pairs(p: int) -> dict[str, str]:
 
 
 ask(
+    "12.worth",
+    "512 H100s train a GPT of 8.3 billion parameters in pipelines of four stages, with 512 sequences per step. By how "
+    "many percent does a step get shorter if the best table of this chapter takes 1F1B's place?",
+    unit="%",
+    misread=lambda: {
+        "That is the difference of our two tables, 25.5 steps instead of 33. But with 128 pipelines, each of them gets "
+        "4 of the 512 sequences, not 8.": 100 * (1 - 25.5 / 33),
+        "That is 1F1B's whole bubble with 4 microbatches, 3/7. Some of it is left.": 300 / 7,
+        "That is 1F1B's whole bubble with 8 microbatches, 3/11.": 300 / 11,
+    },
+    because="The batch is the same on more GPUs, so each pipeline gets fewer microbatches, and the bubble is a larger "
+    "share of the step.",
+)
+ask(
     "12.waits",
     "Rank r runs r forwards, then a forward and a backward by turns. Who waits for each other?",
     choices=_pairs,
@@ -83,6 +97,49 @@ ask(
     because="A rank cannot take the next microbatch before the backward of this one, so microbatches pass all p ranks "
     "one after another: 3 p m steps.",
 )
+ask(
+    "12.rows",
+    "How many microbatches does a rank keep at most in 0F0 0I0 0F1 0I1 0W0 0W1, and in 0F0 0I0 0W0 0F1 0I1 0W1?",
+    choices={
+        "2 and 2": "That counts forwards. But a W gives the memory of its microbatch back.",
+        "2 and 1": "W still reads x, so a microbatch is kept until its W: in the first row both wait for theirs.",
+        "1 and 1": "That frees at I. But W needs the input x as well, and it comes later.",
+    },
+)
+ask(
+    "12.weights",
+    "Each B becomes an I and a W. Which table is quicker: the one with W right after I, or the one with all W at the "
+    "end of the row?",
+    choices={
+        "right after I": "Each W then holds up the next I of its rank, for which the rank before waits.",
+        "at the end": "Gradients do leave earlier. But the rank that they reach still waits in between, and all that "
+        "could have filled its waits comes afterwards.",
+        "equally quick": "Right after I, a W holds up the next I. At the end, it comes too late to fill a wait. Both "
+        "cost the same number of steps.",
+    },
+)
+ask(
+    "12.pairs",
+    "Rank 1 of two runs its backwards in the order 1B1, 1B0, and rank 0 waits for 0B0, 0B1. How many of the two "
+    "gradients meet the receive of the other one?",
+    choices={
+        "none": "Each receive says from which rank it wants a message, but not which message. The first one takes what "
+        "comes first.",
+        "one": "If one message is in the place of another, the other one must be somewhere else.",
+        "both": "The first message meets the first receive, the second one the second: both are wrong, and no shape "
+        "tells.",
+    },
+)
+ask(
+    "12.losses",
+    "1F1B, ZB-H1, ZB-V and your table train the same GPT. Do their losses agree?",
+    choices={
+        "bit for bit": "All tables add up the same gradients. But not all add them in the same order, and sums in "
+        "floating point depend on it.",
+        "up to rounding": "The same gradients are added up in different orders.",
+        "no": "A table decides when a gradient is computed, not what it is.",
+    },
+)
 
 
 # ---- what a row keeps ----
@@ -94,7 +151,7 @@ _ROWS: dict[str, list[str]] = {
     "the row 0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2": _row("0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"),
     "the row 0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1 of a rank with two stages": _row("0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1"),
     "rank 2 of GPipe, 4 ranks, 8 microbatches": _texts(gpipe(4, 8))[2],
-    "rank 0 of interleaved 1F1B, 4 ranks, 2 stages a rank, 8 microbatches": _texts(interleaved(4, 2, 8))[0],
+    "rank 0 of interleaved 1F1B, 4 ranks, 2 stages per rank, 8 microbatches": _texts(interleaved(4, 2, 8))[0],
     "rank 3 of 1F1B with all W at the end, 4 ranks, 8 microbatches": _texts(
         split_backward(one_f_one_b(4, 8), weight="end")
     )[3],
@@ -135,7 +192,7 @@ def _misread_kept(row: Sequence[str]) -> Misreadings:
             row, {"F": 1, "B": -1, "I": -1, "W": -1}
         ),
         "this stops at the first backward; later more can be kept": forwards.index(False),
-        "this is what is left at the end of the row; the most on the way is asked": 0,
+        "this is what is left at the end of the row; we want the most at any time": 0,
     }
 
 
@@ -147,7 +204,7 @@ _FORM = "a list of rows (lists of texts such as 0F0)"
 def draw_schedule(answer: Any) -> Figure | None:
     """Draw the answer's table for 4 ranks and 8 microbatches, as far as it runs, with two of the targets as lines.
 
-    An answer that is no table, or has an action twice, has no drawing.
+    An answer that is not a table, or has an action twice, has no drawing.
     """
     from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
 
@@ -156,7 +213,7 @@ def draw_schedule(answer: Any) -> Figure | None:
     actions = [action for row in rows for action in row]
     if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
         return None
-    targets = {"least, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
+    targets = {"bound, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
     return draw_played(PlayedTable(rows), targets)
 
 
@@ -164,6 +221,7 @@ def draw_schedule(answer: Any) -> Figure | None:
     "12.schedule",
     "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.",
     draw=draw_schedule,
+    ladder=True,
 )
 def schedule(answer: Any) -> Iterator[Outcome]:
     """Judge five targets at p = 4, m = 8, each harder than the one before; then the last two at other sizes, m >= p.
@@ -191,8 +249,8 @@ def schedule(answer: Any) -> Iterator[Outcome]:
     ladder = (
         (whole, "1F1B: 3(m + p - 1) and p"),
         (right_after - 1, "better than each W right after its I: 3m + 2(p - 1)"),
-        (least[1], "the least with one stage a rank, 3m + p - 1, in 1F1B's memory"),
-        (least[2], "the least with two stages a rank, 3m + (p - 1)/2, in the same"),
+        (least[1], "the least with one stage per rank, 3m + p - 1, in 1F1B's memory"),
+        (least[2], "the least with two stages per rank, 3m + (p - 1)/2, in the same"),
     )
     for steps, why in ladder:
         yield _target(found, pp, count, steps, why, said)
@@ -204,6 +262,38 @@ def schedule(answer: Any) -> Iterator[Outcome]:
             other = _attempt(answer, *size) if isinstance(found, _Judged) else found
             outcome = _target(other, *size, _least(*size, stages), words[stages], said)
             yield replace(outcome, reason=ONLY_FIRST) if known else outcome
+
+
+def draw_few(answer: Any) -> Figure | None:
+    """Draw the answer's table for 4 ranks and 4 microbatches, with ZB-V and the bound as lines."""
+    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
+
+    rows = _parsed_rows(answer())
+    actions = [action for row in rows for action in row]
+    if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
+        return None
+    return draw_played(PlayedTable(rows), {"bound ": _least(4, 4, 2), "ZB-V": 15})
+
+
+@exercise(
+    "12.few",
+    "Write few() -> the rows of 4 ranks for 4 microbatches, each a list of texts such as '0F0'.",
+    draw=draw_few,
+)
+def few(answer: Any) -> Iterator[Outcome]:
+    """Judge the table that has as many microbatches as ranks, where ZB-V and ZB-H1 take 15 steps.
+
+    The bound for two stages per rank is 3m + (p - 1)/2 = 13.5 for p = m = 4.
+    """
+    pp, said = 4, set[str]()
+    found = _attempt((lambda _, __: answer()) if callable(answer) else answer, pp, pp)
+    yield holds(
+        f"pp {pp}, {pp} microbatches",
+        f"{_FORM} that runs",
+        lambda: (found, found) if isinstance(found, str) else True,
+    )
+    for steps, why in ((14.5, "better than ZB-V's 15"), (_least(pp, pp, 2), "the bound: 3m + (p - 1)/2")):
+        yield _target(found, pp, pp, steps, why, said)
 
 
 @dataclass(frozen=True)
@@ -246,15 +336,19 @@ def _target(found: _Judged | str, pp: int, count: int, steps: float, why: str, s
 
 
 def _longest_wait(timeline: Timeline) -> str:
-    """Name the longest wait between two actions of a row: its rank, its length, and the action that ends it."""
+    """Name the longest wait of a rank after its first gradient: its rank, its length, and the action that ends it."""
     longest, words = 1e-9, ""
     for rank in range(timeline.schedule.pp):
         row = slice(timeline.schedule.offsets[rank], timeline.schedule.offsets[rank + 1])
         waits = timeline.start[row][1:] - timeline.end[row][:-1]
+        actions = timeline.schedule.actions(rank)
+        first = next((place for place, action in enumerate(actions) if action.kind in "BI"), len(waits))
+        waits[:first] = 0.0  # a rank has no W yet that could fill these
         if len(waits) and waits.max() > longest:
             longest, position = waits.max(), int(waits.argmax()) + 1
-            action = timeline.schedule.actions(rank)[position]
-            words = f"the longest wait: rank {rank} idles {longest:g} steps ahead of {action}, position {position}"
+            action = actions[position]
+            when = f"rank {rank} idles {longest:g} steps before {action}, position {position}"
+            words = f"the longest wait after a first gradient: {when}"
     return words
 
 
@@ -307,7 +401,7 @@ def _reading_of_refused(rows: list[list[Action]]) -> str:
     if longer is None or any(len({action.stage for action in row}) > 1 for row in rows):
         return ""
     return (
-        f"rank {longer} runs {ahead[longer]} forwards ahead of its first backward, rank {longer - 1} only "
+        f"rank {longer} runs {ahead[longer]} forwards before its first backward, rank {longer - 1} only "
         f"{ahead[longer - 1]}; no rank may warm up longer than the one before it"
     )
 
@@ -316,15 +410,15 @@ def _reading(rows: list[list[Action]], own: Schedule) -> str:
     """Name the misunderstanding that rows which run show; empty if they show none."""
     forwards_first = all(row[i].kind == "F" or row[i + 1].kind != "F" for row in rows for i in range(len(row) - 1))
     if forwards_first and own.num_microbatches > own.pp:
-        return "all forwards stand ahead of the first backward, so every rank keeps the whole batch"
+        return "all forwards come before the first backward, so every rank keeps the whole batch"
     split = [(row, i) for row in rows for i, action in enumerate(row) if action.kind == "I"]
     if split and all(_is_weight_of(row[i + 1 : i + 2], row[i]) for row, i in split):
-        return "each W stands right after its I, where it holds up the next I; a W can fill a later wait"
+        return "each W comes right after its I, where it holds up the next I; a W can fill a later wait"
     forwards_and_inputs = [sum(action.kind != "W" for action in row) for row in rows]
     if split and all(action.kind != "W" for row, n in zip(rows, forwards_and_inputs) for action in row[:n]):
-        return "every W stands at the end of its row, so activations pile up, and waits before the end stay empty"
+        return "every W is at the end of its row, so activations pile up, and waits before the end stay empty"
     if own.num_stages == own.pp and split:
-        return f"with one stage a rank no table takes fewer than {_least(own.pp, own.num_microbatches, 1):g} steps"
+        return f"with one stage per rank no table takes fewer than {_least(own.pp, own.num_microbatches, 1):g} steps"
     return ""
 
 
@@ -337,10 +431,10 @@ def _parsed_rows(rows: Any) -> list[list[Action]] | str:
     if isinstance(rows, Schedule):
         return "a Schedule: give its rows, [[str(action) for action in s.actions(rank)] for rank in range(s.pp)]"
     if not isinstance(rows, (list, tuple)):
-        return f"{type(rows).__name__} {shown(rows)}, which is no list of rows" if rows is not None else "None"
+        return f"{type(rows).__name__} {shown(rows)}, which is not a list of rows" if rows is not None else "None"
     for rank, row in enumerate(rows):
         if not isinstance(row, (list, tuple)):
-            return f"{shown(row)} as the row of rank {rank}, which is no list of texts"
+            return f"{shown(row)} as the row of rank {rank}, which is not a list of texts"
     return [[Action.parse(str(cell)) for cell in row] for row in rows]
 
 
@@ -363,7 +457,7 @@ _CROSSINGS: dict[str, Rows] = {
         _row("2F0 2F1 2B0 2B1"),
     ],
     "a split backward": [_row("0F0 0F1 0I0 0W0 0I1 0W1"), _row("1F0 1F1 1I1 1W1 1I0 1W0")],
-    "a V whose forwards and gradients share a way": [
+    "a V whose forwards and gradients travel between the same two ranks": [
         _row("0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1"),
         _row("1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1"),
     ],
@@ -442,16 +536,16 @@ def crossed_pairs(
 def _misread_crossed(rows: Rows) -> Misreadings:
     right = crossed_pairs(rows)
     return {
-        "this takes forwards and gradients for two channels; between two ranks one order pairs all": crossed_pairs(
+        "this pairs forwards and gradients separately; between two ranks one order pairs all messages": crossed_pairs(
             rows, lambda a, b, action: (a, b, action.kind == "F")
         ),
         "this finds no crossing; the k-th message from a rank to another meets its k-th receive": [],
-        "this counts what stays on its rank; nothing is sent there": crossed_pairs(rows, own=True),
-        "receives stand in the order of their microbatches here; a rank receives in its row's order": crossed_pairs(
+        "this counts results that stay on their rank; they are not sent": crossed_pairs(rows, own=True),
+        "this receives in the order of microbatches; a rank receives in the order of its row": crossed_pairs(
             rows, ascending=True
         ),
         "these pairs are (receiver, sender); the action that sends comes first": [(used, made) for made, used in right],
-        "this stops at the first crossing; all are asked": right[:1],
+        "this stops at the first crossing; we want all of them": right[:1],
     }
 
 

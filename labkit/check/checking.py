@@ -15,13 +15,15 @@ from labkit.check.watched import Watch
 def check(name: str, answer: Any) -> Any:
     """Show the score of an answer; return the answer if it is right, otherwise labkit's solution.
 
-    So the reader's own function is the one that later cells call: `splits = check("14.splits", splits)`. Where the
-    exercise has a drawing, what a reader's answer makes is drawn below. Progress is kept for `labkit progress`.
+    So the reader's own function is the one that later cells call: `splits = check("14.splits", splits)`. Of an exercise
+    with a ladder of targets the answer is given back as soon as it meets the first one. Where the exercise has a
+    drawing, what a reader's answer makes is drawn below. Progress is kept for `labkit progress`.
     Raises ValueError only if there is no such exercise.
     """
     exercise, found = named(name), score(name, answer)
     attempted = found.ok or not untouched(name, answer)
-    solution = None if found.ok else exercise.solution
+    is_used = found.outcomes[0].passed if exercise.ladder else found.ok
+    solution = None if is_used else exercise.solution
     problem = kept("check", name, "solved" if found.ok else "tried") if attempted else ""
     show(ScorePage(found, attempted=attempted, solved_for_you=solution is not None, remark=problem))
     if exercise.draw and attempted:

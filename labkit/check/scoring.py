@@ -116,6 +116,8 @@ class Exercise:
     """Yields one outcome for each case."""
     draw: Drawing | None = None
     """Draws what the reader's answer makes, next to what it should be; None for most exercises."""
+    ladder: bool = False
+    """True where an answer that passes the first case is good enough for later cells, and the others are targets."""
 
     @property
     def solution(self) -> Callable[..., Any] | None:
@@ -126,7 +128,7 @@ class Exercise:
 _registry: dict[str, Exercise] = {}
 
 
-def exercise(name: str, task: str, draw: Drawing | None = None) -> Callable[[Judge], Judge]:
+def exercise(name: str, task: str, draw: Drawing | None = None, *, ladder: bool = False) -> Callable[[Judge], Judge]:
     """Register the decorated generator as the judge of exercise `name`. Raises ValueError where the name is taken."""
 
     def register(judge: Judge) -> Judge:
@@ -135,7 +137,7 @@ def exercise(name: str, task: str, draw: Drawing | None = None) -> Callable[[Jud
             raise ValueError(
                 f"exercise {name!r} is registered by {known.judge.__module__} already; choose another name"
             )
-        _registry[name] = Exercise(name, task, judge, draw)
+        _registry[name] = Exercise(name, task, judge, draw, ladder)
         return judge
 
     return register

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from labkit.viz.machine_scaling import step_parts as step_parts
     from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.motion import in_motion as in_motion
+    from labkit.viz.pipeline.played_table import play_table as play_table
     from labkit.viz.pipeline.schedule_explorer import explore_schedule as explore_schedule
     from labkit.viz.pipeline.stage_layers import layer_placement as layer_placement
     from labkit.viz.pipeline.timeline import compare_timelines as compare_timelines

@@ -1,7 +1,8 @@
 """Data in motion: what each rank holds at each moment, and between two moments an arrow for each message.
 
 A column is a moment, a block of rows a rank, a box one of its slots. What changed since the moment before has a thick
-frame, and an empty slot is grey. All of it was recorded (labkit/comm/motion.py); nothing is drawn by hand.
+frame, and an empty slot is grey. An arrow has the colour of the activity that made it, or of the rank that sends. All
+of it was recorded (labkit/comm/motion.py); nothing is drawn by hand.
 """
 
 from __future__ import annotations
@@ -141,14 +142,23 @@ class _Picture:
                 draw_held(axes, corner, self.box, self.row, held, changed=changed)
 
     def _draw_message(self, axes: Any, arrow: Arrow) -> None:
-        fill, _ = nth_style(arrow.source)
+        passes_a_box = arrow.end > max(arrow.start, self.moments[0]) + 1
         for leaves, arrives in _pairs(arrow):
+            fill = self._color_of(arrow, leaves)
             start = self._x(arrow.start) + self.box, self._middle(arrow.source, leaves)
             end = self._x(arrow.end), self._middle(arrow.target, arrives)
-            look = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 1, "shrinkB": 0, "zorder": 0.5}
+            look = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 1, "shrinkB": 0}
+            look["zorder"] = 2.5 if passes_a_box else 0.5
             line = ConnectionPatch(start, end, "data", "data", color=fill, linewidth=1.4, **look)
             line.set_path_effects([Stroke(linewidth=2.2, foreground=INK), Normal()])
             axes.add_patch(line)
+
+    def _color_of(self, arrow: Arrow, slot: str | None) -> str:
+        """Return the colour of the activity in the slot that a message leaves; where there is none, its rank's."""
+        moment = self.seen.held(arrow.source, arrow.start)
+        held = moment.slots.get(slot) if moment and slot is not None else None
+        activities = [each for each in held.colors if isinstance(each, str)] if held else []
+        return color(activities[0]) if len(activities) == 1 else nth_style(arrow.source)[0]
 
     def _middle(self, rank: int, slot: str | None) -> float:
         """Return the height of the middle of a slot, or of all slots of the rank."""

@@ -259,6 +259,13 @@ def test_what_the_reader_made_is_drawn(name, answer, sentence) -> None:
     assert figure is not None and sentence in figure.sentence and len(figure.png) > 5000
 
 
+def test_of_a_ladder_the_readers_answer_is_used_from_its_first_target_on(capsys) -> None:
+    assert check("12.schedule", gpipe_rows) is gpipe_rows
+    assert "the next cells use labkit's" not in capsys.readouterr().out
+    assert check("12.schedule", deadlocked) is exercises("12")["12.schedule"].solution
+    assert "the next cells use labkit's solution" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("answer", [None, lambda *case: 3, lambda *case: [["1F"]], lambda *case: 1 / 0])
 @pytest.mark.parametrize("name", ["06.shapes", "12.schedule", "17.buffers"])
 def test_an_answer_that_cannot_be_drawn_is_still_scored(name, answer, capsys) -> None:

@@ -30,7 +30,7 @@ from labkit.parallel import ParameterSpec, plan_buckets
 from labkit.plan import BackwardPiece, Link, predict_step
 from labkit.plan.overlap import BucketSize, exposed_seconds
 from labkit.plan.terms import KINDS
-from labkit.schedules import Costs, gpipe, interleaved, one_f_one_b, simulate, zbv
+from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz.experts.router_lab import replay_policies, standard_policies
 
 TINY = viz.TransformerTraffic(layers=2, hidden=64, seq_length=64)
@@ -272,6 +272,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
                                  x="optimizer step", y="validation perplexity", log=True),
     ),
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
+    "play_table": (
+        lambda: viz.play_table(Schedule("stuck", 2, 2, [["0F0", "0B0"], ["1F0", "1F1"]]), {"1F1B": 9}),
+        lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
+    ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
     "pool_blocks": (lambda: viz.pool_blocks(pool(2, 2)), lambda: viz.pool_blocks(pool(4, 64))),
     "pool_collisions": (

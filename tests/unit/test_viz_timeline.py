@@ -100,7 +100,17 @@ def test_overlay_says_whether_the_rows_agree():
     other = simulate(gpipe(2, 3), Costs(forward=0.01, backward=0.02))
     assert "rank 0 did not run its row in the predicted order" in repr(gantt_overlay(timeline, measured(other)))
     predicted, found = same.fig.axes[0].collections[0], same.fig.axes[0].collections[2]
+    assert set(predicted.get_facecolor().ravel()) == {1.0} != set(found.get_facecolor().ravel()), "an outline"
     assert predicted.get_paths()[0].get_extents().y1 < found.get_paths()[0].get_extents().y0
+
+
+def test_arrows_come_from_what_an_action_needs_on_another_rank():
+    def needs(name):
+        return [f"0F{name[2:]}"] if name[:2] in ("1F", "0B") else []
+
+    figure = compare_timelines([simulate(gpipe(2, 3))], needs=needs)
+    arrows = [text for text in figure.fig.axes[0].texts if not text.get_text()]
+    assert [(arrow.xyann, arrow.xy) for arrow in arrows] == [((i + 1, 0.5), (i + 1, 1.5)) for i in range(3)]
 
 
 def test_rows_are_called_stages_where_ranks_share_one():

@@ -5,17 +5,15 @@ import re
 from labkit.check.solution_source import solves
 
 
-def _most(row, frees):
-    """Largest number of forwards whose freeing action has not come."""
-    kinds = [action.strip("0123456789") for action in row]
-    changes = [(kind == "F") - (kind in frees) for kind in kinds]
-    return max(sum(changes[: i + 1]) for i in range(len(row)))
-
-
 @solves("12.kept")
 def kept(row):
-    """B or W gives an activation back; I does not."""
-    return _most(row, "BW")
+    """F keeps an activation, B or W gives it back; I does not, because W still reads it."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    now = most = 0
+    for action in row:
+        now += change[action.strip("0123456789")]
+        most = max(most, now)
+    return most
 
 
 def _row(program, here, back=-1):
@@ -44,26 +42,41 @@ def schedule(pp, microbatches):
     return rows
 
 
-def _met(rows, travels, kinds="FBI"):
-    """Crossed pairs among messages of these kinds; `travels(a, b)`: is one sent?"""
-    rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
-    reads, sent, received = {}, {}, {}
-    for sender, a in rank_of.items():
-        stage, kind, i = re.findall(r"(\d+)([FBIW])(\d+)", sender)[0]
-        near = int(stage) + (1 if kind == "F" else -1)
-        readers = [f"{near}{each}{i}" for each in ("F" if kind == "F" else "BI")]
-        reader = next((each for each in readers if kind != "W" and each in rank_of), None)
-        if reader and kind in kinds and travels(a, rank_of[reader]):
-            reads[sender] = reader
-            sent.setdefault((a, rank_of[reader]), []).append(sender)
-    for way, senders in sent.items():
-        mine = {reads[sender] for sender in senders}
-        received[way] = [action for action in rows[way[1]] if action in mine]
-    pairs = [pair for way in sent for pair in zip(sent[way], received[way])]
-    return [(made, used) for made, used in pairs if reads[made] != used]
+@solves("12.few")
+def few():
+    """As many microbatches as ranks: everything may be kept, so no W has to be early.
+
+    A rank hands a gradient on as soon as it can, and fills every other half step with what
+    is left: first f, then the other stage's I, then w. All W of the way down come last.
+    """
+    programs = [
+        "FFFFfifififiIwIwIwIwWWWW",
+        "FFFFffififiIiIwIwIwwWWWW",
+        "FFFfFffifiIiIiIwIwwwWWWW",
+        "FfFfFfFfiIiIiIiIwwwwWWWW",
+    ]
+    return [_row(program, rank, 7 - rank) for rank, program in enumerate(programs)]
 
 
 @solves("12.crossed")
 def crossed(rows):
-    """Between two ranks one order pairs all messages; what stays on a rank is none."""
-    return _met(rows, lambda a, b: a != b)
+    """Between two ranks one order pairs all messages; what stays on a rank is not sent."""
+    rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
+
+    def reader(action):
+        stage, kind, i = re.findall(r"(\d+)([FBIW])(\d+)", action)[0]
+        near = int(stage) + (1 if kind == "F" else -1)
+        kinds = {"F": "F", "B": "BI", "I": "BI", "W": ""}[kind]
+        return next((name for each in kinds if (name := f"{near}{each}{i}") in rank_of), None)
+
+    sent = {}  # (from, to) -> the actions that send, in the order of their row
+    for action, rank in rank_of.items():
+        target = rank_of.get(reader(action), rank)
+        if target != rank:
+            sent.setdefault((rank, target), []).append(action)
+    pairs = []
+    for (_, target), senders in sent.items():
+        wanted = {reader(action) for action in senders}
+        receivers = [action for action in rows[target] if action in wanted]
+        pairs += [pair for pair in zip(senders, receivers) if reader(pair[0]) != pair[1]]
+    return pairs

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from labkit.events import Event
-from labkit.schedules.ir import EVENT_KINDS, Action
+from labkit.schedules.ir import EVENT_KINDS, Action, Schedule
 from labkit.viz.figure import Figure
 from labkit.viz.pipeline.timeline_bars import WIDTH, Style, draw_rows, finish, legend, row_height
 from labkit.viz.pipeline.timeline_rows import Rows
@@ -76,22 +76,51 @@ class PlayedTable:
 
     @property
     def longest_wait(self) -> tuple[int, float, Event] | None:
-        """(rank, start, the action that ends it) of the first longest wait inside a row; None if no rank waits."""
+        """(rank, start, the action that ends it) of the first longest wait that a W could have filled, or None.
+
+        Before its first B or I a rank has no W, so these waits do not count.
+        """
         waits = [
             (rank, self.done[before].end, self.done[after])
             for rank, row in enumerate(self.rows)
-            for before, after in pairwise(row[: self.heads[rank]])
-            if self.done[after].start > self.done[before].end + 1e-9
+            for before, after in pairwise(since_first_gradient(row))
+            if self._waits_between(before, after)
         ]
         return max(waits, key=lambda wait: round(wait[2].start - wait[1], 9), default=None)
 
+    @property
+    def is_idle_inside(self) -> bool:
+        """True if some rank waits once it has begun."""
+        pairs = (pair for rank, row in enumerate(self.rows) for pair in pairwise(row[: self.heads[rank]]))
+        return any(self._waits_between(*pair) for pair in pairs)
 
-def draw_played(table: PlayedTable, targets: Mapping[str, float]) -> Figure:
+    def _waits_between(self, before: Action, after: Action) -> bool:
+        ran = before in self.done and after in self.done
+        return ran and self.done[after].start > self.done[before].end + 1e-9
+
+
+def since_first_gradient(row: Sequence[Action]) -> Sequence[Action]:
+    """Return a row from its first B or I on; empty for a row that has none."""
+    first = next((place for place, action in enumerate(row) if action.kind in "BI"), len(row))
+    return row[first:]
+
+
+def play_table(schedule: Schedule, targets: Mapping[str, float] | None = None) -> Figure:
+    """Draw the timeline of any table, also of one that cannot run: its ranks then stop at the actions in red.
+
+    A rank's whole share of the model takes one step in F, I and W each, and two in B. The longest wait after a rank's
+    first gradient is red. targets: words -> steps, each a line to compare with.
+    """
+    rows = [schedule.actions(rank) for rank in range(schedule.pp)]
+    return draw_played(PlayedTable(rows), targets or {}, schedule.name)
+
+
+def draw_played(table: PlayedTable, targets: Mapping[str, float], name: str = "Your table") -> Figure:
     """Draw the timeline of a table, its longest wait or the actions at which its ranks stop in red.
 
-    targets: words -> steps, each a line to compare with.
+    targets: words -> steps, each a line to compare with. name: the first words of the sentence.
     """
-    end = 1.02 * max([table.steps, *targets.values()])
+    end = 1.02 * max([table.steps + 3.0 * bool(table.stopped), *targets.values()])
     inches, ranks = row_height(len(table.rows)), list(range(len(table.rows)))
     rows = Rows(list(table.done.values()), ranks)
     with styled():
@@ -99,20 +128,21 @@ def draw_played(table: PlayedTable, targets: Mapping[str, float]) -> Figure:
         axes = fig.subplots()
         draw_rows(axes, rows, Style(1.0, end, inches))
         finish(axes, [f"rank {rank}" for rank in ranks], end, inches)
-        for words, steps in targets.items():
+        for place, (words, steps) in enumerate(targets.items()):
             axes.axvline(steps, color="#000000", linestyle=":", linewidth=1.2)
-            axes.text(steps, -0.08, words, ha="right", va="bottom", fontsize=7.5)
+            axes.text(steps, -0.08 - 0.32 * place, words, ha="right", va="bottom", fontsize=7.5)
         axes.set_xlabel("time (steps)")
         (_mark_stops if table.stopped else _mark_wait)(axes, table)
         legend(fig, rows, False)
-    return Figure(fig, _sentence(table))
+    return Figure(fig, _sentence(table, name))
 
 
 def _mark_wait(axes: Any, table: PlayedTable) -> None:
     if wait := table.longest_wait:
         rank, start, action = wait
         axes.add_patch(Rectangle((start, rank + 0.07), action.start - start, 0.86, **_EDGE))
-        middle, words = (start + action.start) / 2, f"{action.start - start:g} steps"
+        middle, length = (start + action.start) / 2, action.start - start
+        words = f"{length:g} steps" if length > table.steps / 15 else f"{length:g}"
         axes.text(middle, rank + 0.5, words, ha="center", va="center", fontsize=8, color=_RED, zorder=6)
 
 
@@ -126,12 +156,15 @@ def _mark_stops(axes: Any, table: PlayedTable) -> None:
         axes.text(start + 1.2, rank + 0.5, words, va="center", fontsize=8, color=_RED)
 
 
-def _sentence(table: PlayedTable) -> str:
+def _sentence(table: PlayedTable, name: str) -> str:
     if table.stopped:
         stops = [f"rank {r} at {action}, which needs {table.missing(action)[0]}" for r, action in table.stopped.items()]
-        return f"Your table stops after {len(table.done)} actions: {'; '.join(stops)}."
-    text = f"Your table takes {table.steps:g} steps"
+        return f"{name} stops after {len(table.done)} actions: {'; '.join(stops)}."
+    text = f"{name} takes {table.steps:g} steps"
     if wait := table.longest_wait:
         rank, start, action = wait
-        return f"{text}; its longest wait: rank {rank} idles {action.start - start:g} steps before {action.name}."
+        when = f"rank {rank} idles {action.start - start:g} steps before {action.name}"
+        return f"{text}; its longest wait after a first gradient: {when}."
+    if table.is_idle_inside:
+        return f"{text}, and no rank waits after its first gradient."
     return f"{text}, and no rank waits once it has begun."

@@ -69,7 +69,8 @@ def explore_schedule(
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "message": message,
     }  # fmt: skip
     timeline = _simulated(setting)
-    axes = _Axes(time=1.5 * timeline.makespan, memory=float(microbatches))
+    room = 1.5 if is_live() else 1.0
+    axes = _Axes(time=room * timeline.makespan, memory=float(microbatches))
     axes.hold(timeline)
     figure = _schedule_picture(timeline, axes)
     return _schedule_controls(figure, setting, axes) if is_live() else figure

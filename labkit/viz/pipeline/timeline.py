@@ -6,7 +6,7 @@ the computations. What stays empty is the bubble. A panel below can show the act
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,16 @@ from labkit.events import Event
 from labkit.schedules.bubble import explain_gap
 from labkit.schedules.simulator import Timeline
 from labkit.viz.figure import Figure
-from labkit.viz.pipeline.timeline_bars import WIDTH, Style, draw_memory, draw_rows, finish, legend, row_height
+from labkit.viz.pipeline.timeline_bars import (
+    WIDTH,
+    Style,
+    draw_memory,
+    draw_needs,
+    draw_rows,
+    finish,
+    legend,
+    row_height,
+)
 from labkit.viz.pipeline.timeline_rows import COMPUTE, Rows, chunk_weights, measured_bubble, rows_of
 from labkit.viz.style import label, new_figure, styled
 
@@ -73,7 +82,7 @@ def gantt_overlay(
     numbers: bool = False,
     row: str = "rank",
 ) -> Figure:
-    """Draw prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
+    """Draw prediction and measurement on one axis, two bars per row: predicted above, an outline; measured below.
 
     The costs of the prediction must be seconds. Their weights of activations also hold for the measured timeline. The
     sentence says whether every rank ran its row in the predicted order. With `numbers` it also gives the ratio of the
@@ -91,10 +100,10 @@ def gantt_overlay(
     inches, labels = 1.5 * row_height(len(expected.ranks)), _labels(expected, row)
     with styled():
         fig, panels = _figure(len(labels) * inches, 1.0, memory)
-        draw_rows(panels[0], expected, Style(1e3, end, inches, top=0.08, height=0.42, pale=True))
+        draw_rows(panels[0], expected, Style(1e3, end, inches, top=0.08, height=0.42, outline=True))
         draw_rows(panels[0], found, Style(1e3, end, inches, top=0.52, height=0.42))
         finish(panels[0], labels, end, inches)
-        panels[0].set_title(f"each {row}: predicted above (pale), measured below", loc="left")
+        panels[0].set_title(f"each {row}: predicted above (outlines), measured below", loc="left")
         if memory:
             draw_memory(panels[1], found, 1e3, labels)
             panels[1].set_ylabel("in flight,\nmeasured")
@@ -104,8 +113,16 @@ def gantt_overlay(
     return Figure(fig, sentence + (_comparison(predicted, measured, found, row) if numbers else ""))
 
 
-def compare_timelines(timelines: Sequence[Timeline], *, unit: str = "units of the costs") -> Figure:
+def compare_timelines(
+    timelines: Sequence[Timeline],
+    *,
+    unit: str = "units of the costs",
+    needs: Callable[[str], Iterable[str]] | None = None,
+) -> Figure:
     """Draw simulated Timelines one above the other, on the same axis; `unit` is the unit of their times.
+
+    needs: the name of an action -> the names of those whose results it needs. An arrow comes from each of them that is
+        on another rank.
 
     The sentence gives the bubble and each rank's peak of activations in flight, schedule by schedule. Raises ValueError
     without a Timeline.
@@ -122,6 +139,8 @@ def compare_timelines(timelines: Sequence[Timeline], *, unit: str = "units of th
             inches = row_height(len(each.ranks))
             draw_rows(axes, each, Style(1.0, end, inches))
             finish(axes, _labels(each, "rank"), end, inches)
+            if needs is not None:
+                draw_needs(axes, each, needs)
             axes.set_title(_heading(timeline, None), loc="left")
         panels[-1].set_xlabel(f"time ({unit})")
         legend(fig, replace(rows[0], events=[event for each in rows for event in each.events]), True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -50,8 +50,8 @@ class Style:
     top: float = 0.07
     height: float = 0.86
     """Part of the row's height that the bars take, from `top` on."""
-    pale: bool = False
-    """True for pale colours, which predictions have next to measurements."""
+    outline: bool = False
+    """True for outlines, which predictions have next to measurements."""
 
     def points(self, duration: float) -> float:
         """Return the width of a bar in points."""
@@ -74,13 +74,16 @@ def draw_rows(axes: Axes, rows: Rows, style: Style) -> None:
         lefts, rights = (np.array([[e.start, e.end] for e in mine]) * style.scale).T
         corners = [(lefts, tops), (rights, tops), (rights, tops + tall), (lefts, tops + tall)]
         edge = 0.6 if kind in STRIP or typical >= 4.0 else 0.0  # edges would hide bars that are hardly wider
+        shades = [_shade(kind, event.chunk, rows.chunks) for event in mine]
+        look: dict[str, Any] = {"facecolor": shades, "edgecolor": "#FFFFFF" if kind in COMPUTE else "#555555"}
+        if style.outline:
+            look, edge = {"facecolor": "#FFFFFF", "edgecolor": shades}, 1.6 if typical >= 6.0 else 0.8
         axes.add_collection(
             PolyCollection(  # an array of corners: a patch each would take longer than all the drawing
                 list(np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)),
-                facecolor=[_shade(kind, event.chunk, rows.chunks, style.pale) for event in mine],
-                hatch=hatch(kind),
-                edgecolor="#FFFFFF" if kind in COMPUTE else "#555555",
+                hatch="" if style.outline else hatch(kind),
                 linewidth=edge,
+                **look,
             )
         )
     middles = {rank: row + style.top + body / 2 for rank, row in row_of.items()}
@@ -101,20 +104,30 @@ def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: fl
         else:
             size = min(highest, room / number)
         if size >= _SMALLEST:
-            shade = _shade(event.kind, event.chunk, chunks, style.pale)
+            shade = "#FFFFFF" if style.outline else _shade(event.kind, event.chunk, chunks)
             middle = (event.start + event.end) / 2 * style.scale
             axes.text(middle, middles[event.rank], text, ha="center", va="center_baseline", fontsize=size,
                       color=text_color(shade), clip_on=True)  # fmt: skip
 
 
-def _shade(kind: str, chunk: int | None, chunks: int, pale: bool) -> str:
-    """Return the colour of a kind, mixed with white for predictions and for later chunks of a rank."""
-    white = _white_of(chunk or 0, chunks)
-    return mixed(color(kind), 0.55 + white / 2 if pale else white)
+def _shade(kind: str, chunk: int | None, chunks: int) -> str:
+    """Return the colour of a kind, mixed with white for later chunks of a rank."""
+    return mixed(color(kind), _white_of(chunk or 0, chunks))
 
 
 def _white_of(chunk: int, chunks: int) -> float:
     return chunk * min(0.35, 0.66 / max(1, chunks - 1))
+
+
+def draw_needs(axes: Axes, rows: Rows, needs: Callable[[str], Iterable[str]]) -> None:
+    """Draw an arrow to each computation from the end of each one that it needs and that is on another rank."""
+    row_of = {rank: row for row, rank in enumerate(rows.ranks)}
+    known = {event.name: event for event in rows.events if event.kind in COMPUTE}
+    for event in known.values():
+        for source in (known[name] for name in needs(event.name) if known[name].rank != event.rank):
+            ends = (source.end, row_of[source.rank] + 0.5), (event.start, row_of[event.rank] + 0.5)
+            look = {"arrowstyle": "-|>", "color": "#000000", "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", ends[1], ends[0], arrowprops=look, zorder=4)
 
 
 def finish(axes: Axes, labels: list[str], end: float, inches: float) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from labkit.check import chapter_12, score
 from labkit.check.chapter_12 import crossed_pairs, most
+from labkit.check.solution_source import solution_of
 from labkit.schedules import gpipe, one_f_one_b, split_backward, verify, zbv, zero_bubble_h1
 from labkit.schedules.ir import Schedule, ScheduleError
 
@@ -22,6 +23,10 @@ def later_longer(pp, m):
         [f"{rank}{kind}{program[:i].count(kind)}" for i, kind in enumerate(program)]
         for rank, program in enumerate(programs)
     ]
+
+
+def weights_last(schedule):
+    return [sorted(row, key=lambda action: "W" in action) for row in texts(schedule)]
 
 
 def stage_of(action):
@@ -47,25 +52,36 @@ TABLES = {
         "at the end": (lambda row: 0, "left at the end of the row"),
     },
     "12.schedule": {
-        "GPipe": (lambda pp, m: texts(gpipe(pp, m)), "all forwards stand ahead of the first backward"),
+        "GPipe": (lambda pp, m: texts(gpipe(pp, m)), "all forwards come before the first backward"),
         # Believes that splitting the backward is enough: each W comes right after its I, where it delays the next I.
-        "W after I": (split("after"), "each W stands right after its I"),
+        "W after I": (split("after"), "each W comes right after its I"),
         # Believes that W may wait as long as it likes: so do the activations, and the gaps before it stay empty.
-        "W at the end": (split("end"), "every W stands at the end of its row"),
+        "W at the end": (split("end"), "every W is at the end of its row"),
         # Believes that later ranks warm up longer: they wait for forwards that come after what waits for them.
         "later longer": (later_longer, "no rank may warm up longer than the one before it"),
-        "one stage": (lambda pp, m: texts(zero_bubble_h1(pp, m)), "with one stage a rank no table takes fewer than 27"),
+        "one stage": (
+            lambda pp, m: texts(zero_bubble_h1(pp, m)),
+            "with one stage per rank no table takes fewer than 27",
+        ),
+    },
+    "12.few": {
+        # Believes that ZB-V is best at any size: with as many microbatches as ranks its W come too early.
+        "ZB-V": (lambda: texts(zbv(4, 4)), "each W comes right after its I"),
+        "ZB-H1": (lambda: texts(zero_bubble_h1(4, 4)), "with one stage per rank no table takes fewer than 15"),
+        "eight microbatches": (lambda: texts(zbv(4, 8)), "is outside 8 stages and 4 microbatches"),
+        # Puts every W off, but keeps the order of I: rank 0 then waits for gradients.
+        "W at the end": (lambda: weights_last(zbv(4, 4)), "every W is at the end of its row"),
     },
     "12.crossed": {
         "none": (lambda rows: [], "this finds no crossing"),
         # Believes that forwards and gradients travel apart: between two ranks one order pairs all messages.
-        "by direction": (lambda rows: crossed_pairs(rows, lambda a, b, x: (a, b, x.kind == "F")), "two channels"),
+        "by direction": (lambda rows: crossed_pairs(rows, lambda a, b, x: (a, b, x.kind == "F")), "separately"),
         # Believes that the turn of a V is a message, too: it stays on its rank, and no order pairs it.
-        "within a rank": (lambda rows: crossed_pairs(rows, own=True), "this counts what stays on its rank"),
-        "ascending": (lambda rows: crossed_pairs(rows, ascending=True), "receives in its row's order"),
+        "within a rank": (lambda rows: crossed_pairs(rows, own=True), "this counts results that stay on their rank"),
+        "ascending": (lambda rows: crossed_pairs(rows, ascending=True), "in the order of its row"),
         # Names the receiver first, and so blames the action that is the victim.
         "receiver first": (lambda rows: [pair[::-1] for pair in crossed_pairs(rows)], "these pairs are (receiver,"),
-        "first alone": (lambda rows: crossed_pairs(rows)[:1], "all are asked"),
+        "first alone": (lambda rows: crossed_pairs(rows)[:1], "we want all of them"),
     },
 }
 
@@ -117,7 +133,7 @@ def test_a_schedule_that_runs_is_told_each_target_of_the_ladder_once():
     assert head == "12.schedule: 1/9" and [line.split(" steps")[0].split()[-1] for line in told] == [
         "33", "29", "27", "25.5",
     ]  # fmt: skip
-    assert told[0].endswith("the longest wait: rank 0 idles 9 steps ahead of 0B0, position 8.")
+    assert told[0].endswith("so every rank keeps the whole batch.")
 
 
 def test_a_table_for_one_size_is_refused_at_the_others():
@@ -152,3 +168,16 @@ def test_one_stage_a_rank_meets_all_targets_but_those_with_two():
         if not outcome.passed
     ]
     assert [text.split(" steps")[0] for text in missed] == ["at most 25.5", "at most 22", "at most 38"]
+
+
+def test_the_red_wait_is_one_that_a_weight_gradient_could_fill():
+    """Rank 0 of W right after I waits longest before its first gradient, when it has no W; this is not named."""
+    told = repr(score("12.schedule", split("after")))
+    assert "the longest wait after a first gradient: rank 0 idles" in told and "before 0I0" not in told
+    assert "longest wait" not in repr(score("12.schedule", lambda pp, m: texts(zero_bubble_h1(pp, m))))
+
+
+def test_as_many_microbatches_as_ranks_reach_the_bound():
+    assert score("12.few", solution_of("12.few")).ok
+    rows = solution_of("12.few")()
+    assert score("12.few", rows).ok, "rows themselves are an answer"
