@@ -97,6 +97,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-resta
 
 
 @sweep
+@pytest.mark.timeout(900)  # ten runs, each finished in a second one
 @pytest.mark.parametrize("launcher", [COMMAND, TORCHRUN], ids=["labkit train", "torchrun"])
 def test_a_command_that_gets_sigterm_can_be_run_again(tally, long, tmp_path, launcher):
     name = "labkit train" if launcher is COMMAND else "torchrun"
