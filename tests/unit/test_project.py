@@ -174,7 +174,7 @@ def test_chapter_keeps_no_error_no_widget_state_and_no_timings(path):
 
 @each_chapter
 def test_chapter_is_small(path):
-    assert path.stat().st_size < 500_000
+    assert path.stat().st_size < 800_000
 
 
 @each_chapter
