@@ -117,14 +117,14 @@ ask(
 
 ask(
     "06.drift",
-    "In step 1 a gradient is far off, and nothing ever corrects it. How far is the ranks' loss from one process's after "
-    "60 steps?",
+    "In step 1 a gradient is far off, and nothing ever corrects it. How far is the ranks' loss from one process's "
+    "after 60 steps?",
     choices={
         "under 1 %": "What is wrong is the gradient of gain and bias, few numbers among many. And each rank's gain "
         "follows that rank's own positions, so the rank's own loss falls as it should.",
         "1 to 50 %": "It may be off, but it falls all the same: each rank's gain follows that rank's own positions.",
-        "over 50 %": "Only beside a loss of nearly nothing can it be that far. Each rank moves a gain of its own, and its "
-        "loss is that of its own positions.",
+        "over 50 %": "Only beside a loss of nearly nothing can it be that far. Each rank moves a gain of its own, and "
+        "its loss is that of its own positions.",
     },
 )
 ask(
@@ -136,8 +136,8 @@ ask(
         "meet that of rank 0, and how much this costs depends on how far the gains have drifted.",
         "up to five times": "The positions of the other ranks meet a gain with which they were never trained. How many "
         "times as high the loss is depends on how small it had become.",
-        "over five times": "The positions of the other ranks meet a gain with which they were never trained, and beside "
-        "a loss of nearly nothing a small error is many times as high.",
+        "over five times": "The positions of the other ranks meet a gain with which they were never trained, and "
+        "beside a loss of nearly nothing a small error is many times as high.",
     },
 )
 
