@@ -100,11 +100,12 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
 
 ask(
     "06.bytes",
-    "f and g send an all-reduce each. How many more bytes leave a rank if every rank has only its part of the sequence "
-    "between them?",
+    "f and g send an all-reduce each. Megatron's code gives every rank only its part of the sequence between them. How "
+    "many more bytes leave a rank then, in forward and backward together?",
     choices={
         "none": "An all-reduce is a reduce-scatter and then an all-gather. g_s is the first half of it, and the next "
-        "f_s the second: the same bytes leave at two moments. That is code which keeps for backward what it gathered.",
+        "f_s the second: the same bytes leave at two moments. That is right for the code of section 4, which keeps the "
+        "gathered tensor for backward.",
         "25 %": "Megatron drops the gathered tensor to save its memory, and gathers once more in backward. The two "
         "all-reduces of f and g were four halves, and this code sends five.",
         "100 %": "There are twice as many messages, but each sends N (t - 1)/t bytes, half of an all-reduce.",
@@ -112,17 +113,31 @@ ask(
 )
 
 
-# ---- what tells of a forgotten sum ----
+# ---- what the loss and a checkpoint say of a forgotten sum ----
 
 ask(
-    "06.silent",
-    "Each rank trains on its own positions. What tells you in step 1 that something is missing?",
+    "06.drift",
+    "In step 1 a gradient is far off, and nothing ever corrects it. How far is the ranks' loss from one process's "
+    "after 60 steps?",
     choices={
-        "an error": "Every shape fits: each gradient has as many numbers as it should.",
-        "the loss": "The loss of a step is computed before any of its gradients is used, so the first one is right. "
-        "Later it differs a little, and it falls all the same.",
-        "neither": "All shapes fit, and the loss of step 1 is computed before any gradient is used. What is wrong is a "
-        "gradient, and after the step a gain that differs from rank to rank.",
+        "under 1 %": "What is wrong is the gradient of gain and bias, few numbers among many. And each rank's gain "
+        "follows that rank's own positions, so the rank's own loss falls as it should.",
+        "1 to 50 %": "It may be off, but it falls all the same: each rank's gain follows that rank's own positions.",
+        "over 50 %": "Only beside a loss of nearly nothing can it be that far. Each rank moves a gain of its own, and "
+        "its loss is that of its own positions.",
+    },
+)
+ask(
+    "06.file",
+    "You load rank 0's gain and bias and the joined matrices in one process. How high is the loss, compared with the "
+    "last one that the ranks logged?",
+    choices={
+        "about the same": "Each rank's loss was measured with its own gain. In the file the positions of all ranks "
+        "meet that of rank 0, and how much this costs depends on how far the gains have drifted.",
+        "up to five times": "The positions of the other ranks meet a gain with which they were never trained. How many "
+        "times as high the loss is depends on how small it had become.",
+        "over five times": "The positions of the other ranks meet a gain with which they were never trained, and "
+        "beside a loss of nearly nothing a small error is many times as high.",
     },
 )
 
@@ -159,6 +174,24 @@ ask(
     },
     unit="percent",
     because="Both keep with probability (1 - p)(1 - p), both drop with p p, and in the other cases they differ.",
+)
+
+
+# ---- gigabytes that come back ----
+
+ask(
+    "06.gigabytes",
+    "32 layers, h = 4,096, 4 samples of 8,192 tokens, tp 8, 8 bytes between the regions and 4 after the last layer. "
+    "How many GB per GPU does sequence parallelism give back?",
+    misread=lambda: {
+        "That is all of it. An eighth stays on each rank, so 7/8 come back.": 34.9,
+        "That is the eighth which stays. 7/8 come back.": 4.4,
+        "That is one layer's. There are 32, and 4 bytes after the last.": 0.94,
+        "That is with 10 bytes per layer. Without dropout there are no masks.": 38.1,
+    },
+    unit="GB per GPU",
+    because="32 layers with 8 bytes and 4 after the last are 260 bytes for each of 8,192 x 4 x 4,096 values, 34.9 GB, "
+    "and 7/8 of them were copies.",
 )
 
 

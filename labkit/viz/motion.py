@@ -1,8 +1,8 @@
 """Data in motion: what each rank holds at each moment, and between two moments an arrow for each message.
 
 A column is a moment, a block of rows a rank, a box one of its slots. What changed since the moment before has a thick
-frame, and an empty slot is grey. An arrow has the colour of the activity that made it, or of the rank that sends. All
-of it was recorded (labkit/comm/motion.py); nothing is drawn by hand.
+frame, and an empty slot has nothing in it. An arrow has the colour of the activity that made it, or of the rank that
+sends. All of it was recorded (labkit/comm/motion.py); nothing is drawn by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _CHIPS = 0.3
 """Inches of the colours of a sum, left of its text."""
 _LETTER = 0.07
 """Inches of a letter in a box."""
-_EMPTY = "#F0F0F0"
+_THIN = "#AAAAAA"
+"""Colour of the frame of what is empty, or has not changed."""
 
 
 def in_motion(motions: Sequence[Motion], *, what: str = "", first: int = 0) -> Any:
@@ -136,7 +137,7 @@ class _Picture:
             held = now.slots.get(slot) if now else None
             corner = self._x(moment), self.rows[rank, slot]
             if held is None:
-                box(axes, corner, self.box, self.row, _EMPTY, edgecolor="#FFFFFF", linewidth=1.0)
+                box(axes, corner, self.box, self.row, "#FFFFFF", edgecolor=_THIN, linewidth=0.5)
             else:
                 changed = moment > self.moments[0] and held != (before.slots.get(slot) if before else None)
                 draw_held(axes, corner, self.box, self.row, held, changed=changed)
@@ -198,7 +199,7 @@ def draw_held(
     for number, (chip, chip_pattern) in enumerate(looks if chips else ()):
         place, wide = (x + number * chips / len(looks), y), chips / len(looks)
         axes.add_patch(Rectangle(place, wide, height, facecolor=chip, hatch=chip_pattern, linewidth=0))
-    frame = {"edgecolor": "#000000", "linewidth": 1.6} if changed else {"edgecolor": "#AAAAAA", "linewidth": 0.5}
+    frame = {"edgecolor": "#000000", "linewidth": 1.6} if changed else {"edgecolor": _THIN, "linewidth": 0.5}
     axes.add_patch(Rectangle(corner, width, height, fill=False, zorder=3 if changed else 2, **frame))
     pad = {"facecolor": fill, "edgecolor": "none", "pad": 0.8} if pattern else None
     middle = x + (chips + width) / 2, y + height / 2

@@ -63,7 +63,7 @@ def mask_agreement(masks: Mapping[str, np.ndarray], ranks: int) -> Figure:
             _frame_ranks(axes, len(share), ranks)
             axes.set_title(name)
         bar = fig.colorbar(panels[0].images[0], ax=list(panels), shrink=0.8)
-        bar.set_ticks([chance, 1.0], labels=["as by chance", "the same mask"])
+        bar.set_ticks([chance, 1.0], labels=[f"{chance:.0%}: by chance", "100%: the same mask"])
     return Figure(fig, f"{'; '.join(f'{name}: {_shared(share)}' for name, share in shares.items())}.")
 
 

@@ -346,17 +346,11 @@ CASES = {
 
 
 FURTHER = {
-    # a row of 16 numbers has 128 bytes; each of t ranks sends t - 1 rows in each half. 64 positions over 4 ranks:
-    # position i of a rank is 16, 32 or 48 after position i of an earlier one, 16 times for each of 6 pairs of ranks
+    # 64 positions over 4 ranks: position i of a rank is 16, 32 or 48 after position i of an earlier one, 16 times for
+    # each of 6 pairs of ranks
     "06_sequence_parallel": Case(
         {"world_size": 4},
         {
-            "then the norm: 2 ranks, 3 steps, 4 messages, bytes sent 256 from each": (
-                "then the norm: 4 ranks, 3 steps, 24 messages, bytes sent 768 from each"
-            ),
-            "then f_s: 2 ranks, 3 steps, 4 messages, bytes sent 256 from each": (
-                "then f_s: 4 ranks, 3 steps, 24 messages, bytes sent 768 from each"
-            ),
             "seed 1234 on every rank: 32 pairs of positions have the same mask, 32 apart": (
                 "seed 1234 on every rank: 96 pairs of positions have the same mask, 16, 32, 48 apart"
             ),
