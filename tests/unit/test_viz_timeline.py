@@ -113,6 +113,15 @@ def test_arrows_come_from_what_an_action_needs_on_another_rank():
     assert [(arrow.xyann, arrow.xy) for arrow in arrows] == [((i + 1, 0.5), (i + 1, 1.5)) for i in range(3)]
 
 
+def test_a_timeline_has_arrows_and_frames_on_demand():
+    figure = gantt(simulate(gpipe(2, 3)), needs=lambda name: ["0F2"] if name == "1F2" else [], framed=["0F1", "1B0"])
+    axes = figure.fig.axes[0]
+    assert [(text.xyann, text.xy) for text in axes.texts if not text.get_text()] == [((3, 0.5), (3, 1.5))]
+    (forward, backward) = axes.patches
+    assert forward.get_x() == 1 and 0 < forward.get_y() < 1 < backward.get_y(), "rank 0's second F, rank 1's B"
+    assert not forward.get_fill()
+
+
 def test_rows_are_called_stages_where_ranks_share_one():
     """Pipeline rank 1 of a run with tp 2 is not rank 1 of the world, so it must not be called so."""
     timeline = simulate(one_f_one_b(4, 4), Costs(forward=0.01, backward=0.02))

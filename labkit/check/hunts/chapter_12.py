@@ -112,8 +112,8 @@ HUNT = Hunt(
     scene=(
         "Run the ZB-V table with it: the microscope (compare(..., pretrain=suspect.around(...))) for the numbers, "
         "sleep_through on the ranks for the timeline, gantt with memory=True for what a rank keeps. Give ranks a "
-        "timeout of 20 seconds: nobody promises that a run comes to its end. Bars that are stretched on all ranks at "
-        "one moment are the machine's, not the fault's: take the quickest of several runs."
+        "timeout of 20 seconds: nobody promises that a run comes to its end. If all ranks are late, that's the "
+        "machine: take the quickest of several runs, and look for a rank that differs from the others."
     ),
     questions={
         "family": "What kind of fault is it?",

@@ -6,7 +6,7 @@ the computations. What stays empty is the bubble. A panel below can show the act
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from labkit.viz.figure import Figure
 from labkit.viz.pipeline.timeline_bars import (
     WIDTH,
     Style,
+    draw_frames,
     draw_memory,
     draw_needs,
     draw_rows,
@@ -42,6 +43,8 @@ def gantt(
     unit: str = "units of the costs",
     time_limit: float | None = None,
     memory_limit: float | None = None,
+    needs: Callable[[str], Iterable[str]] | None = None,
+    framed: Collection[str] = (),
 ) -> Figure:
     """Draw a simulated Timeline, or recorded Events.
 
@@ -53,6 +56,8 @@ def gantt(
     unit: unit of a Timeline's time, as the axis names it, such as `forwards`; the axis of Events says ms.
     time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations.
         Pictures with the same limits can be compared by eye; later events are cut off. None fits the picture.
+    needs: arrows between the actions of a Timeline, as in `compare_timelines`.
+    framed: names of actions that get a thick frame.
 
     The sentence of a Timeline is like "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises
     ValueError if there is nothing to draw.
@@ -64,8 +69,12 @@ def gantt(
     inches, labels = row_height(len(rows.ranks)), _labels(rows, row)
     with styled():
         fig, panels = _figure(len(labels) * inches, 0.9, memory)
-        draw_rows(panels[0], rows, Style(scale, end, inches, strips=strips))
+        style = Style(scale, end, inches, strips=strips)
+        draw_rows(panels[0], rows, style)
+        draw_frames(panels[0], rows, style, framed)
         finish(panels[0], labels, end, inches)
+        if needs is not None:
+            draw_needs(panels[0], rows, needs)
         if memory:
             draw_memory(panels[1], rows, scale, labels, memory_limit)
         panels[-1].set_xlabel(f"time ({unit if predicted else 'ms'})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from labkit.events import Event
@@ -108,6 +109,16 @@ def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: fl
             middle = (event.start + event.end) / 2 * style.scale
             axes.text(middle, middles[event.rank], text, ha="center", va="center_baseline", fontsize=size,
                       color=text_color(shade), clip_on=True)  # fmt: skip
+
+
+def draw_frames(axes: Axes, rows: Rows, style: Style, names: Collection[str]) -> None:
+    """Draw a thick frame around the computations of these names."""
+    row_of = {rank: row for row, rank in enumerate(rows.ranks)}
+    for event in (event for event in rows.events if event.kind in COMPUTE and event.name in names):
+        corner = event.start * style.scale, row_of[event.rank] + style.top
+        axes.add_patch(
+            Rectangle(corner, event.duration * style.scale, style.height, fill=False, linewidth=1.8, zorder=3)
+        )
 
 
 def _shade(kind: str, chunk: int | None, chunks: int) -> str:
