@@ -100,8 +100,8 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
 
 ask(
     "06.bytes",
-    "f and g send an all-reduce each. Megatron's code gives every rank only its part of the sequence between them. How "
-    "many more bytes leave a rank then, in forward and backward together?",
+    "f and g send an all-reduce each. Megatron's code cuts the sequence from g to the next f, where norm, dropout and "
+    "residual are. How many more bytes leave a rank then, in forward and backward together?",
     choices={
         "none": "An all-reduce is a reduce-scatter and then an all-gather. g_s is the first half of it, and the next "
         "f_s the second: the same bytes leave at two moments. That is right for the code of section 4, which keeps the "
