@@ -108,9 +108,7 @@ def test_frames_are_strips_in_the_order_of_captures():
 
 def test_one_frame_alone():
     figure = pool_frame(SMALL, 3)
-    assert repr(figure) == (
-        "Frame 3 of 4, F2: 7 KiB held in 2 blocks, 6 KiB of it just taken from earlier graphs."
-    )
+    assert repr(figure) == ("Frame 3 of 4, F2: 7 KiB held in 2 blocks, 6 KiB of it just taken from earlier graphs.")
     assert [box[2] for box in boxes(figure)] == [6, 1]
     assert [round(bar.get_height(), 2) for bar in figure.fig.axes[1].patches] == [8, 16, 9, 7]
     with pytest.raises(ValueError, match="there is no frame 4: the pool has 4, 0 first"):
