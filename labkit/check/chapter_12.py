@@ -347,7 +347,8 @@ def _longest_wait(timeline: Timeline) -> str:
         if len(waits) and waits.max() > longest:
             longest, position = waits.max(), int(waits.argmax()) + 1
             action = actions[position]
-            when = f"rank {rank} idles {longest:g} steps before {action}, position {position}"
+            unit = "step" if longest == 1 else "steps"
+            when = f"rank {rank} idles {longest:g} {unit} before {action}, position {position}"
             words = f"the longest wait after a first gradient: {when}"
     return words
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
+    from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
     from labkit.viz.layout.expert_costs import expert_costs as expert_costs
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid
@@ -82,7 +83,6 @@ if TYPE_CHECKING:
     from labkit.viz.rank_chunks import chunk_states as chunk_states
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
-    from labkit.viz.tensor_lifetimes import tensor_lifetimes as tensor_lifetimes
     from labkit.viz.text_scores import named_curves as named_curves
     from labkit.viz.text_scores import scoring_windows as scoring_windows
     from labkit.viz.text_scores import token_choices as token_choices

@@ -228,14 +228,19 @@ def deadlocked(pp: int, count: int) -> list[list[str]]:
     return rows
 
 
-def gpipe_rows(pp: int, count: int) -> list[list[str]]:
-    return [[f"{rank}{kind}{i}" for kind in "FB" for i in range(count)] for rank in range(pp)]
+def one_f_one_b_rows(pp: int, count: int) -> list[list[str]]:
+    """In the end rank 0 gets a gradient every three steps, and B takes two."""
+    return [[f"{rank}{text[1:]}" for text in row] for rank, row in enumerate(reversed(deadlocked(pp, count)))]
 
 
 @pytest.mark.parametrize(
     ("name", "answer", "sentence"),
     [
-        ("12.schedule", gpipe_rows, "Your table takes 33 steps; its longest wait: rank 0 idles 9 steps before 0B0."),
+        (
+            "12.schedule",
+            one_f_one_b_rows,
+            "33 steps; its longest wait after a first gradient: rank 0 idles 1 step before",
+        ),
         ("12.schedule", deadlocked, "Your table stops after 4 actions: rank 0 at 0B0, which needs 1B0; rank 1 at 1F1"),
         ("12.schedule", None, "Your table takes 25.5 steps, and no rank waits once it has begun."),
         (
@@ -260,7 +265,7 @@ def test_what_the_reader_made_is_drawn(name, answer, sentence) -> None:
 
 
 def test_of_a_ladder_the_readers_answer_is_used_from_its_first_target_on(capsys) -> None:
-    assert check("12.schedule", gpipe_rows) is gpipe_rows
+    assert check("12.schedule", one_f_one_b_rows) is one_f_one_b_rows
     assert "the next cells use labkit's" not in capsys.readouterr().out
     assert check("12.schedule", deadlocked) is exercises("12")["12.schedule"].solution
     assert "the next cells use labkit's solution" in capsys.readouterr().out

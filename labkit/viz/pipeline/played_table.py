@@ -163,7 +163,8 @@ def _sentence(table: PlayedTable, name: str) -> str:
     text = f"{name} takes {table.steps:g} steps"
     if wait := table.longest_wait:
         rank, start, action = wait
-        when = f"rank {rank} idles {action.start - start:g} steps before {action.name}"
+        idle = action.start - start
+        when = f"rank {rank} idles {idle:g} {'step' if idle == 1 else 'steps'} before {action.name}"
         return f"{text}; its longest wait after a first gradient: {when}."
     if table.is_idle_inside:
         return f"{text}, and no rank waits after its first gradient."
