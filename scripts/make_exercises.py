@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,8 @@ def stubs_of(notebook: NotebookNode) -> dict[str, str]:
 
 def imports_of(notebook: NotebookNode) -> str:
     """Every import of the chapter's code cells."""
-    trees = [ast.parse(cell.source) for cell in notebook.cells if cell.cell_type == "code" and cell.source[:1] != "%"]
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("%%")]
+    trees = [ast.parse(re.sub(r"^%.*", "", source, flags=re.MULTILINE)) for source in sources]  # without magics
     lines = [node for tree in trees for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return "\n".join(dict.fromkeys(map(ast.unparse, lines)))
 
