@@ -280,7 +280,7 @@ CASES = {
         {"preset": "table1_2_5b", "gpus": 64},
         {
             "6 predictions: tp 1": "3 predictions: tp 1",
-            "4 predictions: the winner": "1 prediction: the winner",
+            "7 predictions: the winner": "4 predictions: the winner",
         },
     ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
@@ -481,11 +481,11 @@ EXTREMES = [
     ),
     (
         "21_scaling_laws_of_the_machine",
-        {"world_size": 4, "machine": "v100", "gpus": 64, "preset": "table1_8_3b", "hunt": 0},
+        {"world_size": 4, "machine": "v100", "gpus": 64, "preset": "table1_8_3b", "fault": 0},
     ),
     (
         "21_scaling_laws_of_the_machine",
-        {"world_size": 2, "machine": "a100", "gpus": 128, "preset": "table1_4_2b", "hunt": 99},
+        {"world_size": 2, "machine": "a100", "gpus": 128, "preset": "table1_4_2b", "fault": 99},
     ),
     ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6, "hunt": 0}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6, "hunt": 2}),
