@@ -376,12 +376,12 @@ def _draw_hand_overs(axes: Any, playback: Playback, shown: range) -> None:
 
 
 def _last_holder(playback: Playback, before: range, life: Life) -> tuple[int, Life] | None:
-    """Return (row, block) of the last strip in which another microbatch's forward held bytes of this block."""
-    microbatch = _graph_of(life.owner)[1]
+    """Return (row, block) of the last strip in which another microbatch's forward held the middle of this block."""
+    microbatch, middle = _graph_of(life.owner)[1], (life.offset + life.end) // 2
     for row in reversed(range(len(before))):
         for each in playback.frames[before[row]].live:
             _, other, backward = _graph_of(each.owner)
-            if other != microbatch and not backward and each.offset < life.end and life.offset < each.end:
+            if other != microbatch and not backward and each.offset <= middle < each.end:
                 return row, each
     return None
 
