@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from labkit.viz.experts.token_routes import send_matrix_figure as send_matrix_figure
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
+    from labkit.viz.graphs.gradient_errors import gradient_errors as gradient_errors
     from labkit.viz.graphs.graph_pool import buffer_lives as buffer_lives
     from labkit.viz.graphs.graph_pool import explore_pool as explore_pool
     from labkit.viz.graphs.graph_pool import pool_blocks as pool_blocks

@@ -277,6 +277,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "gradient_errors": (
+        lambda: viz.gradient_errors({"layers.0.w": 1e-3}, {"loss": 1e-5}, stressed="w"),
+        lambda: viz.gradient_errors({f"layers.{n // 12}.attention.norm.weight": 1e-3 * (n % 90) for n in range(192)},
+                                    {"loss": 1e-6, "gradient norm": 1e-4}, stressed="norm.weight"),
+    ),
     "pool_blocks": (lambda: viz.pool_blocks(pool(2, 2)), lambda: viz.pool_blocks(pool(4, 64))),
     "pool_collisions": (
         lambda: viz.pool_collisions(pool(2, 2), {"again": pool(2, 2)}),
