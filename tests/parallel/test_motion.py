@@ -151,6 +151,17 @@ def test_recordings_that_do_not_belong_together_are_refused(ranks):
         in_motion([Motion()])
 
 
+def test_rows_are_held_in_the_slots_of_their_numbers():
+    x, motion = torch.arange(6.0).view(2, 3), Motion()
+    motion.holds_rows("sums", x, [3, 1], Held("sum", [0, 1]))
+    (moment,) = motion.entries
+    assert moment.title == "sums"
+    assert moment.slots == {"positions 3": Held("sum", [0, 1]), "positions 1": Held("sum", [0, 1])}
+    assert motion._slots_in(x[1:]) == ("positions 1",), "its memory finds it"
+    with pytest.raises(ValueError):
+        motion.holds_rows("sums", x, [0], Held("sum"))
+
+
 def test_a_live_notebook_gets_a_slider(ranks, monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter")
     controls, picture, words = in_motion([motion for motion, _ in ranks.run(ring)]).children
