@@ -27,7 +27,7 @@ from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
 from labkit.parallel import ParameterSpec, plan_buckets
-from labkit.plan import BackwardPiece, Link, predict_step
+from labkit.plan import BackwardPiece, Link, layer_timeline, predict_step
 from labkit.plan.overlap import BucketSize, exposed_seconds
 from labkit.plan.terms import KINDS
 from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
@@ -186,6 +186,9 @@ def slept(schedule: Any) -> Any:
     return viz.gantt_overlay(timeline, list(timeline.events), memory=True)
 
 
+LAYER = layer_timeline(
+    presets.get("llama3_8b").override({"parallel.tp": 8, "parallel.pp": 1, "parallel.sequence_parallel": True}), 8
+)
 DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
@@ -336,6 +339,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "split_sequence": (
         lambda: viz.split_sequence(8, 2, 64, 256, 2, sequence_parallel=False),
         lambda: viz.split_sequence(256, 2, 512, 2048, 8, sequence_parallel=True),
+    ),
+    "layer_timelines": (
+        lambda: viz.layer_timelines({"f and g": LAYER[:2]}),
+        lambda: viz.layer_timelines({"f and g": LAYER, "f_s and g_s": LAYER}),
     ),
     "tensor_lifetimes": (
         lambda: viz.tensor_lifetimes({"a product": [("mm", ("x",))] * 2}, ["fc1", "fc1"], 1, "tensors"),
