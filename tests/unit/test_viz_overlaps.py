@@ -192,6 +192,13 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
     ),
     "buffer_lives": (lambda: lives(2, 2), lambda: lives(4, 64)),
+    "bandwidth_by_size": (
+        lambda: viz.bandwidth_by_size({"a": ([1e3, 1e9], [1e3, 1e9])}),
+        lambda: viz.bandwidth_by_size(
+            {f"{8**i} GPUs, InfiniBand": ([2**k for k in range(10, 36)], [1e6 * k for k in range(10, 36)])
+             for i in range(4)},
+            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}),
+    ),
     "bucket_map": (lambda: bucket_map(2, 1, 64), lambda: bucket_map(8, 60, 1024)),
     "bucket_size_curve": (lambda: swept(1), lambda: swept(4)),
     "by_call": (
@@ -202,10 +209,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.capacity_curve({"this router": np.ones((2, 2), int)}, tokens=1, top_k=2),
         lambda: viz.capacity_curve({"this router": np.full((8, 16), 256), "skew 1": np.eye(8, 16) * 4096},
                                    tokens=256, top_k=16),
-    ),
-    "chunk_states": (
-        lambda: viz.chunk_states({"start": whole(2)}),
-        lambda: viz.chunk_states({f"step {step}": whole(8) for step in range(15)}),
     ),
     "compare_orders": (
         lambda: viz.compare_orders(TINY, {"tp": 2}, world_size=4, gpus_per_node=1),
@@ -220,10 +223,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.compare_timelines([simulate(interleaved(4, 4, 64))] * 2),
     ),
     "context_mask": (lambda: viz.context_mask(16, 2), lambda: viz.context_mask(64, 8)),
-    "cost_by_size": (
-        lambda: viz.cost_by_size([1, 4], {"eager": [1e-4, 1e-4], "replayed": [4e-5, 5e-5]}),
-        lambda: viz.cost_by_size([4**i for i in range(7)], {"eager": [1e-4 * 2**i for i in range(7)]}),
-    ),
     "cut_matrices": (
         lambda: viz.cut_matrices("attention", 32, 8, 8),
         lambda: viz.cut_matrices("mlp", 32, 512, 8),

@@ -3,14 +3,12 @@
 import numpy as np
 from matplotlib.colors import to_hex
 
-from labkit.viz import before_and_after, chunk_states
+from labkit.viz import before_and_after
 from labkit.viz.style import SEQUENCE
 
 WHOLE = list(np.eye(9).reshape(3, 3, 3, 3))
 """Chunk c of rank r has its one at [r, c]."""
 SUMS = sum(WHOLE)
-MIXED = WHOLE[0] + np.roll(WHOLE[1], 1, axis=0)
-"""To chunk c of rank 0 another chunk of rank 1 was added."""
 
 
 def stripes(axes, column, row):
@@ -37,12 +35,3 @@ def test_a_cell_has_the_colours_of_the_ranks_in_it_and_a_lone_chunk_stands_in_it
         "Chunks of a rank, of 3 ranks: all-reduce 3 before and 3 sums after; reduce-scatter 3 before and 1 sum after."
     )
     assert figure.png.startswith(b"\x89PNG")
-
-
-def test_states_count_complete_sums_and_cells_that_mix_chunks():
-    figure = chunk_states({"start": WHOLE, "fault": [MIXED, SUMS, SUMS]})
-    assert figure.sentence == "3 ranks, 2 states: complete sums in each 0, 6; at the end 3 cells mix chunks."
-    assert frames(figure.fig.axes[1]) == {"#D40000", "#000000"}
-    assert [t.get_text() for t in figure.fig.axes[1].texts[:3]] == ["0+2", "0+1", "1+2"]
-    twice = [2 * SUMS, SUMS, SUMS]
-    assert chunk_states({"a": twice}).sentence == "3 ranks, 1 state: complete sums in each 6."

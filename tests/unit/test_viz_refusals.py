@@ -23,9 +23,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: viz.before_and_after({}), "at least one operation"),
     (lambda: viz.bucket_map(UNEVEN, 4), "450 elements cannot be cut into 4 equal parts"),
     (lambda: viz.bucket_map(plan_buckets([], dp=4), 4), "no parameter to draw"),
-    (lambda: viz.chunk_states({}), "at least one state"),
     (
-        lambda: viz.chunk_states({"a": [np.eye(3)] * 3}),
+        lambda: viz.before_and_after({"a": ([np.eye(3)] * 3, [])}),
         r"rank 0 holds an array \[3, 3\]; a state of 3 ranks has \[cells, 3, chunks\]",
     ),
     (lambda: viz.context_mask(30, 4), "choose a multiple of 8"),
