@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from labkit.check.bets import ask
-from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, close, exercise, holds
+from labkit.check.scoring import ONLY_FIRST, Diagnosis, Outcome, close, exercise, holds
 
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
@@ -40,8 +40,8 @@ ask(
         "Half of the time were bytes, and of these a tenth is left.": 1,
     },
     unit="times",
-    because="Count in units of the latency term: 1 + 1 becomes 1 + 0.1, and 2 / 1.1 is 1.8. This is our model's answer; "
-    "the picture has the measured times.",
+    because="Count in units of the latency term: 1 + 1 becomes 1 + 0.1, and 2 / 1.1 is 1.8. That's our model; the "
+    "picture has the measured times.",
 )
 ask(
     "01.doubling",

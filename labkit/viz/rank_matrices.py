@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, SEQUENCE, box, new_figure, styled
 
-_CELL = 0.3
+_CELL = 0.33
 """Inches across a cell."""
 
 
@@ -28,8 +28,8 @@ def rank_matrices(matrices: Mapping[str, Any], ranks: int) -> Figure:
     wide = [matrix.shape[1] for matrix in found.values()]
     high = max(matrix.shape[0] for matrix in found.values())
     with styled():
-        fig = new_figure(sum(_CELL * each + 0.9 for each in wide), _CELL * high + 1.0)
-        panels = fig.subplots(1, len(found), squeeze=False, width_ratios=[each + 3 for each in wide])[0]
+        fig = new_figure(1.15 * _CELL * sum(each + 1.7 for each in wide), _CELL * (high + 2.2))
+        panels = fig.subplots(1, len(found), squeeze=False, width_ratios=[each + 1.7 for each in wide])[0]
         for axes, (name, matrix) in zip(panels, found.items()):
             _draw(axes, matrix, ranks, high)
             axes.set_title(name, fontsize=9)

@@ -287,6 +287,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.rank_grid({"tp": 1}, ["tp", "dp"], world_size=4, gpus_per_node=1),
         lambda: viz.rank_grid({"tp": 4, "pp": 4}, ["tp", "dp", "pp"], world_size=16, gpus_per_node=64),
     ),
+    "rank_matrices": (
+        lambda: viz.rank_matrices({"all-to-all": np.eye(4)}, 2),
+        lambda: viz.rank_matrices({"all-gather": np.ones((4, 2)), "reduce-scatter": np.ones((2, 4)),
+                                   "all-reduce": np.ones((4, 4))}, 2),
+    ),
     "rank_neighbours": (
         lambda: viz.rank_neighbours(0, {"tp": 2}, ["tp", "dp"], world_size=4, gpus_per_node=1),
         lambda: viz.rank_neighbours(0, {"tp": 8}, ["tp", "dp"], world_size=512, gpus_per_node=8),
@@ -339,6 +344,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         ),
     ),
     "tensor_parallel_block": (lambda: tp_block(2, 2048), lambda: tp_block(8, 16 * 2 * 512 * 8)),
+    "term_bars": (
+        lambda: viz.term_bars([16], {"latency": [1e-3]}, [2e-3], of="a ring"),
+        lambda: viz.term_bars([10**9] * 4, {"latency": [1.0] * 4, "bytes / bandwidth": [0.1, 1, 3, 9]}, [2, 3, 5, 20],
+                              of="an all-reduce"),
+    ),
     "token_choices": (
         lambda: viz.token_choices([" c"], {"T = 1": [1.0]}),
         lambda: viz.token_choices([" tells"] * 8, {f"top-p 0.{n}": [0.5] + [0.0] * 7 for n in range(4)}),

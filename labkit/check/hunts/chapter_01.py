@@ -101,7 +101,7 @@ HUNT = Hunt(
             {"family": "missing communication", "place": "reduce.?scatter|sum of (the )?gradients", "rank": "all"},
             {
                 "family": {
-                    "wrong scale": "A wrong scale has the same ratio everywhere. Look at all chunks, and at the ledger.",
+                    "wrong scale": "A wrong scale has the same ratio in all chunks. Read the ledger, too.",
                     "": "Compare the ledger with that of a healthy run, line by line.",
                 },
                 "place": {"gather": "The ledger has it, with the right bytes.", "": "Which line is not in the ledger?"},
