@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 ask(
     "01.bytes",
-    "512 GPUs train a model of 8 billion parameters. Each has 16 GB of gradients, and all need the sum. How much must a "
-    "GPU send, if all share the work as well as they can?",
+    "512 GPUs train a model of 8 billion parameters. Each has 16 GB of gradients, and all need the sum. How much must "
+    "a GPU send, if all share the work as well as they can?",
     choices={
         "about 63 MB": "That would be two chunks of 16 GB / 512. Each GPU sends a chunk in each of 2 x 511 steps.",
         "about 32 GB": "A GPU sends nearly all of its gradients once, so that the sums can be made, and nearly as much "

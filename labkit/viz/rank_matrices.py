@@ -28,7 +28,7 @@ def rank_matrices(matrices: Mapping[str, Any], ranks: int) -> Figure:
     wide = [matrix.shape[1] for matrix in found.values()]
     high = max(matrix.shape[0] for matrix in found.values())
     with styled():
-        fig = new_figure(1.15 * _CELL * sum(each + 1.7 for each in wide), _CELL * (high + 2.2))
+        fig = new_figure(1.15 * _CELL * sum(each + 1.7 for each in wide), _CELL * (high + 2.6))
         panels = fig.subplots(1, len(found), squeeze=False, width_ratios=[each + 1.7 for each in wide])[0]
         for axes, (name, matrix) in zip(panels, found.items()):
             _draw(axes, matrix, ranks, high)
@@ -61,5 +61,5 @@ def _draw(axes: Any, matrix: np.ndarray, ranks: int, high: int) -> None:
                 axes.text(middle, rows + 0.15, f"from {rank}", ha="center", va="top", fontsize=7.5)
             else:
                 axes.text(-0.15, middle, f"to {rank}", ha="right", va="center", fontsize=7.5)
-    axes.set(xlim=(-1.6, columns + 0.1), ylim=(high + 0.8, -0.1), aspect="equal")
+    axes.set(xlim=(-1.6, columns + 0.1), ylim=(high + 0.8, -0.2), aspect="equal")
     axes.axis("off")

@@ -108,8 +108,8 @@ HUNT = Hunt(
                 "rank": _ALL,
             },
             "No gradients were added: each rank took its chunk of its own gradient. The loss went down all the same, "
-            "because a part of the samples tells roughly what all of them tell. And the weights were equal on all "
-            "ranks, because the all-gather saw to that. The ledger has no reduce-scatter.",
+            "only more slowly, because a rank's own gradient points roughly the right way. And the weights were equal "
+            "on all ranks, because the all-gather saw to that. The ledger has no reduce-scatter.",
         ),
         Fault(
             "mean",
