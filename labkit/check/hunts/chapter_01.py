@@ -142,8 +142,8 @@ HUNT = Hunt(
                 "rank": _ALL,
             },
             "The all-gather was an all-reduce of tensors that are zero outside of the rank's own chunk. The sum is the "
-            "same as the joined chunks, but a ring sends twice the bytes for it. Codes did this for years, because a "
-            "library had no all-gather of unequal chunks.",
+            "same as the joined chunks, but a ring sends twice the bytes for it. It is the easy "
+            "way to gather chunks of unequal sizes, and no number ever tells.",
         ),
         Fault(
             "sent too early",
