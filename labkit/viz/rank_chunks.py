@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import Normal, Stroke
 from numpy.typing import NDArray
 
 from labkit.viz.figure import Figure
@@ -20,7 +21,7 @@ State = Sequence[Any]
 """An array [cells, ranks, chunks] per rank. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
 Cell = NDArray[Any]
 
-_CELL = 0.25
+_CELL = 0.29
 """Inches across a cell."""
 _MARGIN, _HEAD = 0.55, 0.42
 """Inches next to and above the cells of a panel."""
@@ -107,10 +108,10 @@ def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> No
     frame = (column + inset, rank + inset), 1 - 2 * inset, 1 - 2 * inset
     axes.add_patch(Rectangle(*frame, fill=False, edgecolor=edge, linewidth=1.0 if inset == 0 else 1.3))
     several = len(shares) > 1
-    box = {"facecolor": "#FFFFFF", "edgecolor": "none", "pad": 0.6, "alpha": 0.85} if several else None
+    around = [Stroke(linewidth=2.2, foreground="#FFFFFF"), Normal()] if several else None
     ink = "#000000" if several or not shares else text_color(SEQUENCE[shares[0] % len(SEQUENCE)])
     axes.text(column + 0.5, rank + 0.5, "+".join(map(str, _chunks_in(cell))), ha="center", va="center", fontsize=size,
-              color=ink, bbox=box)  # fmt: skip
+              color=ink, path_effects=around)  # fmt: skip
 
 
 def _cells(state: Sequence[Cell]) -> str:
