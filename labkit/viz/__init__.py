@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.graph_pool import pool_frame as pool_frame
     from labkit.viz.graphs.graph_pool import pool_frames as pool_frames
     from labkit.viz.graphs.launch_costs import by_call as by_call
-    from labkit.viz.graphs.launch_costs import cost_by_size as cost_by_size
     from labkit.viz.graphs.launch_costs import graph_memory as graph_memory
     from labkit.viz.graphs.launch_costs import launch_timeline as launch_timeline
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
@@ -65,6 +64,9 @@ if TYPE_CHECKING:
     from labkit.viz.layout.rank_grids import explore_layout as explore_layout
     from labkit.viz.layout.rank_grids import rank_grid as rank_grid
     from labkit.viz.layout.rank_grids import rank_neighbours as rank_neighbours
+    from labkit.viz.linear_maps import rank_matrices as rank_matrices
+    from labkit.viz.link_times import bandwidth_by_size as bandwidth_by_size
+    from labkit.viz.link_times import term_bars as term_bars
     from labkit.viz.live import is_live as is_live
     from labkit.viz.machine_scaling import Rate as Rate
     from labkit.viz.machine_scaling import published_rates as published_rates
@@ -82,7 +84,6 @@ if TYPE_CHECKING:
     from labkit.viz.rank_agreement import mask_agreement as mask_agreement
     from labkit.viz.rank_agreement import replica_drift as replica_drift
     from labkit.viz.rank_chunks import before_and_after as before_and_after
-    from labkit.viz.rank_chunks import chunk_states as chunk_states
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
     from labkit.viz.text_scores import named_curves as named_curves

@@ -12,8 +12,10 @@ import torch
 
 from labkit import schedules, viz
 from labkit.check.hunts.hunting import Planted, hunt_of
+from labkit.comm import collectives
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
+from labkit.events import EventRecorder, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
 from labkit.parallel import initialize_model_parallel, model_parallel_seed
@@ -97,6 +99,57 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
         assert (row.loss_diff > 0) == (fault.name == "positions"), "only wrong positions change the loss"
+
+
+# ---- 01 ----
+
+
+def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], float]:
+    """Weights of this rank after one and after 40 steps, bytes given to each operation, seconds in collectives."""
+    group = initialize_model_parallel(presets.tiny().override({"parallel.pp": 1}).parallel).world
+    inputs, targets = samples(group.rank)
+    weight, first, recorder = torch.zeros(8), None, EventRecorder(group.rank)
+    with CommLedger() as ledger, watching(recorder):
+        for _ in range(40):
+            gradient = 2 * inputs.T @ (inputs @ weight - targets) / len(inputs) / group.size
+            mine = weight.chunk(group.size)[group.rank] - 0.05 * collectives.reduce_scatter(gradient, group)
+            weight = collectives.all_gather(mine, group)
+            first = weight if first is None else first
+    given: Counter[str] = Counter()
+    for record in ledger.records:
+        given[record.operation] += record.bytes
+    assert first is not None
+    return first, weight, given, sum(event.duration for event in recorder.events if event.kind == "collective")
+
+
+def samples(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(64, 8, generator=made)
+    return inputs, inputs @ torch.linspace(-1, 1, 8)
+
+
+def first_step(*ranks: int) -> torch.Tensor:
+    """The first step of one process with the samples of these ranks, as two ranks divide it."""
+    return 0.05 * sum((2 * x.T @ y / len(x) / 2 for x, y in map(samples, ranks)), torch.zeros(8))
+
+
+def test_01_each_fault_has_its_own_evidence(ranks) -> None:
+    found = with_each_fault(ranks, "01", descended)
+    firsts, last, given = ({name: runs[0][i] for name, runs in found.items()} for i in range(3))
+    both = first_step(0, 1)
+    right = {name for name, first in firsts.items() if torch.allclose(first, both, atol=1e-6)}
+    assert right == {CLEAN, "padded sum", "straggler"}
+    torch.testing.assert_close(firsts["mean"], both / 2)
+    torch.testing.assert_close(firsts["sent too early"], first_step(0), msg="rank 1 is missing")
+    torch.testing.assert_close(firsts["no sum"], torch.cat([first_step(0)[:4], first_step(1)[4:]]))
+    whole = {"reduce_scatter": 40 * 32, "all_gather": 40 * 16}
+    assert {name: dict(each) for name, each in given.items() if each != whole} == {
+        "no sum": {"all_gather": 40 * 16},
+        "padded sum": {"reduce_scatter": 40 * 32, "all_reduce": 40 * 32},
+    }
+    assert (last["sent too early"] - last[CLEAN]).norm() < 0.1 * last[CLEAN].norm(), "hardly to be seen at the end"
+    waited = [run[3] for run in found["straggler"]]
+    assert waited[0] > 40 * 0.015 and waited[0] > waited[1] + 0.3, "who comes late does not wait"
 
 
 # ---- 06 ----
