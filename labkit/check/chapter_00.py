@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.bets import ask
-from labkit.check.scoring import Outcome, exercise, holds, plain, reason_of, shown, without_grid
+from labkit.check.scoring import Outcome, exercise, holds, plain, reason_of, shown
 from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import simulate
@@ -178,12 +178,14 @@ def _judged_order(answer: Any, stages: int, microbatches: int) -> bool | str:
     table = _table(answer(stages, microbatches), stages, microbatches)
     if isinstance(table, str):
         return table
+    if table.forward_only:
+        return "no backward: each forward needs one, or there are no gradients"
     try:
         timeline = simulate(table)
     except ScheduleError as error:
         if "wait for each other" in str(error):
             return "a deadlock: two stages wait for each other; the first stage has to run the most forwards in advance"
-        return f"a table that cannot run: {without_grid(str(error))}"
+        return "a table that cannot run: each stage has to run every F and every B exactly once"
     least, flight = simulate(one_f_one_b(stages, microbatches)).makespan, max(timeline.peak_in_flight)
     if timeline.makespan > least:
         one = 3 * stages * microbatches
