@@ -118,8 +118,7 @@ def _judged_half(answer: Any, x: Array, a: Array, b: Array) -> bool | str:
             _relu(inner[:, part] @ b[part]) for part in (slice(cut), slice(cut, None))
         ),
         "relu of a term of a sum is not a term of relu of the sum, so A can't be cut by its rows": sum(
-            _relu(x[:, part] @ a[part]) @ b
-            for part in (slice(x.shape[1] // 2), slice(x.shape[1] // 2, None))
+            _relu(x[:, part] @ a[part]) @ b for part in (slice(x.shape[1] // 2), slice(x.shape[1] // 2, None))
         ),
     }
     why = next((words for words, other in sums.items() if np.allclose(sum(terms), other)), "")

@@ -39,7 +39,9 @@ CASES = {
             "your order, 2 stages, 4 microbatches: bubble 20.0%, peak 2 in flight": (
                 "your order, 4 stages, 4 microbatches: bubble 42.9%, peak 4 in flight"
             ),
-            "one at a time, 2 stages, 4 microbatches: bubble 50.0%": "one at a time, 4 stages, 4 microbatches: bubble 75.0%",
+            "one at a time, 2 stages, 4 microbatches: bubble 50.0%": (
+                "one at a time, 4 stages, 4 microbatches: bubble 75.0%"
+            ),
             "your order, 2 stages, 4 microbatches: both stages ran": (
                 "your order, 4 stages, 4 microbatches: all 4 stages ran"
             ),

@@ -77,7 +77,7 @@ ORDER = {
     # Believes that the last stage, which waits longest for its first microbatch, has to catch up.
     "last stage ahead": (turns(lambda stage, stages: stage), "two stages wait for each other"),
     "forward only": (lambda p, m: [[f"F{i}" for i in range(m)] for _ in range(p)], "each forward needs one"),
-    "twice": (lambda p, m: [["F0", *row] for row in turns(lambda s, n: n - 1 - s)(p, m)], "every F and every B exactly once"),
+    "twice": (lambda p, m: [["F0", *row] for row in all_forwards_first(p, m)], "every F and every B exactly once"),
     "one row": (lambda p, m: [f"F{i}" for i in range(m)], "not one list of actions for each stage"),
     "no letters": (lambda p, m: [list(range(m)) for _ in range(p)], "an action is an F or a B"),
 }
