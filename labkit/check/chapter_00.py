@@ -1,9 +1,10 @@
-"""Exercises and bets of chapter 00: half of a layer for each of two ranks, and the order of work in a pipeline."""
+"""Exercises and bets of chapter 00: half of a layer, the order of work in a pipeline, and a layout that fits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,7 +102,8 @@ def _judged_half(answer: Any, x: Array, a: Array, b: Array) -> bool | str:
         if term.shape != whole.shape:
             return f"rank {rank} returns {list(term.shape)}, not {list(whole.shape)}: each term is as large as the sum"
     right = [_relu(x @ a[:, part]) @ b[part] for part in (slice(cut), slice(cut, None))]
-    if np.allclose(sum(terms), whole):
+    total = terms[0] + terms[1]
+    if np.allclose(total, whole):
         if all(any(np.allclose(term, each) for each in right) for term in terms):
             return True
         return "the sum is right: but the work is not shared; each rank needs half of A's columns and B's rows only"
@@ -121,8 +123,50 @@ def _judged_half(answer: Any, x: Array, a: Array, b: Array) -> bool | str:
             _relu(x[:, part] @ a[part]) @ b for part in (slice(x.shape[1] // 2), slice(x.shape[1] // 2, None))
         ),
     }
-    why = next((words for words, other in sums.items() if np.allclose(sum(terms), other)), "")
-    return f"a sum of {shown(sum(terms)[0])}: {why or 'the two terms do not add up to relu(x A) B'}"
+    why = next((words for words, other in sums.items() if np.allclose(total, other)), "")
+    return f"a sum of {shown(total[0])}: {why or 'the two terms do not add up to relu(x A) B'}"
+
+
+# ---- a layout that fits ----
+
+_MODELS = ((1, 80), (300, 80), (2800, 80), (1300, 40), (640, 80), (70, 24), (16_000, 80))
+"""(gigabytes of one copy of the model, gigabytes of a GPU)."""
+
+
+def _fit(gigabytes: float, room: float) -> tuple[int, int]:
+    """Return (tp, pp) with the fewest stages, and then the smallest tp."""
+    pp = ceil(gigabytes / (8 * room))
+    return next(tp for tp in (1, 2, 4, 8) if tp * pp * room >= gigabytes), pp
+
+
+@exercise("00.fit", "Write fit(gigabytes, room) -> (tp, pp) of a layout in which each GPU holds at most `room`.")
+def fit(answer: Any) -> Iterator[Outcome]:
+    """Judge seven models: the parts fit, tp stays inside a machine, and then few stages and a small tp."""
+    for gigabytes, room in _MODELS:
+        outcome = holds(
+            f"a model of {gigabytes} GB and GPUs with {room}",
+            "fewest stages, then the smallest tp",
+            lambda case=(gigabytes, room): _judged_fit(answer, *case),
+        )
+        yield replace(outcome, reason=reason_of(outcome.got))
+
+
+def _judged_fit(answer: Any, gigabytes: float, room: float) -> bool | str:
+    """Return True, or what is wrong with tp and pp."""
+    found = plain(answer(gigabytes, room))
+    if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int and n > 0 for n in found)):
+        return f"{shown(found)}: this is not a pair (tp, pp) of whole numbers"
+    (tp, pp), right = found, _fit(gigabytes, room)
+    said = f"tp {tp}, pp {pp}"
+    if tp not in (1, 2, 4, 8):
+        return f"{said}: a machine has eight GPUs, so tp is 1, 2, 4 or 8"
+    if tp * pp * room < gigabytes:
+        return f"{said}: the parts don't fit; round the number of stages up"
+    if pp > right[1]:
+        return f"{said}: fewer stages would do, and every stage more makes all of them wait longer"
+    if tp > right[0]:
+        return f"{said}: a smaller tp fits into as many stages, with fewer messages"
+    return True
 
 
 # ---- the order of work in a pipeline ----

@@ -1,5 +1,7 @@
 """Wrong answers to the exercises of chapter 00, with what each believes and words of its score."""
 
+from math import ceil
+
 import numpy as np
 
 
@@ -82,4 +84,14 @@ ORDER = {
     "no letters": (lambda p, m: [list(range(m)) for _ in range(p)], "an action is an F or a B"),
 }
 
-TABLES = {"00.half": HALF, "00.order": ORDER}
+FIT = {
+    # Knows pipelines only, so a large model gets dozens of stages.
+    "stages alone": (lambda gb, room: (1, ceil(gb / room)), "every stage more makes all of them wait"),
+    # Cuts layers only, over as many GPUs as it takes, whatever lies between them.
+    "tp alone": (lambda gb, room: (2 ** max(0, ceil(np.log2(gb / room))), 1), "a machine has eight GPUs"),
+    "always 8": (lambda gb, room: (8, ceil(gb / room / 8)), "a smaller tp fits"),
+    "rounded down": (lambda gb, room: (8, max(1, int(gb / room / 8))), "round the number of stages up"),
+    "one number": (lambda gb, room: ceil(gb / room), "not a pair"),
+}
+
+TABLES = {"00.fit": FIT, "00.half": HALF, "00.order": ORDER}
