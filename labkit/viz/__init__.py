@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from labkit.viz.experts.token_routes import send_matrix_figure as send_matrix_figure
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
+    from labkit.viz.graphs.gradient_errors import gradient_errors as gradient_errors
     from labkit.viz.graphs.graph_pool import buffer_lives as buffer_lives
     from labkit.viz.graphs.graph_pool import explore_pool as explore_pool
     from labkit.viz.graphs.graph_pool import pool_blocks as pool_blocks
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
+    from labkit.viz.layer_messages import layer_timelines as layer_timelines
     from labkit.viz.layout.expert_costs import expert_costs as expert_costs
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid

@@ -27,7 +27,7 @@ from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
 from labkit.parallel import ParameterSpec, plan_buckets
-from labkit.plan import BackwardPiece, Link, predict_step
+from labkit.plan import BackwardPiece, Link, layer_timeline, predict_step
 from labkit.plan.overlap import BucketSize, exposed_seconds
 from labkit.plan.terms import KINDS
 from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
@@ -186,6 +186,9 @@ def slept(schedule: Any) -> Any:
     return viz.gantt_overlay(timeline, list(timeline.events), memory=True)
 
 
+LAYER = layer_timeline(
+    presets.get("llama3_8b").override({"parallel.tp": 8, "parallel.pp": 1, "parallel.sequence_parallel": True}), 8
+)
 DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
@@ -277,6 +280,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "gradient_errors": (
+        lambda: viz.gradient_errors({"layers.0.w": 1e-3}, {"loss": 1e-5}, stressed="w"),
+        lambda: viz.gradient_errors({f"layers.{n // 12}.attention.norm.weight": 1e-3 * (n % 90) for n in range(192)},
+                                    {"loss": 1e-6, "gradient norm": 1e-4}, stressed="norm.weight"),
+    ),
     "pool_blocks": (lambda: viz.pool_blocks(pool(2, 2)), lambda: viz.pool_blocks(pool(4, 64))),
     "pool_collisions": (
         lambda: viz.pool_collisions(pool(2, 2), {"again": pool(2, 2)}),
@@ -331,6 +339,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "split_sequence": (
         lambda: viz.split_sequence(8, 2, 64, 256, 2, sequence_parallel=False),
         lambda: viz.split_sequence(256, 2, 512, 2048, 8, sequence_parallel=True),
+    ),
+    "layer_timelines": (
+        lambda: viz.layer_timelines({"f and g": LAYER[:2]}),
+        lambda: viz.layer_timelines({"f and g": LAYER, "f_s and g_s": LAYER}),
     ),
     "tensor_lifetimes": (
         lambda: viz.tensor_lifetimes({"a product": [("mm", ("x",))] * 2}, ["fc1", "fc1"], 1, "tensors"),
