@@ -36,10 +36,15 @@ CASES = {
     "00_tour": Case(
         {"tp": 1, "pp": 4},
         {
-            "1F1B, 2 stages, 4 microbatches: bubble 20.0%, peak 2 in flight": (
-                "1F1B, 4 stages, 4 microbatches: bubble 42.9%, peak 4 in flight"
+            "your order, 2 stages, 4 microbatches: bubble 20.0%, peak 2 in flight": (
+                "your order, 4 stages, 4 microbatches: bubble 42.9%, peak 4 in flight"
             ),
-            "1F1B, 2 stages, 4 microbatches: both stages ran": "1F1B, 4 stages, 4 microbatches: all 4 stages ran",
+            "one at a time, 2 stages, 4 microbatches: bubble 50.0%": (
+                "one at a time, 4 stages, 4 microbatches: bubble 75.0%"
+            ),
+            "your order, 2 stages, 4 microbatches: both stages ran": (
+                "your order, 4 stages, 4 microbatches: all 4 stages ran"
+            ),
             "tp2 pp2 dp1 6.96 to": "tp1 pp4 dp1 6.96 to",
             "tp 2 groups of 2": "tp 4 groups of 1",
         },
@@ -379,9 +384,9 @@ FURTHER = {
 """A second change of a chapter: another number of ranks, the least that a parameter allows."""
 
 EXTREMES = [
-    ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3, "hunt": 0}),
+    ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3, "fault": 0}),
     ("00_tour", {"world_size": 16, "tp": 4, "pp": 4, "steps": 4}),
-    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100, "hunt": 99}),
+    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100, "fault": 99}),
     ("01_collectives", {"world_size": 2, "latency_ms": 1, "link_mb": 1, "fault": 0}),
     ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50, "fault": 99}),
     ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "hunt": 0}),

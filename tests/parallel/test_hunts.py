@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from re import search
+from statistics import median
 from typing import Any
 
 import pytest
@@ -71,6 +72,10 @@ def train_marked(chapter: str, config: RunConfig, schedule: Any, observer: Any) 
     return run(config, schedule=schedule, observer=observer)
 
 
+def of_00(config: RunConfig, observer: Any) -> Any:
+    return train_marked("00", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -86,6 +91,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
+        ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
@@ -98,7 +104,23 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name == "positions"), "only wrong positions change the loss"
+        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum")), "only outputs change the loss"
+
+
+# ---- 00 ----
+
+
+def test_00_the_silent_fault_shows_in_the_forwards_of_the_last_stage(ranks) -> None:
+    found = with_each_fault(ranks, "00", train_two_stages)
+    forwards = {name: [median(seconds) for seconds in runs] for name, runs in found.items()}
+    ratios = {name: last / first for name, (first, last) in forwards.items()}
+    assert {name for name, ratio in ratios.items() if ratio > 2.5 * ratios[CLEAN]} == {"slow forward"}, ratios
+
+
+def train_two_stages() -> list[float]:
+    """Seconds of this stage's forwards."""
+    result = pretrain(SMALL.override({"model.layers": 4, "train.steps": 6, **PIPELINE}))
+    return [event.duration for event in result.events if event.kind == "forward"]
 
 
 # ---- 01 ----
