@@ -85,8 +85,8 @@ ask(
     "17.second",
     "Both forwards have replayed one pair of graphs, then the first backward. Is the second backward right?",
     choices={
-        "right": "The activations of microbatch 1 were written last by a forward. But a backward has been replayed since.",
-        "wrong": "The activations of microbatch 1 were written last by a forward. But a backward has been replayed since.",
+        "right": "The forward of microbatch 1 was the last one. But a backward has been replayed since, so look further.",
+        "wrong": "Though the forward of microbatch 1 was the last one. A backward has been replayed since.",
     },
 )
 ask(
