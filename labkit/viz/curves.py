@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled
 
-_LINES = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4))
+_LINES: Any = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4), ((0, (1, 6)), 2.4))
 """Line style and width by curve. The first curve is broad, so that its edges show under a curve on top of it."""
 _RINGS = (8.5, 5.5, 3.0)
 """Size of a curve's marks in points. Each curve has smaller marks than the one before, so that all marks show."""

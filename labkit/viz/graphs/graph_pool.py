@@ -192,7 +192,7 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
 def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: str = "all rules kept") -> Figure:
     """Draw the blocks of a pool, and of pools with the same captures that give some blocks back too early.
 
-    A red frame is around memory that one block has taken while another still needs it, for the first few of a panel.
+    A red frame is around memory that one block has taken while another still needs it, for the largest few of a panel.
 
     others: what was done differently -> its pool.
     what: name of the pool that is right.
@@ -213,9 +213,9 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
             _draw_blocks(axes, playback)
             axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
             overlaps = found.get(name, [])
-            for each in overlaps[:_MOST_FRAMES]:
+            for each in sorted(overlaps, key=_bytes_in_both)[-_MOST_FRAMES:]:
                 _draw_overwritten(axes, each)
-            some = f", first {_MOST_FRAMES} of {len(overlaps)} framed" if len(overlaps) > _MOST_FRAMES else ""
+            some = f", largest {_MOST_FRAMES} of {len(overlaps)} framed" if len(overlaps) > _MOST_FRAMES else ""
             axes.set_title(f"{name}: at most {_size(playback.peak_bytes)}{some or ' held'}", loc="left")
             middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
             axes.set_xticks(middles, _thinned(names, MAX_LABELS // 2), fontsize=7, rotation=90)
@@ -235,6 +235,10 @@ def _draw_blocks(axes: Any, playback: Playback) -> None:
         axes.add_patch(Rectangle((life.born, life.offset / _KIB), width, life.nbytes / _KIB, **_block_style(life)))
     for _, border, _ in playback.captures:
         axes.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
+
+
+def _bytes_in_both(each: Overwritten) -> int:
+    return min(each.block.end, each.taker.end) - max(each.block.offset, each.taker.offset)
 
 
 def _draw_overwritten(axes: Any, each: Overwritten) -> None:
