@@ -85,7 +85,7 @@ ask(
     "17.second",
     "Both forwards have replayed one pair of graphs, then the first backward. Is the second backward right?",
     choices={
-        "right": "The forward of microbatch 1 was the last one. But a backward has been replayed since, so look further.",
+        "right": "The forward of microbatch 1 was the last one. But a backward has been replayed since.",
         "wrong": "Though the forward of microbatch 1 was the last one. A backward has been replayed since.",
     },
 )

@@ -73,7 +73,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mappi
         style, width = _LINES[number % len(_LINES)]
         marker = "o" if len(losses) == 1 else None
         axes.plot(
-            range(1, len(losses) + 1), losses, style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name
+            range(1, len(losses) + 1), losses, ls=style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name
         )
     for name, value in levels.items():
         _mark_level(axes, value, f"{name}\n{value:.2f}")
