@@ -213,7 +213,7 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
             _draw_blocks(axes, playback)
             axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
             overlaps = found.get(name, [])
-            for each in sorted(overlaps, key=_bytes_in_both)[-_MOST_FRAMES:]:
+            for each in sorted(overlaps, key=_bytes_in_both, reverse=True)[:_MOST_FRAMES]:
                 _draw_overwritten(axes, each)
             some = f", largest {_MOST_FRAMES} of {len(overlaps)} framed" if len(overlaps) > _MOST_FRAMES else ""
             axes.set_title(f"{name}: at most {_size(playback.peak_bytes)}{some or ' held'}", loc="left")
