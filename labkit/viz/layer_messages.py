@@ -21,7 +21,7 @@ _BETWEEN = SEQUENCE[0]
 _MESSAGE = color("collective"), hatch("collective")
 _NARROW = 0.28
 """Inches from which on a bar has letters."""
-_UPRIGHT = 0.095
+_UPRIGHT = 0.088
 """Inches from which on a product's bar has letters that run upwards."""
 _GAP = "#D9D9D9"
 """Line between two bars: not white, which means that nothing is computed."""

@@ -68,7 +68,7 @@ def waiting(events: list[Event]) -> float:
 
 
 def test_a_switch_that_adds_is_less_than_half_of_why_halves_wait_longer() -> None:
-    """Chapter 06, section 9: the larger part is there without the switch, and halves that nothing hides are two more."""
+    """Chapter 06, section 9: the larger part is there without it, and halves that nothing hides are two more."""
     whole, ring, halves = layer_timeline(cut(False), 8), layer_timeline(cut(False), 8, nvls=False), cut(True)
     assert layer_timeline(halves, 8) == layer_timeline(halves, 8, nvls=False), "a half gains nothing from it"
     grown, without = (waiting(layer_timeline(halves, 8)) - waiting(line) for line in (whole, ring))
