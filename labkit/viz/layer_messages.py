@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.patches import Patch
+
 from labkit.events import Event
-from labkit.plan.timed_layer import is_between
+from labkit.plan.timed_layer import is_between, unhidden
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, SEQUENCE, color, handle, hatch, legend_patches, new_figure, styled, text_color
 
@@ -19,21 +21,29 @@ _BETWEEN = SEQUENCE[0]
 _MESSAGE = color("collective"), hatch("collective")
 _NARROW = 0.28
 """Inches from which on a bar has letters."""
+_UPRIGHT = 0.088
+"""Inches from which on a product's bar has letters that run upwards."""
+_GAP = "#D9D9D9"
+"""Line between two bars: not white, which means that nothing is computed."""
+_PASSES = {", input gradient": " dx", ", weight gradient": " dW"}
+"""End of a kernel's name -> what its bar says."""
 
 
 def layer_timelines(lines: Mapping[str, Sequence[Event]]) -> Figure:
     """Draw lines of `labkit.plan.layer_timeline`, one above the other on one axis.
 
     lines: name -> Events of one rank. The dotted line is the end of the forward. The sentence gives for each line the
-    milliseconds of the layer and those in which the rank only waits for a message.
+    milliseconds of the layer and those in which the rank only waits for a message. A message with a thick outline has
+    nothing beside it. In backward, `fc1 dx` is the gradient of fc1's input, `fc1 dW` that of its weight.
     """
     end = max(event.end for events in lines.values() for event in events) * 1e3
     with styled():
-        fig = new_figure(_WIDTH, 0.8 + 0.95 * len(lines))
+        fig = new_figure(_WIDTH, 0.8 + 1.2 * len(lines))
         panels = fig.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, events) in zip(panels, lines.items(), strict=True):
+            waited = unhidden(events)
             for event in events:
-                _draw(axes, event, end)
+                _draw(axes, event, end, outlined=event in waited)
             turn = max(event.end for event in events if event.kind == "forward")
             axes.axvline(turn * 1e3, color=INK, linewidth=1.2, linestyle=":")
             axes.set(xlim=(0, 1.01 * end), ylim=(2.05, -0.05), yticks=(0.5, 1.5), yticklabels=("computes", "messages"))
@@ -43,23 +53,39 @@ def layer_timelines(lines: Mapping[str, Sequence[Event]]) -> Figure:
         panels[-1].set_xlabel("time (ms); the dotted line is the end of the forward")
         handles = [*legend_patches(["forward", "backward"]), handle("norm, residual", _BETWEEN)]
         handles.append(handle("message: AR all-reduce, AG all-gather, RS reduce-scatter", *_MESSAGE))
+        handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.4, label="nothing beside it"))
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return Figure(fig, "; ".join(f"{name}: {_words(events)}" for name, events in lines.items()) + ".")
 
 
-def _draw(axes: Any, event: Event, end: float) -> None:
+def _draw(axes: Any, event: Event, end: float, *, outlined: bool) -> None:
     """Draw one bar: computations above, messages below."""
     is_message = event.kind == "collective"
     fill = _BETWEEN if is_between(event) else color(event.kind)
     start, width, top = event.start * 1e3, event.duration * 1e3, 1.05 if is_message else 0.05
     inches = width / end * (_WIDTH - 1)
-    axes.broken_barh([(start, width)], (top, 0.9), facecolor=fill, edgecolor="#FFFFFF" if inches > 0.05 else fill,
-                     linewidth=0.6, hatch=hatch(event.kind) if is_message else "")  # fmt: skip
-    text = _SHORT[event.name] if is_message else event.name.partition(",")[0]
-    if inches >= max(_NARROW, 0.075 * len(text)):
+    edge = INK if outlined else _GAP if inches > 0.05 else fill
+    axes.broken_barh([(start, width)], (top, 0.9), facecolor=fill, edgecolor=edge, linewidth=1.4 if outlined else 0.6,
+                     hatch=hatch(event.kind) if is_message else "")  # fmt: skip
+    text = _SHORT[event.name] if is_message else _label(event.name)
+    size, angle = _lettering(text, inches, upright=not is_message and not is_between(event))
+    if size:
         pad = {"facecolor": fill, "edgecolor": "none", "pad": 0.8} if is_message else None
-        axes.text(start + width / 2, top + 0.45, text, ha="center", va="center", fontsize=7.5,
+        axes.text(start + width / 2, top + 0.45, text, ha="center", va="center", fontsize=size, rotation=angle,
                   color=text_color(fill), bbox=pad)  # fmt: skip
+
+
+def _lettering(text: str, inches: float, *, upright: bool) -> tuple[float, int]:
+    """Return size and angle of a bar's letters; size 0 where they have no room."""
+    for size, room in ((7.5, 0.075), (6.5, 0.054)):
+        if inches >= max(_NARROW, room * len(text)):
+            return size, 0
+    return (6.0, 90) if upright and inches >= _UPRIGHT and len(text) <= 7 else (0.0, 0)
+
+
+def _label(name: str) -> str:
+    end = next((end for end in _PASSES if name.endswith(end)), "")
+    return name.removesuffix(end) + _PASSES[end] if end else name.partition(",")[0]
 
 
 def _words(events: Sequence[Event]) -> str:

@@ -356,8 +356,8 @@ FURTHER = {
     "06_sequence_parallel": Case(
         {"world_size": 4},
         {
-            "seed 1234 on every rank: 32 pairs of positions have the same mask, 32 apart": (
-                "seed 1234 on every rank: 96 pairs of positions have the same mask, 16, 32, 48 apart"
+            "seed 1234 on every rank: 32 pairs of positions have the same mask, 32 positions apart": (
+                "seed 1234 on every rank: 96 pairs of positions have the same mask, 16, 32, 48 positions apart"
             ),
         },
     ),

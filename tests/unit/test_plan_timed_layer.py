@@ -9,7 +9,7 @@ import pytest
 from labkit import viz
 from labkit.config import RunConfig, presets
 from labkit.events import Event
-from labkit.plan import is_between, layer_timeline
+from labkit.plan import is_between, layer_timeline, unhidden
 from labkit.plan.layer_times import layer_terms
 from labkit.plan.machine import load_machine
 from labkit.plan.workload import Workload
@@ -61,6 +61,20 @@ def test_only_kernels_between_the_regions_get_shorter() -> None:
     for name, event in tensor.items():
         if is_between(event):
             assert event.duration == pytest.approx(8 * sequence[name].duration)
+
+
+def waiting(events: list[Event]) -> float:
+    return max(event.end for event in events) - sum(event.duration for event in parts(events)[0])
+
+
+def test_a_switch_that_adds_is_less_than_half_of_why_halves_wait_longer() -> None:
+    """Chapter 06, section 9: the larger part is there without it, and halves that nothing hides are two more."""
+    whole, ring, halves = layer_timeline(cut(False), 8), layer_timeline(cut(False), 8, nvls=False), cut(True)
+    assert layer_timeline(halves, 8) == layer_timeline(halves, 8, nvls=False), "a half gains nothing from it"
+    grown, without = (waiting(layer_timeline(halves, 8)) - waiting(line) for line in (whole, ring))
+    assert 0.5 < without / grown < 0.65
+    assert [len(unhidden(line)) for line in (whole, ring, layer_timeline(halves, 8))] == [2, 2, 6]
+    assert layer_timeline(cut(False), 8, "a100") == layer_timeline(cut(False), 8, "a100", nvls=False)
 
 
 def test_a_layer_without_a_known_order_is_rejected() -> None:

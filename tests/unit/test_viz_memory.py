@@ -55,7 +55,8 @@ def test_masks_say_which_positions_share_one() -> None:
     own = np.random.default_rng(0).random((4, 64)) < 0.8
     figure = mask_agreement({"one seed": np.concatenate([own[:2], own[:2]]), "own seeds": own}, 2)
     assert repr(figure) == (
-        "one seed: 2 pairs of positions have the same mask, 2 apart; own seeds: no two positions have the same mask."
+        "one seed: 2 pairs of positions have the same mask, 2 positions apart; "
+        "own seeds: no two positions have the same mask."
     )
     first, second, _bar = figure.fig.axes
     shares = [axes.images[0].get_array() for axes in (first, second)]
