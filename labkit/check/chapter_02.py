@@ -1,4 +1,4 @@
-"""Exercises of chapter 02: the digits of a rank, rank groups, an order string for nodes.
+"""Exercises and bets of chapter 02: the digits of a rank, rank groups, an order string for nodes.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from labkit.check.bets import ask
 from labkit.check.scoring import MAX_SHOWN, ONLY_FIRST, Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
 from labkit.comm.rank_generator import RankGenerator
 
@@ -163,3 +164,32 @@ def _places(order_string: Any, sizes: dict[str, int], inner: str, outer: str) ->
 
 def _crossing(group_list: list[list[int]]) -> float:
     return sum(len({rank // 8 for rank in group}) > 1 for group in group_list) / len(group_list)
+
+
+# ---- bets ----
+
+ask(
+    "02.factor",
+    "16 GPUs in two nodes of 8, tp 4, dp 2, pp 2, 8.3 billion parameters. How many times as many bytes cross between "
+    "the nodes in a step if the order string is pp-dp-tp instead of tp-dp-pp?",
+    choices={
+        "under 2 times": "All groups send the same bytes in both orders. But bytes inside a node don't count here, and "
+        "the two orders send different kinds of them across.",
+        "2 to 20 times": "That would do if the kinds of groups sent about as much as each other. tp sends in every "
+        "layer and for every microbatch; a pipeline sends once per microbatch and cut.",
+        "over 20 times": "With pp first the tp groups span both nodes, and tp sends in every layer, forward and "
+        "backward, for every microbatch.",
+    },
+)
+ask(
+    "02.hang",
+    "Every group and every member is right. Ranks 0 and 3 create their tp group first, ranks 1 and 2 their dp group. "
+    "What happens?",
+    choices={
+        "it works": "The groups are the same in the end. But creating one means waiting for its other member, and that "
+        "member waits somewhere else.",
+        "an error at once": "No rank can see what the others do, so nobody notices anything wrong.",
+        "it hangs": "Rank 0 waits for rank 1 in tp, rank 1 for rank 3 in dp, rank 3 for rank 2 in tp, and rank 2 for "
+        "rank 0 in dp: a cycle.",
+    },
+)

@@ -56,15 +56,13 @@ CASES = {
             "of 16,000 to 1,600,000 bytes": "of 12,000 to 1,200,000 bytes",
         },
     ),
-    # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one;
-    # ep 8 has stride 1 and fills a node of 8, so nodes of 4 split it
+    # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one
     "02_rank_groups": Case(
         {"gpus_per_node": 4},
         {
             "16 ranks on 2 nodes of 8: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all inside a node": (
                 "16 ranks on 4 nodes of 4: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all across nodes"
             ),
-            "ep 2 groups of 8, all inside a node": "ep 2 groups of 8, all across nodes",
             "dp [1, 5] on 1 node": "dp [1, 5] on 2 nodes",
         },
     ),
