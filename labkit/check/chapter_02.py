@@ -186,8 +186,8 @@ ask(
     "Every group and every member is right. Ranks 0 and 3 create their tp group first, ranks 1 and 2 their dp group. "
     "What comes out?",
     choices={
-        "two groups": "The groups are the same in the end. But creating one means waiting for its other member, and it "
-        "member waits somewhere else.",
+        "two groups": "The groups are the same in the end. But creating one means waiting for its other member, "
+        "which waits somewhere else.",
         "an error at once": "No rank can see what the others do, so nobody notices anything wrong.",
         "a deadlock": "Rank 0 waits for rank 1 in tp, rank 1 for rank 3 in dp, rank 3 for rank 2 in tp, and rank 2 for "
         "rank 0 in dp: a cycle.",

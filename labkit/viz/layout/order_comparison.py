@@ -26,7 +26,7 @@ def compare_orders(
     world_size: int,
     gpus_per_node: int = 8,
 ) -> Figure:
-    """Draw `order_traffic` on one axis that begins at 0: the 4 orders of the least and, below a line, the 4 of the most.
+    """Draw `order_traffic` on one axis that begins at 0: the 4 orders of the least and, below a line, of the most.
 
     A row is an order: its bar has a part for each kind of group, and the sum at its end.
     """
