@@ -280,16 +280,15 @@ def _leaving(placement: Placement) -> list[int]:
 
 ask(
     "02.neighbours",
-    "Ranks average their gradients over blocks of neighbours, [0, 1] and [2, 3], and descend for 200 steps. What does "
-    "the loss do?",
+    "Neighbours average their gradients, over [0, 1] and [2, 3], and descend for 200 steps. What comes out?",
     choices={
-        "an error ends it": "All gradients have one shape, since the shards are equally large. Nothing can notice that "
-        "they belong to different columns.",
-        "it doesn't fall": "The average of two shards' gradients is no gradient of either, but it still points "
-        "downhill for both together.",
-        "it falls, and stays too high": "Both shards take the same step, so they stay equal: the best that they can "
-        "become is the mean of what they should be.",
-        "it falls as it should": "Each shard would need its own gradient for that, and gets the mean of two.",
+        "an error": "All gradients have one shape, since the shards are equally large. Nothing can notice that they "
+        "belong to different columns.",
+        "a loss that doesn't fall": "The mean of two shards' gradients is no gradient of either, but it points downhill "
+        "for the two together.",
+        "a loss that stays too high": "Both shards take the same steps, so they stay equal, and the best that they can "
+        "both become is the mean of what each should be.",
+        "the right loss": "Each shard would need its own gradient for that, and gets the mean of two.",
     },
 )
 ask(
