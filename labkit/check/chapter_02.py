@@ -210,11 +210,11 @@ def place(answer: Any) -> Iterator[Outcome]:
     yield holds(
         "512 and 8 samples per step",
         "every rank on one GPU",
-        lambda: next(filter(None, (_missing(answer(samples)) for samples in (512, 8))), True),
+        lambda: next(((wrong, wrong) for wrong in (_missing(answer(n)) for n in (512, 8)) if wrong), True),
     )
     (string, least), (small, _) = fewest(512), fewest(8)
-    targets = ((512, string, "as the best order string"), (8, small, "as the best order string"), (512, least, "the fewest that there is"))
-    for samples, most, words in targets:
+    best = "as the best order string"
+    for samples, most, words in ((512, string, best), (8, small, best), (512, least, "the fewest that there is")):
         yield holds(
             f"{samples} samples per step",
             f"at most {most:,.1f} GB between nodes, {words}",
@@ -264,7 +264,7 @@ def _many_samples(placement: Placement) -> str:
             "each other, it leaves twice, there and back"
         )
     if gigabytes(placement, 512)["dp"] > gigabytes(by_order("tp-dp-pp"), 512)["dp"]:
-        return "the cut tp group has GPUs on two nodes, and its copy, the other dp of its stage, could be on one of them"
+        return "the cut tp group has GPUs on two nodes, and its copy, the other dp of its stage, can be on one of them"
     return "tp and dp are as cheap as they can be; the other stage of the cut group could be on one of its nodes, too"
 
 
@@ -284,8 +284,8 @@ ask(
     choices={
         "an error": "All gradients have one shape, since the shards are equally large. Nothing can notice that they "
         "belong to different columns.",
-        "a loss that doesn't fall": "The mean of two shards' gradients is no gradient of either, but it points downhill "
-        "for the two together.",
+        "a loss that doesn't fall": "The mean of two shards' gradients is no gradient of either, but it points "
+        "downhill for the two together.",
         "a loss that stays too high": "Both shards take the same steps, so they stay equal, and the best that they can "
         "both become is the mean of what each should be.",
         "the right loss": "Each shard would need its own gradient for that, and gets the mean of two.",

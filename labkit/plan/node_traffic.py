@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from labkit.comm.rank_generator import AXES as LAYOUT_AXES
-from labkit.comm.rank_generator import RankGenerator, rank_generators
+from labkit.comm.rank_generator import DEFAULT_ORDER, RankGenerator, rank_generators
 
 KINDS = ("tp", "cp", "ep", "dp", "edp", "pp")
 """Kinds of groups that the model counts."""
@@ -90,7 +90,7 @@ def placement_traffic(
     """
     axes = [axis for axis in LAYOUT_AXES if axis in placement[0]]
     sizes = {axis: 1 + max(digits[axis] for digits in placement) for axis in axes}
-    generator = RankGenerator(**sizes)
+    generator = RankGenerator(**sizes, order=DEFAULT_ORDER)
     ranks = [sum(digits[axis] * generator.strides[axis] for axis in axes) for digits in placement]
     if sorted(ranks) != list(range(generator.world_size)) or len(ranks) != sum(nodes):
         shape = " ".join(f"{axis} {size}" for axis, size in sizes.items())

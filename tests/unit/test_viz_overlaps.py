@@ -189,6 +189,8 @@ def slept(schedule: Any) -> Any:
 LAYER = layer_timeline(
     presets.get("llama3_8b").override({"parallel.tp": 8, "parallel.pp": 1, "parallel.sequence_parallel": True}), 8
 )
+
+
 def placed() -> list[dict[str, int]]:
     return [{"tp": i % 4, "dp": i // 4 % 2, "pp": i // 8} for i in range(16)]
 
