@@ -49,7 +49,7 @@ _OWN_LOSS = "The loss in the log is the mean over the same group, so it is the f
 _RENUMBERED = "Another numbering of the ranks would leave every number right."
 _FIRST = {"none": "The microscope names one: row.first_difference.", "": "Take the name as it is printed."}
 _MEETS = {
-    "": "That is what the kind dp_cp is for: four.run(suspect.around(meet), layout). Which list does rank 1 print?",
+    "": "That is what the kind dp_cp is for. Which list does rank 1 print?",
 }
 
 HUNT = Hunt(
