@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid
     from labkit.viz.layout.folding import folded_digits as folded_digits
+    from labkit.viz.layout.node_placements import placed_ranks as placed_ranks
     from labkit.viz.layout.order_comparison import compare_orders as compare_orders
     from labkit.viz.layout.rank_grids import explore_layout as explore_layout
     from labkit.viz.layout.rank_grids import rank_grid as rank_grid

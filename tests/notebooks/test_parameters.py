@@ -61,15 +61,13 @@ CASES = {
             "of 40,000 to 1,200,000 bytes": "of 30,000 to 900,000 bytes",
         },
     ),
-    # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one;
-    # ep 8 has stride 1 and fills a node of 8, so nodes of 4 split it
+    # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one
     "02_rank_groups": Case(
         {"gpus_per_node": 4},
         {
             "16 ranks on 2 nodes of 8: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all inside a node": (
                 "16 ranks on 4 nodes of 4: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all across nodes"
             ),
-            "ep 2 groups of 8, all inside a node": "ep 2 groups of 8, all across nodes",
             "dp [1, 5] on 1 node": "dp [1, 5] on 2 nodes",
         },
     ),
@@ -389,8 +387,8 @@ EXTREMES = [
     ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100, "fault": 99}),
     ("01_collectives", {"world_size": 2, "latency_ms": 1, "link_mb": 1, "fault": 0}),
     ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50, "fault": 99}),
-    ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "hunt": 0}),
-    ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "hunt": 99}),
+    ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "fault": 0}),
+    ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "fault": 99}),
     ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "hunt": 0}),
     ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256, "hunt": 99}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),

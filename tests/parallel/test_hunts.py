@@ -46,6 +46,10 @@ ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
 
 
+LOSS_MOVES = ("positions", "forward sum", "samples of neighbours", "alone", "neighbours")
+"""Faults with which the loss of the first step is another one."""
+
+
 def names(chapter: str) -> list[str]:
     return [CLEAN, *(fault.name for fault in hunt_of(chapter).faults if fault.name != ENDLESS)]
 
@@ -76,6 +80,10 @@ def of_00(config: RunConfig, observer: Any) -> Any:
     return train_marked("00", config, None, observer)
 
 
+def of_02(config: RunConfig, observer: Any) -> Any:
+    return train_marked("02", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -92,6 +100,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     ("chapter", "config", "layout", "steps", "train"),
     [
         ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
+        ("02", SMALL.override({"model.layers": 1}), {"parallel.tp": 2, "world_size": 4}, 1, of_02),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
@@ -104,7 +113,7 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum")), "only outputs change the loss"
+        assert (row.loss_diff > 1e-12) == (fault.name in LOSS_MOVES), "only outputs, and groups that log it, change it"
 
 
 # ---- 00 ----
@@ -172,6 +181,40 @@ def test_01_each_fault_has_its_own_evidence(ranks) -> None:
     assert (last["sent too early"] - last[CLEAN]).norm() < 0.1 * last[CLEAN].norm(), "hardly to be seen at the end"
     waited = [run[3] for run in found["straggler"]]
     assert waited[0] > 40 * 0.015 and waited[0] > waited[1] + 0.3, "who comes late does not wait"
+
+
+# ---- 02 ----
+
+
+def met_and_given() -> tuple[list[int], list[int], dict[tuple[str, str], set[int]]]:
+    """Whom this rank meets in dp and in dp_cp, and the sizes of the groups of its calls, by operation and kind."""
+    config = SMALL.override({"model.layers": 1, "parallel.tp": 2, "parallel.pp": 1, "train.steps": 1})
+    groups = initialize_model_parallel(config.parallel)
+    mine = torch.tensor([groups.rank])
+    dp, dp_cp = (collectives.all_gather(mine, group).tolist() for group in (groups.dp, groups.dp_cp))
+    sizes: dict[tuple[str, str], set[int]] = {}
+    with CommLedger() as ledger:
+        pretrain(config)
+    for record in ledger.records:
+        sizes.setdefault((record.operation, record.group), set()).add(record.group_size)
+    return dp, dp_cp, sizes
+
+
+def test_02_each_fault_shows_in_whom_rank_1_meets_or_in_the_ledger() -> None:
+    with Ranks(4, device="cpu", backend="gloo") as four:
+        found = {name: runs[1] for name, runs in with_each_fault(four, "02", met_and_given).items()}
+    assert {name: (dp, dp_cp) for name, (dp, dp_cp, _) in found.items()} == {
+        "whole world": ([1, 3], [0, 1, 2, 3]),
+        "order from its end": ([0, 1], [0, 1]),
+        "samples of neighbours": ([0, 1], [1, 3]),
+        "alone": ([1, 3], [1]),
+        "neighbours": ([1, 3], [0, 1]),
+        CLEAN: ([1, 3], [1, 3]),
+    }
+    for fault in hunt_of("02").faults:
+        assert search(fault.answers["meets"], ", ".join(map(str, found[fault.name][1]))), fault.name
+    sums = {name: sizes.get(("all_reduce", "dp_cp"), set()) for name, (_, _, sizes) in found.items()}
+    assert {name: size for name, size in sums.items() if size != {2}} == {"whole world": {4}, "alone": set()}
 
 
 # ---- 06 ----

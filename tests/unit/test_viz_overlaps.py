@@ -189,6 +189,12 @@ def slept(schedule: Any) -> Any:
 LAYER = layer_timeline(
     presets.get("llama3_8b").override({"parallel.tp": 8, "parallel.pp": 1, "parallel.sequence_parallel": True}), 8
 )
+
+
+def placed() -> list[dict[str, int]]:
+    return [{"tp": i % 4, "dp": i // 4 % 2, "pp": i // 8} for i in range(16)]
+
+
 DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
@@ -274,6 +280,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
                                  x="optimizer step", y="validation perplexity", log=True),
     ),
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
+    "placed_ranks": (
+        lambda: viz.placed_ranks({"one": placed()[:4]}, [2, 2]),
+        lambda: viz.placed_ranks(dict.fromkeys(("order tp-dp-pp, 2,848.4 GB", "yours, 770.5 GB"), placed()), [6, 6, 4]),
+    ),
     "play_table": (
         lambda: viz.play_table(Schedule("stuck", 2, 2, [["0F0", "0B0"], ["1F0", "1F1"]]), {"1F1B": 9}),
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
