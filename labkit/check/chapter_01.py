@@ -1,4 +1,4 @@
-"""Exercises of chapter 01: what each collective leaves on each rank, a ring, an order that does not hang, seconds.
+"""Exercises and bets of chapter 01: a ring the other way round, an order that does not hang, seconds.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
@@ -8,120 +8,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, close, exercise, holds
+from labkit.check.bets import ask
+from labkit.check.scoring import ONLY_FIRST, Diagnosis, Outcome, close, exercise, holds
 
-Chunks = list[list[int]]
-"""The chunks of each rank, each a number."""
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
+# ---- bets ----
 
-# ---- what each collective leaves ----
-
-_CALLS = (
-    ("broadcast", 3),
-    ("all_gather", 3),
-    ("all_to_all", 3),
-    ("all_to_all", 4),
-    ("all_reduce", 3),
-    ("reduce_scatter", 3),
-    ("reduce_scatter", 4),
+ask(
+    "01.bytes",
+    "512 GPUs train a model of 8 billion parameters. Each has 16 GB of gradients, and all need the sum. How much must "
+    "a GPU send, if all share the work as well as they can?",
+    choices={
+        "about 63 MB": "That would be two chunks of 16 GB / 512. Each GPU sends a chunk in each of 2 x 511 steps.",
+        "about 32 GB": "A GPU sends nearly all of its gradients once, so that the sums can be made, and nearly as much "
+        "again, so that all get the sums. The number of GPUs hardly matters.",
+        "about 8 TB": "That is everything to everybody, 511 times 16 GB. Numbers that are added up on the way need "
+        "not travel any further.",
+    },
 )
-"""(operation, ranks)."""
-
-
-def _before(operation: str, ranks: int) -> Chunks:
-    """Give every chunk another number: 1, 2, ... on rank 0, then on rank 1. An all-gather has one chunk per rank."""
-    whole = [[ranks * rank + chunk + 1 for chunk in range(ranks)] for rank in range(ranks)]
-    return [[chunks[rank]] for rank, chunks in enumerate(whole)] if operation == "all_gather" else whole
-
-
-def _sums(before: Chunks) -> list[int]:
-    return [sum(column) for column in zip(*before)]
-
-
-def _after(operation: str, before: Chunks) -> Chunks:
-    ranks = range(len(before))
-    if operation == "broadcast":
-        return [before[0] for _ in ranks]
-    if operation == "all_gather":
-        return [[chunk for chunks in before for chunk in chunks] for _ in ranks]
-    if operation == "all_to_all":
-        return [list(column) for column in zip(*before)]
-    return [_sums(before) if operation == "all_reduce" else [_sums(before)[rank]] for rank in ranks]
-
-
-@exercise("01.after", "Write after(operation, before) -> what each rank holds afterwards, one list of chunks per rank.")
-def after(answer: Any) -> Iterator[Outcome]:
-    """Judge five operations over three ranks, and two of them over four."""
-    diagnosis = Diagnosis()
-    for operation, ranks in _CALLS:
-        before = _before(operation, ranks)
-        outcome = diagnosis.outcome(
-            f"{operation} of {before}",
-            _after(operation, before),
-            lambda o=operation, n=ranks: list(answer(o, _before(o, n))),
-            _misread_calls(operation, before),
-        )
-        yield replace(outcome, reason=outcome.reason or operation)
-
-
-def _misread_calls(operation: str, before: Chunks) -> Misreadings:
-    moving = {"broadcast": _misread_broadcast, "all_gather": _misread_gather, "all_to_all": _misread_all_to_all}
-    wrong = moving.get(operation, _misread_sums)(before)
-    if operation == "all_reduce":
-        wrong["each rank gets one sum; that is a reduce-scatter, an all-reduce gives all sums to all"] = [
-            [total] for total in _sums(before)
-        ]
-    elif operation == "reduce_scatter":
-        sums = _sums(before)
-        wrong["each rank gets all sums; that is an all-reduce, here rank r keeps sum r alone"] = [sums for _ in before]
-        wrong["the sums are on the wrong ranks; rank r keeps the sum of chunk r"] = [[s] for s in sums[1:] + sums[:1]]
-        wrong["this is the mean; the sum is not divided"] = [[total / len(before)] for total in sums]
-    return {f"nothing has moved in the {operation}": before, **wrong}
-
-
-def _misread_broadcast(before: Chunks) -> dict[str, Any]:
-    scattered = [[chunk] for chunk in before[0]]
-    return {"each rank gets a chunk of its own; that is a scatter, a broadcast gives all chunks to all": scattered}
-
-
-def _misread_gather(before: Chunks) -> dict[str, Any]:
-    every = [chunk for chunks in before for chunk in chunks]
-    turned = [every[rank:] + every[:rank] for rank in range(len(before))]
-    return {
-        "rank 0 alone gets everything; the 'all' in the name says that every rank does": [every, *before[1:]],
-        "each rank begins with its own chunk; the chunks are in the order of ranks": turned,
-        "a sum is taken; an all-gather moves chunks and adds nothing": [[sum(every)] for _ in before],
-    }
-
-
-def _misread_all_to_all(before: Chunks) -> dict[str, Any]:
-    every = [chunk for chunks in before for chunk in chunks]
-    return {
-        "every rank gets every chunk; rank r gets chunk r of each rank alone": [every for _ in before],
-        "each rank passes its chunks on to the next; chunk c of every rank goes to rank c": before[-1:] + before[:-1],
-        "a sum is taken, as in a reduce-scatter; an all-to-all adds nothing": [[total] for total in _sums(before)],
-        "sums are taken; an all-to-all adds nothing": [[sum(chunks) for chunks in before] for _ in before],
-        "rank r keeps its own chunk alone; it also gets chunk r of all others": [
-            [chunks[rank]] for rank, chunks in enumerate(before)
-        ],
-    }
-
-
-def _misread_sums(before: Chunks) -> dict[str, Any]:
-    sums = _sums(before)
-    return {
-        "rank 0 alone gets the sums; the 'all' in the name says that every rank does": [sums, *before[1:]],
-        "this is the mean; the sum is not divided": [[total / len(before) for total in sums] for _ in before],
-        "each rank adds up its own chunks; chunk c is added up over ranks": [[sum(chunks)] for chunks in before],
-        "the sums go over the chunks of one rank; chunk c is added up over ranks": [
-            [sum(chunks) for chunks in before] for _ in before
-        ],
-        "each rank keeps its own chunk; the sum over ranks is missing": [
-            [chunks[rank]] for rank, chunks in enumerate(before)
-        ],
-    }
+ask(
+    "01.tenth",
+    "At one size the two terms are equal. For a tensor of a tenth of that size, how many times faster is the ring?",
+    misread=lambda: {
+        "Only its bytes are a tenth. Each step still has its whole latency.": 10,
+        "The latency is half of the time at that size, and stays. But the other half does not vanish, a tenth is "
+        "left.": 2,
+        "Half of the time were bytes, and of these a tenth is left.": 1,
+    },
+    unit="times",
+    because="Count in units of the latency term: 1 + 1 becomes 1 + 0.1, and 2 / 1.1 is 1.8. That's our model; the "
+    "picture has the measured times.",
+)
+ask(
+    "01.doubling",
+    "64 GPUs on eight nodes add up 64 kB, over InfiniBand: alpha is 9.6 us and B 47.5 GB/s. Which of the two is faster "
+    "by our formula?",
+    choices={
+        "the ring": "It sends the fewest bytes, but in 126 steps, and each of them has a latency.",
+        "doubling": "It sends three times the bytes of the ring, but in 6 steps instead of 126, and at 64 kB steps are "
+        "what costs.",
+    },
+)
+ask(
+    "01.once",
+    "Each of two ranks has the loss 31. If w on rank 0 grows by 1, both see 33, so the slope is 2. An all-reduce ran "
+    "forward, and one runs backward. Which gradient does w get?",
+    choices={
+        "1": "An all-reduce adds; nothing here divides by the number of ranks.",
+        "2": "That would be the slope of the loss. But the all-reduce adds up what came back on both ranks, and each "
+        "sends the whole slope.",
+        "4": "The all-reduce adds the 2 that comes back on rank 0 and the 2 that comes back on rank 1: the slope of "
+        "31 + 31, where you want the slope of 31.",
+    },
+)
 
 
 # ---- a ring to the previous rank ----
@@ -153,8 +96,39 @@ _RULES: dict[str, Rule] = {
 }
 
 
+def draw_ring(answer: Any) -> Figure:
+    """Draw the first four steps of the answer's ring over four ranks; a box names the ranks that are in a chunk."""
+    from labkit.comm.motion import Held, Motion, Move  # torch and matplotlib, which a score does without
+    from labkit.comm.motion_clock import movement
+    from labkit.viz.motion import motion_frames
+
+    ranks = 4
+    held = [[[rank] for _ in range(ranks)] for rank in range(ranks)]  # by rank and chunk: ranks whose shares are in
+    motions = [Motion() for _ in range(ranks)]
+
+    def tell(title: str) -> None:
+        for motion, chunks in zip(motions, held):
+            slots = {f"chunk {c}": Held("+".join(map(str, who)), who) for c, who in enumerate(chunks)}
+            motion.holds(slots, title)
+
+    tell("start")
+    for step in range(2 * ranks - 2):
+        pairs = [_pair(answer(rank, step, ranks), rank, step, ranks) for rank in range(ranks)]
+        before = [list(chunks) for chunks in held]
+        for rank, (out, into) in enumerate(pairs):
+            after_it, before_it = (rank + 1) % ranks, (rank - 1) % ranks
+            arriving = before[after_it][pairs[after_it][0]]
+            held[rank][into] = sorted(before[rank][into] + arriving) if step < ranks - 1 else arriving
+            for is_sent, peer, chunk in ((True, before_it, out), (False, after_it, into)):
+                motions[rank].entries.append(Move(is_sent, "message", "ring", peer, 1, (f"chunk {chunk}",)))
+        tell("")
+    return motion_frames(movement(motions), what="Your ring")
+
+
 @exercise(
-    "01.ring", "Write rule(rank, step, ranks) -> (chunk to send, chunk to receive) in a ring to the previous rank."
+    "01.ring",
+    "Write rule(rank, step, ranks) -> (chunk to send, chunk to receive) in a ring to the previous rank.",
+    draw=draw_ring,
 )
 def ring(answer: Any) -> Iterator[Outcome]:
     """Judge rings of two to eight ranks, simulated step by step; a failure names the first step that goes wrong."""

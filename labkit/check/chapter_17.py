@@ -82,6 +82,16 @@ ask(
     },
 )
 ask(
+    "17.second",
+    "Both forwards have replayed one pair of graphs, then the first backward. Is the second backward right?",
+    choices={
+        "right": "The activations of microbatch 1 were written last by a forward. But the first backward has been "
+        "replayed since, and a backward writes, too.",
+        "wrong": "A backward's own tensors take memory that its capture saw autograd drop, so the first replay has "
+        "written over what the second one reads.",
+    },
+)
+ask(
     "17.grows",
     "Rank 0 with two chunks of half the layers, interleaved: how many buffers does the plan make?",
     unit="buffers",

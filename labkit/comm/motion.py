@@ -96,6 +96,17 @@ class Motion:
         self._arrived.clear()
         self.entries.append(Moment({name: held._replace(tensor=None) for name, held in slots.items()}, title))
 
+    def holds_rows(self, title: str, rows: Tensor, numbers: Sequence[int], each: Held, name: str = "positions") -> None:
+        """State that this rank holds these rows now, a slot for each, and nothing else.
+
+        rows: tensor [number of rows, ...]. numbers: the number of each row in the whole tensor; row i of `rows` is in
+        the slot `<name> <numbers[i]>`. each: what the slots contain; its tensor is not used.
+
+        Raises ValueError if there are more or fewer numbers than rows.
+        """
+        slots = {f"{name} {number}": each._replace(tensor=row) for number, row in zip(numbers, rows, strict=True)}
+        self.holds(slots, title)
+
     def sent(self, operation: str, group: Group, peer: int, x: Tensor) -> None:
         """Note that x, or a view of the tensor that was sent, leaves for global rank `peer`."""
         self._alive.append(x)

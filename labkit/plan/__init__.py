@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from labkit.plan.slowest_rank import straggler_chance as straggler_chance
     from labkit.plan.stages import stage_contents as stage_contents
     from labkit.plan.stages import stage_layers as stage_layers
+    from labkit.plan.timed_layer import is_between as is_between
+    from labkit.plan.timed_layer import layer_timeline as layer_timeline
     from labkit.plan.traffic import AllToAllBytes as AllToAllBytes
     from labkit.plan.traffic import all_to_all_bytes as all_to_all_bytes
     from labkit.plan.traffic import dedup_factor as dedup_factor

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from labkit.viz.experts.token_routes import send_matrix_figure as send_matrix_figure
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
+    from labkit.viz.graphs.gradient_errors import gradient_errors as gradient_errors
     from labkit.viz.graphs.graph_pool import buffer_lives as buffer_lives
     from labkit.viz.graphs.graph_pool import explore_pool as explore_pool
     from labkit.viz.graphs.graph_pool import pool_blocks as pool_blocks
@@ -48,13 +49,13 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.graph_pool import pool_frame as pool_frame
     from labkit.viz.graphs.graph_pool import pool_frames as pool_frames
     from labkit.viz.graphs.launch_costs import by_call as by_call
-    from labkit.viz.graphs.launch_costs import cost_by_size as cost_by_size
     from labkit.viz.graphs.launch_costs import graph_memory as graph_memory
     from labkit.viz.graphs.launch_costs import launch_timeline as launch_timeline
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
+    from labkit.viz.layer_messages import layer_timelines as layer_timelines
     from labkit.viz.layout.expert_costs import expert_costs as expert_costs
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
     from labkit.viz.layout.rank_grids import explore_layout as explore_layout
     from labkit.viz.layout.rank_grids import rank_grid as rank_grid
     from labkit.viz.layout.rank_grids import rank_neighbours as rank_neighbours
+    from labkit.viz.linear_maps import rank_matrices as rank_matrices
+    from labkit.viz.link_times import bandwidth_by_size as bandwidth_by_size
+    from labkit.viz.link_times import term_bars as term_bars
     from labkit.viz.live import is_live as is_live
     from labkit.viz.machine_scaling import Rate as Rate
     from labkit.viz.machine_scaling import published_rates as published_rates
@@ -80,7 +84,6 @@ if TYPE_CHECKING:
     from labkit.viz.rank_agreement import mask_agreement as mask_agreement
     from labkit.viz.rank_agreement import replica_drift as replica_drift
     from labkit.viz.rank_chunks import before_and_after as before_and_after
-    from labkit.viz.rank_chunks import chunk_states as chunk_states
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
     from labkit.viz.text_scores import named_curves as named_curves

@@ -1,4 +1,4 @@
-"""Chunks of tensors on ranks: before and after a collective, and after each step of a ring.
+"""Chunks of tensors on ranks: before and after a collective.
 
 A cell is one chunk, a row one rank. The colour of a cell names the rank whose numbers it contains. A sum has a stripe
 for each rank in it, and a dark frame if every rank is in it once. The number in a cell says which chunk it is.
@@ -6,12 +6,12 @@ for each rank in it, and a dark frame if every rank is in it once. The number in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import Normal, Stroke
 from numpy.typing import NDArray
 
 from labkit.viz.figure import Figure
@@ -21,11 +21,10 @@ State = Sequence[Any]
 """An array [cells, ranks, chunks] per rank. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
 Cell = NDArray[Any]
 
-_CELL, _SMALL = 0.25, 0.19
-"""Inches across a cell, in pictures of before and after, and in pictures of many states."""
+_CELL = 0.29
+"""Inches across a cell."""
 _MARGIN, _HEAD = 0.55, 0.42
 """Inches next to and above the cells of a panel."""
-_WIDTH = 7.6
 _EMPTY, _MIXED, _COMPLETE = "#F0F0F0", "#D40000", "#000000"
 
 
@@ -52,37 +51,6 @@ def before_and_after(operations: Mapping[str, tuple[State, State]]) -> Figure:
     told = [f"{name} {_cells(states[f'{name}, before'])} before and {_cells(states[f'{name}, after'])} after"
             for name in operations]  # fmt: skip
     return Figure(fig, f"Chunks of a rank, of {ranks} ranks: {'; '.join(told)}.")
-
-
-def chunk_states(states: Mapping[str, State]) -> Figure:
-    """Draw what each rank has in several states, one after another. A red frame marks a cell that mixes chunks.
-
-    states: title -> state.
-
-    Raises ValueError without a state, and for a state of another form.
-    """
-    held = {title: _checked(state) for title, state in states.items()}
-    if not held:
-        raise ValueError("chunk_states needs at least one state")
-    ranks = len(next(iter(held.values())))
-    width, height = (ranks * _SMALL + extra for extra in (_MARGIN, _HEAD - 0.1))
-    across = min(len(held), int(_WIDTH // width))
-    down = math.ceil(len(held) / across)
-    with styled():
-        fig = new_figure(across * width, down * height)
-        panels = fig.subplots(down, across, squeeze=False).ravel()
-        for axes, (title, state) in zip(panels, held.items()):
-            _draw(axes, state, title, 6.5)
-        for axes in panels[::across]:
-            axes.set_ylabel("rank", fontsize=7.5)
-        for axes in panels[len(held) :]:
-            axes.set_axis_off()
-    complete = ", ".join(f"{sum(map(_is_complete, _all_cells(state)))}" for state in held.values())
-    mixed = sum(map(_is_mixed, _all_cells(list(held.values())[-1])))
-    fault = f"; at the end {mixed} cells mix chunks" if mixed else ""
-    return Figure(
-        fig, f"{ranks} ranks, {len(held)} state{'s' if len(held) > 1 else ''}: complete sums in each {complete}{fault}."
-    )
 
 
 def _checked(state: State) -> list[Cell]:
@@ -126,7 +94,7 @@ def _draw(axes: Any, state: Sequence[Cell], title: str, size: float) -> None:
             _draw_cell(axes, column, rank, cell, size)
     name_cells(axes, [""] * columns, [f"{rank}" for rank in range(ranks)])
     axes.set_aspect("equal")
-    axes.set_title(title, fontsize=8 if "\n" in title else 7.5)
+    axes.set_title(title, fontsize=8)
 
 
 def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> None:
@@ -140,10 +108,10 @@ def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> No
     frame = (column + inset, rank + inset), 1 - 2 * inset, 1 - 2 * inset
     axes.add_patch(Rectangle(*frame, fill=False, edgecolor=edge, linewidth=1.0 if inset == 0 else 1.3))
     several = len(shares) > 1
-    box = {"facecolor": "#FFFFFF", "edgecolor": "none", "pad": 0.6, "alpha": 0.85} if several else None
+    around = [Stroke(linewidth=2.2, foreground="#FFFFFF"), Normal()] if several else None
     ink = "#000000" if several or not shares else text_color(SEQUENCE[shares[0] % len(SEQUENCE)])
     axes.text(column + 0.5, rank + 0.5, "+".join(map(str, _chunks_in(cell))), ha="center", va="center", fontsize=size,
-              color=ink, bbox=box)  # fmt: skip
+              color=ink, path_effects=around)  # fmt: skip
 
 
 def _cells(state: Sequence[Cell]) -> str:

@@ -36,24 +36,29 @@ CASES = {
     "00_tour": Case(
         {"tp": 1, "pp": 4},
         {
-            "1F1B, 2 stages, 4 microbatches: bubble 20.0%, peak 2 in flight": (
-                "1F1B, 4 stages, 4 microbatches: bubble 42.9%, peak 4 in flight"
+            "your order, 2 stages, 4 microbatches: bubble 20.0%, peak 2 in flight": (
+                "your order, 4 stages, 4 microbatches: bubble 42.9%, peak 4 in flight"
             ),
-            "1F1B, 2 stages, 4 microbatches: both stages ran": "1F1B, 4 stages, 4 microbatches: all 4 stages ran",
+            "one at a time, 2 stages, 4 microbatches: bubble 50.0%": (
+                "one at a time, 4 stages, 4 microbatches: bubble 75.0%"
+            ),
+            "your order, 2 stages, 4 microbatches: both stages ran": (
+                "your order, 4 stages, 4 microbatches: all 4 stages ran"
+            ),
             "tp2 pp2 dp1 6.96 to": "tp1 pp4 dp1 6.96 to",
             "tp 2 groups of 2": "tp 4 groups of 1",
         },
     ),
-    # g = 3 ranks have 3 chunks each; a ring has 2 (g - 1) = 4 steps; g sums are complete after step g - 2, then g more
-    # after each step; the sizes are 0.1 to 10 times g x 2 ms x 20 MB/s
+    # g = 3 ranks have 3 chunks each, and a half of a ring has g - 1 = 2 steps of g messages, each a 3 x 3 matrix of
+    # floats; the sizes are 0.1 to 3 times g x 5 ms x 20 MB/s
     "01_collectives": Case(
         {"world_size": 3},
         {
             "of 4 ranks: all-reduce 4 before and 4 sums after": "of 3 ranks: all-reduce 3 before and 3 sums after",
-            "4 ranks, 7 states: complete sums in each 0, 0, 0, 4, 8, 12, 16": (
-                "3 ranks, 5 states: complete sums in each 0, 0, 3, 6, 9"
+            "Second half: 4 ranks, 3 steps, 12 messages, bytes sent 192 from each": (
+                "Second half: 3 ranks, 2 steps, 6 messages, bytes sent 72 from each"
             ),
-            "of 16,000 to 1,600,000 bytes": "of 12,000 to 1,200,000 bytes",
+            "of 40,000 to 1,200,000 bytes": "of 30,000 to 900,000 bytes",
         },
     ),
     # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one;
@@ -379,11 +384,11 @@ FURTHER = {
 """A second change of a chapter: another number of ranks, the least that a parameter allows."""
 
 EXTREMES = [
-    ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3, "hunt": 0}),
+    ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3, "fault": 0}),
     ("00_tour", {"world_size": 16, "tp": 4, "pp": 4, "steps": 4}),
-    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100, "hunt": 99}),
-    ("01_collectives", {"world_size": 2, "latency_ms": 1, "link_mb": 1}),
-    ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50}),
+    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100, "fault": 99}),
+    ("01_collectives", {"world_size": 2, "latency_ms": 1, "link_mb": 1, "fault": 0}),
+    ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50, "fault": 99}),
     ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "hunt": 0}),
     ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "hunt": 99}),
     ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "hunt": 0}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from re import search
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 from labkit import schedules, viz
 from labkit.check.hunts.hunting import Planted, hunt_of
+from labkit.comm import collectives
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
+from labkit.events import EventRecorder, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
 from labkit.parallel import initialize_model_parallel, model_parallel_seed
@@ -69,6 +72,10 @@ def train_marked(chapter: str, config: RunConfig, schedule: Any, observer: Any) 
     return run(config, schedule=schedule, observer=observer)
 
 
+def of_00(config: RunConfig, observer: Any) -> Any:
+    return train_marked("00", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -84,6 +91,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
+        ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
@@ -96,7 +104,74 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name == "positions"), "only wrong positions change the loss"
+        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum")), "only outputs change the loss"
+
+
+# ---- 00 ----
+
+
+def test_00_the_silent_fault_shows_in_the_forwards_of_the_last_stage(ranks) -> None:
+    found = with_each_fault(ranks, "00", train_two_stages)
+    forwards = {name: [median(seconds) for seconds in runs] for name, runs in found.items()}
+    ratios = {name: last / first for name, (first, last) in forwards.items()}
+    assert {name for name, ratio in ratios.items() if ratio > 2.5 * ratios[CLEAN]} == {"slow forward"}, ratios
+
+
+def train_two_stages() -> list[float]:
+    """Seconds of this stage's forwards."""
+    result = pretrain(SMALL.override({"model.layers": 4, "train.steps": 6, **PIPELINE}))
+    return [event.duration for event in result.events if event.kind == "forward"]
+
+
+# ---- 01 ----
+
+
+def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], float]:
+    """Weights of this rank after one and after 40 steps, bytes given to each operation, seconds in collectives."""
+    group = initialize_model_parallel(presets.tiny().override({"parallel.pp": 1}).parallel).world
+    inputs, targets = samples(group.rank)
+    weight, first, recorder = torch.zeros(8), None, EventRecorder(group.rank)
+    with CommLedger() as ledger, watching(recorder):
+        for _ in range(40):
+            gradient = 2 * inputs.T @ (inputs @ weight - targets) / len(inputs) / group.size
+            mine = weight.chunk(group.size)[group.rank] - 0.05 * collectives.reduce_scatter(gradient, group)
+            weight = collectives.all_gather(mine, group)
+            first = weight if first is None else first
+    given: Counter[str] = Counter()
+    for record in ledger.records:
+        given[record.operation] += record.bytes
+    assert first is not None
+    return first, weight, given, sum(event.duration for event in recorder.events if event.kind == "collective")
+
+
+def samples(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(64, 8, generator=made)
+    return inputs, inputs @ torch.linspace(-1, 1, 8)
+
+
+def first_step(*ranks: int) -> torch.Tensor:
+    """The first step of one process with the samples of these ranks, as two ranks divide it."""
+    return 0.05 * sum((2 * x.T @ y / len(x) / 2 for x, y in map(samples, ranks)), torch.zeros(8))
+
+
+def test_01_each_fault_has_its_own_evidence(ranks) -> None:
+    found = with_each_fault(ranks, "01", descended)
+    firsts, last, given = ({name: runs[0][i] for name, runs in found.items()} for i in range(3))
+    both = first_step(0, 1)
+    right = {name for name, first in firsts.items() if torch.allclose(first, both, atol=1e-6)}
+    assert right == {CLEAN, "padded sum", "straggler"}
+    torch.testing.assert_close(firsts["mean"], both / 2)
+    torch.testing.assert_close(firsts["sent too early"], first_step(0), msg="rank 1 is missing")
+    torch.testing.assert_close(firsts["no sum"], torch.cat([first_step(0)[:4], first_step(1)[4:]]))
+    whole = {"reduce_scatter": 40 * 32, "all_gather": 40 * 16}
+    assert {name: dict(each) for name, each in given.items() if each != whole} == {
+        "no sum": {"all_gather": 40 * 16},
+        "padded sum": {"reduce_scatter": 40 * 32, "all_reduce": 40 * 32},
+    }
+    assert (last["sent too early"] - last[CLEAN]).norm() < 0.1 * last[CLEAN].norm(), "hardly to be seen at the end"
+    waited = [run[3] for run in found["straggler"]]
+    assert waited[0] > 40 * 0.015 and waited[0] > waited[1] + 0.3, "who comes late does not wait"
 
 
 # ---- 06 ----

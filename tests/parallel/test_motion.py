@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from labkit.comm import collectives
+from labkit.comm.motion import Moment
 from labkit.comm.motion_clock import movement
 from labkit.config import ParallelConfig
 from labkit.launch import Ranks
@@ -149,6 +150,18 @@ def test_recordings_that_do_not_belong_together_are_refused(ranks):
         in_motion(motions, first=6)
     with pytest.raises(ValueError, match="no rank said what it holds"):
         in_motion([Motion()])
+
+
+def test_rows_are_held_in_the_slots_of_their_numbers():
+    x, motion = torch.arange(6.0).view(2, 3), Motion()
+    motion.holds_rows("sums", x, [3, 1], Held("sum", [0, 1]))
+    (moment,) = motion.entries
+    assert isinstance(moment, Moment)
+    assert moment.title == "sums"
+    assert moment.slots == {"positions 3": Held("sum", [0, 1]), "positions 1": Held("sum", [0, 1])}
+    assert motion._slots_in(x[1:]) == ("positions 1",), "its memory finds it"
+    with pytest.raises(ValueError):
+        motion.holds_rows("sums", x, [0], Held("sum"))
 
 
 def test_a_live_notebook_gets_a_slider(ranks, monkeypatch):

@@ -4,7 +4,15 @@ import pytest
 
 from labkit.graphs import overwritten, plan_buffers, play_back
 from labkit.schedules import interleaved, one_f_one_b
-from labkit.viz import buffer_lives, explore_pool, pool_blocks, pool_collisions, pool_frame, pool_frames
+from labkit.viz import (
+    buffer_lives,
+    explore_pool,
+    gradient_errors,
+    pool_blocks,
+    pool_collisions,
+    pool_frame,
+    pool_frames,
+)
 
 K = 1024
 
@@ -102,6 +110,8 @@ def test_frames_are_strips_in_the_order_of_captures():
     assert boxes(figure) == [
         (0, 0.1, 8), (0, 1.1, 8), (8, 1.1, 8), (8, 2.1, 8), (16, 2.1, 1), (0, 3.1, 6), (16, 3.1, 1),
     ]  # fmt: skip
+    arrows = [text for text in figure.fig.axes[0].texts if text.arrow_patch]
+    assert [(text.xy, text.xyann) for text in arrows] == [((3, 3.1), (3, 1.9))], "from F0's memory, last held after F1"
     assert "2 frames, most held after B0, 9 KiB; F2 is" in repr(pool_frames(SMALL, first=2))
     assert repr(pool_frames(SMALL, count=1)).endswith("no forward is mostly in memory of earlier graphs.")
 
@@ -140,3 +150,21 @@ def test_a_live_notebook_gets_a_player(monkeypatch):
     slider.value = 3
     assert picture.value != before
     assert "Frame 3 of 4, F2" in words.value
+
+
+def test_gradients_are_compared_with_what_the_loss_shows():
+    errors = {"layers.1.fc.weight": 0.0, "layers.1.norm.weight": 0.1, "layers.0.fc.weight": 1e-4, "embedding": 2e-6}
+    figure = gradient_errors(errors, {"loss": 1e-5}, stressed="norm.weight", what="early")
+    assert repr(figure) == (
+        "early: 3 of 4 gradients are wrong, most of all layers.1.norm.weight, by 10%; 2 are further off than the loss "
+        "(1.0e-05)."
+    )
+    axes = figure.fig.axes[0]
+    small, large = ([tuple(map(float, place)) for place in each.get_offsets()] for each in axes.collections)
+    assert large == [(1, 0.1)]
+    assert small[1:] == [(2, 1e-4), (3, 2e-6)] and small[0][1] < 1e-6, "an equal gradient lies below all others"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "0"]
+    with pytest.raises(ValueError, match="a logarithmic axis needs a wrong gradient"):
+        gradient_errors({"w": 0.0}, {"loss": 1e-5}, stressed="norm")
+    with pytest.raises(ValueError, match="positive levels"):
+        gradient_errors(errors, {"loss": 0.0}, stressed="norm")

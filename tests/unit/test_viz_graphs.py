@@ -5,7 +5,7 @@ import torch
 
 from labkit.graphs.study.launches import Launches, Run, predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog, memory_of
-from labkit.viz import by_call, cost_by_size, graph_memory, launch_timeline
+from labkit.viz import by_call, graph_memory, launch_timeline
 
 
 def log_of(*operations):
@@ -81,15 +81,6 @@ def test_measured_launches_tell_no_times():
     assert [text.get_text() for text in axes.texts] == ["addmm"], "gelu's bar is too narrow for its name"
     with pytest.raises(ValueError, match="at least one operation"):
         launch_timeline({"none": Launches((), ())})
-
-
-def test_cost_by_size_draws_microseconds_and_tells_none():
-    figure = cost_by_size([1, 4096], {"eager": [1e-4, 2e-3], "replayed": [5e-5, 1e-3]})
-    assert figure.sentence == "Time of a step of 1 to 4,096 rows: eager and replayed."
-    (axes,) = figure.fig.axes
-    assert [list(line.get_ydata()) for line in axes.lines] == [pytest.approx([100, 2000]), pytest.approx([50, 1000])]
-    with pytest.raises(ValueError, match="as many times"):
-        cost_by_size([1, 2], {"eager": [1.0]})
 
 
 def test_numbers_by_call_end_in_the_sentence():

@@ -27,7 +27,7 @@ from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
 from labkit.parallel import ParameterSpec, plan_buckets
-from labkit.plan import BackwardPiece, Link, predict_step
+from labkit.plan import BackwardPiece, Link, layer_timeline, predict_step
 from labkit.plan.overlap import BucketSize, exposed_seconds
 from labkit.plan.terms import KINDS
 from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
@@ -186,12 +186,22 @@ def slept(schedule: Any) -> Any:
     return viz.gantt_overlay(timeline, list(timeline.events), memory=True)
 
 
+LAYER = layer_timeline(
+    presets.get("llama3_8b").override({"parallel.tp": 8, "parallel.pp": 1, "parallel.sequence_parallel": True}), 8
+)
 DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
         lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
     ),
     "buffer_lives": (lambda: lives(2, 2), lambda: lives(4, 64)),
+    "bandwidth_by_size": (
+        lambda: viz.bandwidth_by_size({"a": ([1e3, 1e9], [1e3, 1e9])}),
+        lambda: viz.bandwidth_by_size(
+            {f"{8**i} GPUs, InfiniBand": ([2**k for k in range(10, 36)], [1e6 * k for k in range(10, 36)])
+             for i in range(4)},
+            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}),
+    ),
     "bucket_map": (lambda: bucket_map(2, 1, 64), lambda: bucket_map(8, 60, 1024)),
     "bucket_size_curve": (lambda: swept(1), lambda: swept(4)),
     "by_call": (
@@ -202,10 +212,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.capacity_curve({"this router": np.ones((2, 2), int)}, tokens=1, top_k=2),
         lambda: viz.capacity_curve({"this router": np.full((8, 16), 256), "skew 1": np.eye(8, 16) * 4096},
                                    tokens=256, top_k=16),
-    ),
-    "chunk_states": (
-        lambda: viz.chunk_states({"start": whole(2)}),
-        lambda: viz.chunk_states({f"step {step}": whole(8) for step in range(15)}),
     ),
     "compare_orders": (
         lambda: viz.compare_orders(TINY, {"tp": 2}, world_size=4, gpus_per_node=1),
@@ -220,10 +226,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.compare_timelines([simulate(interleaved(4, 4, 64))] * 2),
     ),
     "context_mask": (lambda: viz.context_mask(16, 2), lambda: viz.context_mask(64, 8)),
-    "cost_by_size": (
-        lambda: viz.cost_by_size([1, 4], {"eager": [1e-4, 1e-4], "replayed": [4e-5, 5e-5]}),
-        lambda: viz.cost_by_size([4**i for i in range(7)], {"eager": [1e-4 * 2**i for i in range(7)]}),
-    ),
     "cut_matrices": (
         lambda: viz.cut_matrices("attention", 32, 8, 8),
         lambda: viz.cut_matrices("mlp", 32, 512, 8),
@@ -277,6 +279,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "gradient_errors": (
+        lambda: viz.gradient_errors({"layers.0.w": 1e-3}, {"loss": 1e-5}, stressed="w"),
+        lambda: viz.gradient_errors({f"layers.{n // 12}.attention.norm.weight": 1e-3 * (n % 90) for n in range(192)},
+                                    {"loss": 1e-6, "gradient norm": 1e-4}, stressed="norm.weight"),
+    ),
     "pool_blocks": (lambda: viz.pool_blocks(pool(2, 2)), lambda: viz.pool_blocks(pool(4, 64))),
     "pool_collisions": (
         lambda: viz.pool_collisions(pool(2, 2), {"again": pool(2, 2)}),
@@ -287,6 +294,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "rank_grid": (
         lambda: viz.rank_grid({"tp": 1}, ["tp", "dp"], world_size=4, gpus_per_node=1),
         lambda: viz.rank_grid({"tp": 4, "pp": 4}, ["tp", "dp", "pp"], world_size=16, gpus_per_node=64),
+    ),
+    "rank_matrices": (
+        lambda: viz.rank_matrices({"all-to-all": np.eye(4)}, 2),
+        lambda: viz.rank_matrices({"all-gather": np.ones((4, 2)), "reduce-scatter": np.ones((2, 4)),
+                                   "all-reduce": np.ones((4, 4))}, 2),
     ),
     "rank_neighbours": (
         lambda: viz.rank_neighbours(0, {"tp": 2}, ["tp", "dp"], world_size=4, gpus_per_node=1),
@@ -332,6 +344,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.split_sequence(8, 2, 64, 256, 2, sequence_parallel=False),
         lambda: viz.split_sequence(256, 2, 512, 2048, 8, sequence_parallel=True),
     ),
+    "layer_timelines": (
+        lambda: viz.layer_timelines({"f and g": LAYER[:2]}),
+        lambda: viz.layer_timelines({"f and g": LAYER, "f_s and g_s": LAYER}),
+    ),
     "tensor_lifetimes": (
         lambda: viz.tensor_lifetimes({"a product": [("mm", ("x",))] * 2}, ["fc1", "fc1"], 1, "tensors"),
         lambda: viz.tensor_lifetimes(
@@ -340,6 +356,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         ),
     ),
     "tensor_parallel_block": (lambda: tp_block(2, 2048), lambda: tp_block(8, 16 * 2 * 512 * 8)),
+    "term_bars": (
+        lambda: viz.term_bars([16], {"latency": [1e-3]}, [2e-3], of="a ring"),
+        lambda: viz.term_bars([10**9] * 4, {"latency": [1.0] * 4, "bytes / bandwidth": [0.1, 1, 3, 9]}, [2, 3, 5, 20],
+                              of="an all-reduce"),
+    ),
     "token_choices": (
         lambda: viz.token_choices([" c"], {"T = 1": [1.0]}),
         lambda: viz.token_choices([" tells"] * 8, {f"top-p 0.{n}": [0.5] + [0.0] * 7 for n in range(4)}),

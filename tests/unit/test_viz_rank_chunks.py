@@ -1,16 +1,14 @@
-"""Chunks on ranks: stripes and frames are those of the numbers given, sentences count them."""
+"""Chunks on ranks, matrices between them, times of links: drawn as given, and sentences with their numbers."""
 
 import numpy as np
 from matplotlib.colors import to_hex
 
-from labkit.viz import before_and_after, chunk_states
+from labkit.viz import bandwidth_by_size, before_and_after, rank_matrices, term_bars
 from labkit.viz.style import SEQUENCE
 
 WHOLE = list(np.eye(9).reshape(3, 3, 3, 3))
 """Chunk c of rank r has its one at [r, c]."""
 SUMS = sum(WHOLE)
-MIXED = WHOLE[0] + np.roll(WHOLE[1], 1, axis=0)
-"""To chunk c of rank 0 another chunk of rank 1 was added."""
 
 
 def stripes(axes, column, row):
@@ -39,10 +37,24 @@ def test_a_cell_has_the_colours_of_the_ranks_in_it_and_a_lone_chunk_stands_in_it
     assert figure.png.startswith(b"\x89PNG")
 
 
-def test_states_count_complete_sums_and_cells_that_mix_chunks():
-    figure = chunk_states({"start": WHOLE, "fault": [MIXED, SUMS, SUMS]})
-    assert figure.sentence == "3 ranks, 2 states: complete sums in each 0, 6; at the end 3 cells mix chunks."
-    assert frames(figure.fig.axes[1]) == {"#D40000", "#000000"}
-    assert [t.get_text() for t in figure.fig.axes[1].texts[:3]] == ["0+2", "0+1", "1+2"]
-    twice = [2 * SUMS, SUMS, SUMS]
-    assert chunk_states({"a": twice}).sentence == "3 ranks, 1 state: complete sums in each 6."
+def test_a_matrix_and_its_transpose_are_told():
+    gather = np.vstack([np.eye(2)] * 2)
+    figure = rank_matrices({"gather": gather, "scatter": gather.T, "swap": np.eye(4)[[0, 2, 1, 3]]}, 2)
+    assert figure.sentence == (
+        "3 matrices of 2 ranks; transposes: gather of scatter, scatter of gather; their own: swap."
+    )
+    first = figure.fig.axes[0]
+    assert [t.get_text() for t in first.texts] == [*"10011001", "from 0", "from 1", "to 0", "to 1"]
+
+
+def test_terms_are_outlined_one_after_another_and_the_measured_time_is_filled():
+    figure = term_bars([16, 64], {"latency": [1e-3, 1e-3], "bytes": [1e-3, 4e-3]}, [3e-3, 6e-3], of="a ring")
+    bars = [(p.get_x(), p.get_width()) for p in figure.fig.axes[0].patches]
+    np.testing.assert_allclose(bars, [(0, 1), (1, 1), (0, 3), (0, 1), (1, 4), (0, 6)], atol=1e-9)
+    assert figure.sentence == "Time of a ring of 16 to 64 bytes: latency and bytes predicted, and measured."
+
+
+def test_half_of_the_largest_bandwidth_is_told():
+    figure = bandwidth_by_size({"a": ([1e3, 2e6, 3e9], [1e9, 5e9, 10e9])}, {"a": ([1e3], [2e9])})
+    assert figure.sentence == "Bus bandwidth by size: a half at 2 MB."
+    assert [float(line.get_ydata()[-1]) for line in figure.fig.axes[0].lines] == [10, 5, 2]

@@ -20,12 +20,14 @@ TIMELINE = simulate(one_f_one_b(2, 2))
 CLASH = {"tp": 2, "pp": 2, "etp": 1, "ep": 2, "order": "tp-pp-cp-ep-dp"}
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: viz.bandwidth_by_size({"a": ([1], [1])}, {"b": ([1], [1])}), "measured points belong to a line"),
+    (lambda: viz.rank_matrices({"a": np.ones((3, 2))}, 2), "2 ranks share equally"),
+    (lambda: viz.term_bars([1, 2], {"latency": [1.0, 2.0]}, [1.0], of="a ring"), "as many times as sizes"),
     (lambda: viz.before_and_after({}), "at least one operation"),
     (lambda: viz.bucket_map(UNEVEN, 4), "450 elements cannot be cut into 4 equal parts"),
     (lambda: viz.bucket_map(plan_buckets([], dp=4), 4), "no parameter to draw"),
-    (lambda: viz.chunk_states({}), "at least one state"),
     (
-        lambda: viz.chunk_states({"a": [np.eye(3)] * 3}),
+        lambda: viz.before_and_after({"a": ([np.eye(3)] * 3, [])}),
         r"rank 0 holds an array \[3, 3\]; a state of 3 ranks has \[cells, 3, chunks\]",
     ),
     (lambda: viz.context_mask(30, 4), "choose a multiple of 8"),

@@ -276,7 +276,8 @@ def _draw_amount(axes: Any, playback: Playback) -> None:
 def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, what: str = "") -> Figure:
     """Draw the pool at the end of each capture, one strip per capture, from the top down: held blocks and their places.
 
-    Blocks with a thick edge are where a block of an earlier graph was.
+    Blocks with a thick edge are where a block of an earlier graph was. An arrow leads to the largest of a forward from
+    the last strip in which another microbatch held its memory.
 
     first, count: frames to show, at most MAX_FRAMES.
     what: the first words of the sentence.
@@ -292,6 +293,7 @@ def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, 
         axes = fig.subplots()
         for row, number in enumerate(shown):
             _draw_strip(axes, row, playback.frames[number])
+        _draw_hand_overs(axes, playback, shown)
         axes.set(xlim=(0, _end(playback) / _KIB), xlabel="place in the pool, KiB")
         name_rows(axes, [names[number] for number in shown])
         handles = _legend([life for number in shown for life in playback.frames[number].live], taken_over=True)
@@ -358,6 +360,30 @@ def _draw_strip(axes: Any, row: int, frame: Frame) -> None:
             style |= {"edgecolor": _TAKEN_OVER, "linewidth": 1.2, "zorder": 2}  # above its neighbours' edges
         box = Rectangle((life.offset / _KIB, row + 0.1), life.nbytes / _KIB, 0.8, **style)
         axes.add_patch(box)
+
+
+def _draw_hand_overs(axes: Any, playback: Playback, shown: range) -> None:
+    """Draw an arrow to the largest block that each forward took over from another microbatch."""
+    for row, number in enumerate(shown):
+        takers = sorted(playback.frames[number].taken_over, key=lambda life: -life.nbytes)
+        found = [(life, _last_holder(playback, shown[:row], life)) for life in takers]
+        life, giver = next((pair for pair in found if pair[1]), (None, None))
+        if life is None or giver is None or _graph_of(life.owner)[2]:
+            continue
+        middle = (life.offset + life.end) / 2 / _KIB
+        arrow: Any = {"arrowstyle": "-|>", "color": _TAKEN_OVER, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (middle, row + 0.1), xytext=(middle, giver[0] + 0.9), arrowprops=arrow, zorder=4)
+
+
+def _last_holder(playback: Playback, before: range, life: Life) -> tuple[int, Life] | None:
+    """Return (row, block) of the last strip in which another microbatch's forward held the middle of this block."""
+    microbatch, middle = _graph_of(life.owner)[1], (life.offset + life.end) // 2
+    for row in reversed(range(len(before))):
+        for each in playback.frames[before[row]].live:
+            _, other, backward = _graph_of(each.owner)
+            if other != microbatch and not backward and each.offset <= middle < each.end:
+                return row, each
+    return None
 
 
 def _block_style(life: Life) -> dict[str, Any]:

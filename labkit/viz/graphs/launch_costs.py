@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from labkit.config.errors import counted
@@ -29,7 +29,6 @@ _INK, _PALE, _LEAVES = "#333333", 0.25, ".."
 _OPERATION, _LAUNCH = SEQUENCE[:2]
 _THINNEST = 150
 """A bar is at least as wide as this fraction of the axis, so that a bias is still visible next to a weight."""
-_MARKS = ("o", "s", "^", "D")
 
 
 # ---- operations and memory ----
@@ -230,33 +229,6 @@ def _draw_lane(axes: Any, row: int, shade: str, lane: Sequence[Run], end: float)
 
 
 # ---- numbers ----
-
-
-def cost_by_size(
-    sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], what: str = "rows", *, of: str = "a step"
-) -> Figure:
-    """Draw the time `of` something over its size on two logarithmic axes, where a flat line is a fixed cost.
-
-    The sentence gives no times. Raises ValueError if there are not as many times as sizes.
-    """
-    if len(sizes) < 2 or not seconds or any(len(each) != len(sizes) for each in seconds.values()):
-        raise ValueError(f"give two sizes or more and as many times for each line; got {len(sizes)} sizes")
-    with styled():
-        fig = new_figure(6.4, 3.0)
-        axes = fig.subplots()
-        for number, (name, times) in enumerate(seconds.items()):
-            axes.plot(sizes, [1e6 * t for t in times], marker=_MARKS[number % 4], markersize=4, label=name,
-                      color=SEQUENCE[number], linestyle=LINES[number % 4])  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel=what, ylabel=f"time of {of} (us)")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.grid(which="major", linewidth=0.5)
-        axes.legend()
-    *names, last = seconds
-    named = f"{', '.join(names)} and {last}" if names else last
-    return Figure(fig, f"Time of {of} of {min(sizes):,} to {max(sizes):,} {what}: {named}.")
 
 
 def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int = 0) -> Figure:

@@ -1,100 +1,97 @@
 """Wrong answers to the exercises of chapter 00, with what each believes and words of its score."""
 
-from itertools import product
+from math import ceil
+
+import numpy as np
 
 
-def first(condition):
-    return lambda a, b, t: next((i for i, (x, y) in enumerate(zip(a, b)) if condition(x, y, t)), None)
+def part(width, rank):
+    return slice(rank * width // 2, (rank + 1) * width // 2)
 
 
-SAME = {
-    # Compares final losses alone, as tables in papers do; runs can diverge and come together again.
-    "last": (lambda a, b, t: len(a) - 1 if abs(a[-1] - b[-1]) > t else None, "the last step alone"),
-    # Takes the tolerance for a difference in nats instead of a share of the loss.
-    "absolute": (lambda a, b, t: None if a == b else first(lambda x, y, t: abs(x - y) > t)(a, b, t), "divide it by"),
-    # Looks for the largest difference, which is an effect; the first one is nearer to the cause.
-    "largest": (
-        lambda a, b, t: (
-            max(range(len(a)), key=lambda i: abs(a[i] - b[i]) / b[i])
-            if first(lambda x, y, t: abs(x - y) > t * y)(a, b, t) is not None
-            else None
-        ),
-        "the step with the largest difference",
-    ),
-    "signed": (first(lambda x, y, t: x - y > t * y), "take the absolute value"),
-    "from 1": (
-        lambda a, b, t: None if (s := first(lambda x, y, t: abs(x - y) > t * y)(a, b, t)) is None else s + 1,
-        "steps count from 0",
-    ),
+def columns(x, A, B, rank):
+    mine = part(A.shape[1], rank)
+    return np.maximum(x @ A[:, mine], 0) @ B[mine]
+
+
+def rows_of_a(x, A, B, rank):
+    mine = part(A.shape[0], rank)
+    return np.maximum(x[:, mine] @ A[mine], 0) @ B
+
+
+def swapped(x, A, B, rank):
+    return np.maximum(x @ A[:, part(A.shape[1], rank)], 0) @ B[part(A.shape[1], 1 - rank)]
+
+
+def relu_last(x, A, B, rank):
+    mine = part(A.shape[1], rank)
+    return np.maximum(x @ A[:, mine] @ B[mine], 0)
+
+
+def no_relu(x, A, B, rank):
+    mine = part(A.shape[1], rank)
+    return x @ A[:, mine] @ B[mine]
+
+
+def columns_of_b(x, A, B, rank):
+    return np.maximum(x @ A, 0) @ B[:, : B.shape[1] // 2]
+
+
+HALF = {
+    # Leaves everything as it was on one process.
+    "whole": (lambda x, A, B, rank: np.maximum(x @ A, 0) @ B, "both ranks did all of the work"),
+    "same half": (lambda x, A, B, rank: columns(x, A, B, 0), "both ranks took the same half"),
+    # Cuts the sum over x's features, as if relu of a sum were the sum of relus.
+    "rows of A": (rows_of_a, "A can't be cut by its rows"),
+    "swapped": (swapped, "these don't match"),
+    "relu last": (relu_last, "it belongs between A and B"),
+    "no relu": (no_relu, "the relu is missing"),
+    # Wants to join the ranks' results side by side, not to add them up.
+    "columns of B": (columns_of_b, "each term is as large as the sum"),
+    # One rank does everything and the other one sends zeros.
+    "lazy": (lambda x, A, B, rank: (1 - rank) * (np.maximum(x @ A, 0) @ B), "the work is not shared"),
 }
 
 
-def spans(rows):
-    """(busy seconds, first start, last end, number of stages)."""
-    busy = sum(end - start for row in rows for start, end in row)
-    return busy, min(row[0][0] for row in rows), max(row[-1][1] for row in rows), len(rows)
+def turns(ahead):
+    """Rows with `ahead(stage, stages)` forwards first, then forward and backward in turn."""
+
+    def order(stages, microbatches):
+        rows = []
+        for stage in range(stages):
+            first = min(ahead(stage, stages), microbatches)
+            row = [f"F{i}" for i in range(first)]
+            for i in range(microbatches):
+                row += [f"F{i + first}"] * (i + first < microbatches) + [f"B{i}"]
+            rows.append(row)
+        return rows
+
+    return order
 
 
-def of_spans(share):
-    return lambda rows: share(*spans(rows))
+def all_forwards_first(stages, microbatches):
+    return [[f"{kind}{i}" for kind in "FB" for i in range(microbatches)] for _ in range(stages)]
 
 
-def own_share(row):
-    """The share of a stage's own time, from its first action to its last, in which it is idle."""
-    return 1 - sum(end - start for start, end in row) / (row[-1][1] - row[0][0])
-
-
-IDLE = {
-    "busy": (of_spans(lambda busy, a, b, n: busy / (n * (b - a))), "the share in which stages work"),
-    "one stage": (of_spans(lambda busy, a, b, n: 1 - busy / (b - a)), "divide by their number"),
-    # Counts the idle time between a stage's own first and last action only, so that a late start costs nothing.
-    "own span": (
-        lambda rows: 1 - spans(rows)[0] / sum(row[-1][1] - row[0][0] for row in rows),
-        "before its first action and after its last",
-    ),
-    "mean of shares": (lambda rows: sum(map(own_share, rows)) / len(rows), "each stage's share of its own time"),
-    "one stage from 0": (of_spans(lambda busy, a, b, n: 1 - busy / b), "and by a step that begins"),
-    "from 0": (of_spans(lambda busy, a, b, n: 1 - busy / (n * b)), "not at time 0"),
-    # Trusts the formula of equal stages, whatever the rows say.
-    "formula": (
-        lambda rows: (len(rows) - 1) / (len(rows[0]) // 2 + len(rows) - 1),
-        "this formula holds for equal stages",
-    ),
-    "seconds": (of_spans(lambda busy, a, b, n: n * (b - a) - busy), "these are seconds"),
+ORDER = {
+    # Believes that a step has a forward half and a backward half: as short, but everything is kept.
+    "all forwards first": (all_forwards_first, "run a backward as soon as it can"),
+    # Believes that the last stage, which waits longest for its first microbatch, has to catch up.
+    "last stage ahead": (turns(lambda stage, stages: stage), "two stages wait for each other"),
+    "forward only": (lambda p, m: [[f"F{i}" for i in range(m)] for _ in range(p)], "each forward needs one"),
+    "twice": (lambda p, m: [["F0", *row] for row in all_forwards_first(p, m)], "every F and every B exactly once"),
+    "one row": (lambda p, m: [f"F{i}" for i in range(m)], "not one list of actions for each stage"),
+    "no letters": (lambda p, m: [list(range(m)) for _ in range(p)], "an action is an F or a B"),
 }
 
-
-def layouts(rule):
-    """An answer: the triples (t, p, d) of up to `ranks` each for which `rule` holds."""
-
-    def found(ranks, layers, heads, batch):
-        triples = product(range(1, ranks + 1), repeat=3)
-        return {(t, p, d) for t, p, d in triples if rule(t, p, d, ranks, layers, heads, batch)}
-
-    return found
-
-
-def divides(t, p, d, layers, heads, batch):
-    return heads % t == 0 and layers % p == 0 and batch % d == 0
-
-
-TOUR = {
-    # Believes that any three factors of the world size will do, whatever they have to divide.
-    "any factors": (
-        layouts(lambda t, p, d, ranks, *sizes: t * p * d == ranks),
-        "(1, 1, 8): dp 8 does not divide a batch of 2 samples",
-    ),
-    # Believes that dp is chosen freely, so that some ranks may be left without work.
-    "idle ranks": (
-        layouts(lambda t, p, d, ranks, *sizes: t * p * d <= ranks and divides(t, p, d, *sizes)),
-        "tp pp dp = 1 ranks, not 4",
-    ),
-    # Swaps the axes: cuts the layers by tp and the heads by pp.
-    "swapped": (
-        layouts(lambda t, p, d, ranks, *sizes: t * p * d == ranks and divides(p, t, d, *sizes)),
-        "(1, 4, 2): pp 4 does not divide 2 layers",
-    ),
-    "no triples": (lambda ranks, layers, heads, batch: [1], "not a set of triples"),
+FIT = {
+    # Knows pipelines only, so a large model gets dozens of stages.
+    "stages alone": (lambda gb, room: (1, ceil(gb / room)), "every stage more makes all of them wait"),
+    # Cuts layers only, over as many GPUs as it takes, whatever lies between them.
+    "tp alone": (lambda gb, room: (2 ** max(0, ceil(np.log2(gb / room))), 1), "a machine has eight GPUs"),
+    "always 8": (lambda gb, room: (8, ceil(gb / room / 8)), "a smaller tp fits"),
+    "rounded down": (lambda gb, room: (8, max(1, int(gb / room / 8))), "round the number of stages up"),
+    "one number": (lambda gb, room: ceil(gb / room), "not a pair"),
 }
 
-TABLES = {"00.same": SAME, "00.idle": IDLE, "00.tour": TOUR}
+TABLES = {"00.fit": FIT, "00.half": HALF, "00.order": ORDER}

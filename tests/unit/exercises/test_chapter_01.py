@@ -2,68 +2,7 @@
 
 from math import log2
 
-from labkit.check import score
-
-
-def everything(before):
-    return [chunk for chunks in before for chunk in chunks]
-
-
-def right_after(operation, before):
-    columns = [list(column) for column in zip(*before)]
-    sums = [sum(column) for column in columns]
-    return {
-        "broadcast": [before[0] for _ in before],
-        "all_gather": [everything(before) for _ in before],
-        "all_to_all": columns,
-        "all_reduce": [sums for _ in before],
-        "reduce_scatter": [[total] for total in sums],
-    }[operation]
-
-
-def but(operation, wrong):
-    """Right for every other operation."""
-    return lambda name, before: wrong(before) if name == operation else right_after(name, before)
-
-
-def own_sums(before):
-    return [[sum(chunks) for chunks in before] for _ in before]
-
-
-def own(before):
-    return [[chunks[rank]] for rank, chunks in enumerate(before)]
-
-
-AFTER = {
-    "scatter": (but("broadcast", lambda b: [[chunk] for chunk in b[0]]), "that is a scatter"),
-    "gather": (but("all_gather", lambda b: [everything(b), *b[1:]]), "rank 0 alone gets everything"),
-    "own first": (
-        but("all_gather", lambda b: [everything(b)[r:] + everything(b)[:r] for r in range(len(b))]),
-        "the chunks are in the order of ranks",
-    ),
-    "gathered sum": (but("all_gather", lambda b: [[sum(everything(b))] for _ in b]), "adds nothing"),
-    # Takes an all-to-all for an all-gather: everybody then has everything, g times as much as was asked for.
-    "all to all is all": (but("all_to_all", lambda b: [everything(b) for _ in b]), "every rank gets every chunk"),
-    "passed on": (but("all_to_all", lambda b: b[-1:] + b[:-1]), "passes its chunks on to the next"),
-    "summed chunk": (but("all_to_all", lambda b: right_after("reduce_scatter", b)), "as in a reduce-scatter"),
-    "sums": (but("all_to_all", own_sums), "sums are taken"),
-    "own chunk": (but("all_to_all", own), "it also gets chunk r of all others"),
-    "reduce": (but("all_reduce", lambda b: [right_after("all_reduce", b)[0], *b[1:]]), "rank 0 alone gets the sums"),
-    # Divides by the number of ranks, as data parallelism does afterwards.
-    "mean": (but("all_reduce", lambda b: [[sum(c) / len(b) for c in zip(*b)] for _ in b]), "this is the mean"),
-    "rows": (but("all_reduce", lambda b: [[sum(chunks)] for chunks in b]), "each rank adds up its own chunks"),
-    "rows for all": (but("all_reduce", own_sums), "the sums go over the chunks of one rank"),
-    "half": (but("all_reduce", lambda b: right_after("reduce_scatter", b)), "that is a reduce-scatter"),
-    # Scatters without adding: rank r keeps its own chunk r, and the other ranks' shares are lost.
-    "no sum": (but("reduce_scatter", own), "the sum over ranks is missing"),
-    "whole": (but("reduce_scatter", lambda b: right_after("all_reduce", b)), "that is an all-reduce"),
-    "shifted": (
-        but("reduce_scatter", lambda b: (s := right_after("reduce_scatter", b))[1:] + s[:1]),
-        "on the wrong ranks",
-    ),
-    "mean of one": (but("reduce_scatter", lambda b: [[sum(c) / len(b)] for c in zip(*b)]), "this is the mean"),
-    "nothing": (but("broadcast", lambda b: b), "nothing has moved in the broadcast"),
-}
+from labkit.check import exercises, score
 
 
 def right_rule(r, s, g):
@@ -124,10 +63,16 @@ SECONDS = {
     "no latency": (times(doubling=lambda g, n, a, b: log2(g) * n / b), "the latency is missing"),
 }
 
-TABLES = {"01.after": AFTER, "01.ring": RING, "01.order": ORDER, "01.seconds": SECONDS}
+TABLES = {"01.ring": RING, "01.order": ORDER, "01.seconds": SECONDS}
 
 
 def test_one_mistake_gets_one_sentence():
     for name, table in TABLES.items():
         for answer, _ in table.values():
             assert len(repr(score(name, answer)).splitlines()) == 2
+
+
+def test_a_ring_is_drawn_right_or_wrong():
+    exercise = exercises("01")["01.ring"]
+    for rule in (right_rule, RING["constant"][0]):
+        assert "4 ranks, 6 steps, 24 messages" in exercise.draw(rule).sentence

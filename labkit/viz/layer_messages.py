@@ -1,0 +1,68 @@
+"""Time lines of one layer: what a rank computes, and below it the messages for which it may have to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from labkit.events import Event
+from labkit.plan.timed_layer import is_between
+from labkit.viz.figure import Figure
+from labkit.viz.style import INK, SEQUENCE, color, handle, hatch, legend_patches, new_figure, styled, text_color
+
+_WIDTH = 9.4
+"""Inches of the figure."""
+_SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS"}
+"""Collective -> its letters in a bar."""
+_BETWEEN = SEQUENCE[0]
+"""Colour of norms and residual additions."""
+_MESSAGE = color("collective"), hatch("collective")
+_NARROW = 0.28
+"""Inches from which on a bar has letters."""
+
+
+def layer_timelines(lines: Mapping[str, Sequence[Event]]) -> Figure:
+    """Draw lines of `labkit.plan.layer_timeline`, one above the other on one axis.
+
+    lines: name -> Events of one rank. The dotted line is the end of the forward. The sentence gives for each line the
+    milliseconds of the layer and those in which the rank only waits for a message.
+    """
+    end = max(event.end for events in lines.values() for event in events) * 1e3
+    with styled():
+        fig = new_figure(_WIDTH, 0.8 + 0.95 * len(lines))
+        panels = fig.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, events) in zip(panels, lines.items(), strict=True):
+            for event in events:
+                _draw(axes, event, end)
+            turn = max(event.end for event in events if event.kind == "forward")
+            axes.axvline(turn * 1e3, color=INK, linewidth=1.2, linestyle=":")
+            axes.set(xlim=(0, 1.01 * end), ylim=(2.05, -0.05), yticks=(0.5, 1.5), yticklabels=("computes", "messages"))
+            axes.set_title(name, loc="left")
+            axes.tick_params(axis="y", length=0)
+            axes.spines["left"].set_visible(False)
+        panels[-1].set_xlabel("time (ms); the dotted line is the end of the forward")
+        handles = [*legend_patches(["forward", "backward"]), handle("norm, residual", _BETWEEN)]
+        handles.append(handle("message: AR all-reduce, AG all-gather, RS reduce-scatter", *_MESSAGE))
+        fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return Figure(fig, "; ".join(f"{name}: {_words(events)}" for name, events in lines.items()) + ".")
+
+
+def _draw(axes: Any, event: Event, end: float) -> None:
+    """Draw one bar: computations above, messages below."""
+    is_message = event.kind == "collective"
+    fill = _BETWEEN if is_between(event) else color(event.kind)
+    start, width, top = event.start * 1e3, event.duration * 1e3, 1.05 if is_message else 0.05
+    inches = width / end * (_WIDTH - 1)
+    axes.broken_barh([(start, width)], (top, 0.9), facecolor=fill, edgecolor="#FFFFFF" if inches > 0.05 else fill,
+                     linewidth=0.6, hatch=hatch(event.kind) if is_message else "")  # fmt: skip
+    text = _SHORT[event.name] if is_message else event.name.partition(",")[0]
+    if inches >= max(_NARROW, 0.075 * len(text)):
+        pad = {"facecolor": fill, "edgecolor": "none", "pad": 0.8} if is_message else None
+        axes.text(start + width / 2, top + 0.45, text, ha="center", va="center", fontsize=7.5,
+                  color=text_color(fill), bbox=pad)  # fmt: skip
+
+
+def _words(events: Sequence[Event]) -> str:
+    whole = max(event.end for event in events)
+    busy = sum(event.duration for event in events if event.kind != "collective")
+    return f"{whole * 1e3:.1f} ms, of which {(whole - busy) * 1e3:.1f} only waiting"
