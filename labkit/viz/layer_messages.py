@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from labkit.events import Event
@@ -22,29 +23,43 @@ _NARROW = 0.28
 
 
 def layer_timelines(lines: Mapping[str, Sequence[Event]]) -> Figure:
-    """Draw lines of `labkit.plan.layer_timeline`, one above the other on one axis.
+    """Draw time lines of a layer one above the other on one axis, predicted or measured.
 
-    lines: name -> Events of one rank. The dotted line is the end of the forward. The sentence gives for each line the
-    milliseconds of the layer and those in which the rank only waits for a message.
+    lines: name -> Events of one rank, of `labkit.plan.layer_timeline` or recorded. Times are counted from the first
+    start of each line, and its waits are left out: they are the gaps. In lines with a forward and a backward a dotted
+    line is the end of the forward. The sentence gives for each line the milliseconds of the layer and those in which
+    the rank only waits for a message.
     """
+    lines = {name: _from_zero(events) for name, events in lines.items()}
     end = max(event.end for events in lines.values() for event in events) * 1e3
+    kinds = list(dict.fromkeys(e.kind for events in lines.values() for e in events if not is_between(e)))
+    turned = False
     with styled():
         fig = new_figure(_WIDTH, 0.8 + 0.95 * len(lines))
         panels = fig.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, events) in zip(panels, lines.items(), strict=True):
             for event in events:
                 _draw(axes, event, end)
-            turn = max(event.end for event in events if event.kind == "forward")
-            axes.axvline(turn * 1e3, color=INK, linewidth=1.2, linestyle=":")
+            if {"forward", "backward"} <= {event.kind for event in events}:
+                turn, turned = max(event.end for event in events if event.kind == "forward"), True
+                axes.axvline(turn * 1e3, color=INK, linewidth=1.2, linestyle=":")
             axes.set(xlim=(0, 1.01 * end), ylim=(2.05, -0.05), yticks=(0.5, 1.5), yticklabels=("computes", "messages"))
             axes.set_title(name, loc="left")
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)
-        panels[-1].set_xlabel("time (ms); the dotted line is the end of the forward")
-        handles = [*legend_patches(["forward", "backward"]), handle("norm, residual", _BETWEEN)]
+        panels[-1].set_xlabel("time (ms)" + ("; the dotted line is the end of the forward" if turned else ""))
+        handles = legend_patches([kind for kind in kinds if kind != "collective"])
+        between = any(is_between(event) for events in lines.values() for event in events)
+        handles += [handle("norm, residual", _BETWEEN)] * between
         handles.append(handle("message: AR all-reduce, AG all-gather, RS reduce-scatter", *_MESSAGE))
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return Figure(fig, "; ".join(f"{name}: {_words(events)}" for name, events in lines.items()) + ".")
+
+
+def _from_zero(events: Sequence[Event]) -> list[Event]:
+    """Return the events without waits, with times from the first start."""
+    start = min(event.start for event in events)
+    return [replace(e, start=e.start - start, end=e.end - start) for e in events if e.kind != "wait"]
 
 
 def _draw(axes: Any, event: Event, end: float) -> None:
@@ -55,7 +70,8 @@ def _draw(axes: Any, event: Event, end: float) -> None:
     inches = width / end * (_WIDTH - 1)
     axes.broken_barh([(start, width)], (top, 0.9), facecolor=fill, edgecolor="#FFFFFF" if inches > 0.05 else fill,
                      linewidth=0.6, hatch=hatch(event.kind) if is_message else "")  # fmt: skip
-    text = _SHORT[event.name] if is_message else event.name.partition(",")[0]
+    own = event.name.removesuffix(f" {event.kind}").rpartition(".")[2]  # of `layers.0.mlp.fc1 input_grad`
+    text = _SHORT[event.name.partition(" ")[0]] if is_message else own.partition(",")[0]
     if inches >= max(_NARROW, 0.075 * len(text)):
         pad = {"facecolor": fill, "edgecolor": "none", "pad": 0.8} if is_message else None
         axes.text(start + width / 2, top + 0.45, text, ha="center", va="center", fontsize=7.5,
