@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.bets import ask
 from labkit.check.scoring import Diagnosis, Misreadings, Outcome, asked, exercise, holds, raised, shown
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 Array = NDArray[np.int64]
 Parts = list[Array]
@@ -51,7 +54,19 @@ def _part(ranks: int, rank: int, *, dims: tuple[int | None, int | None] = (0, 1)
     return fc1, fc2
 
 
-@exercise("03.parts", "Write parts(fc1, fc2, rank, t) -> this rank's parts of two weights as torch stores them.")
+def draw_parts(answer: Any) -> Figure | None:
+    """Draw the answer's cut over two ranks next to the right one; an answer of another form has no drawing."""
+    from labkit.viz.weight_parts import weight_parts  # matplotlib, which a score does without
+
+    held = answer(*_stored(2), 0, 2)
+    return weight_parts(answer, 2) if isinstance(held, (tuple, list)) and len(held) == 2 else None
+
+
+@exercise(
+    "03.parts",
+    "Write parts(fc1, fc2, rank, t) -> this rank's parts of two weights as torch stores them.",
+    draw=draw_parts,
+)
 def parts(answer: Any) -> Iterator[Outcome]:
     """Judge two ranks, a middle one of four, and one rank alone."""
     return asked(
@@ -310,14 +325,14 @@ def _judged(answer: Any, way: tuple[str, str]) -> tuple[str, str]:
 
 ask(
     "03.deleted",
-    "f stands before layer 0's MLP, and forward it returns its input unchanged. We delete it. The loss of the first "
-    "step does not change. Which gradients are wrong?",
+    "f comes before layer 0's MLP, and in forward it returns its input. We delete it. The loss of the first step does "
+    "not change. Which gradients are wrong?",
     choices={
-        "those of the MLP": "Each rank's part of fc1 and fc2 gets its gradient before backward arrives at f. They are "
-        "right.",
+        "those of the MLP": "Each rank's part of fc1 and fc2 gets its gradient before backward arrives at f, so they "
+        "are right.",
         "those before the MLP": "Backward meets f when it leaves the MLP. What it passes on from there, to the norm, "
         "attention and the input, is one term of a sum.",
-        "none": "Forward f does nothing, but its backward is an all-reduce.",
+        "none": "In forward f does nothing. But its backward is an all-reduce.",
     },
 )
 ask(

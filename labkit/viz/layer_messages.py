@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from labkit.events import Event
@@ -23,7 +24,7 @@ _NARROW = 0.28
 
 
 def layer_timelines(lines: Mapping[str, Sequence[Event]]) -> Figure:
-    """Draw time lines of a layer one above the other on one axis, predicted or measured.
+    """Draw timelines of a layer one above the other on one axis, predicted or measured.
 
     lines: name -> Events of one rank, of `labkit.plan.layer_timeline` or recorded. Times are counted from the first
     start of each line, and its waits are left out: they are the gaps. In lines with a forward and a backward a dotted
@@ -80,5 +81,14 @@ def _draw(axes: Any, event: Event, end: float) -> None:
 
 def _words(events: Sequence[Event]) -> str:
     whole = max(event.end for event in events)
-    busy = sum(event.duration for event in events if event.kind != "collective")
-    return f"{whole * 1e3:.1f} ms, of which {(whole - busy) * 1e3:.1f} only waiting"
+    return f"{whole * 1e3:.1f} ms, of which {_exposed(events) * 1e3:.1f} only waiting"
+
+
+def _exposed(events: Sequence[Event]) -> float:
+    """Return the seconds in which a message is on its way and nothing is computed."""
+    times = sorted({time for event in events for time in (event.start, event.end)})
+    found = 0.0
+    for start, end in pairwise(times):
+        running = {event.kind == "collective" for event in events if event.start < end and event.end > start}
+        found += (end - start) * (running == {True})
+    return found
