@@ -13,13 +13,15 @@ _WRONG, _RIGHT = "#AA1111", "#EEEEEE"
 _INPUT = "x"
 _ROUNDING = 1e-9
 """Relative errors up to this are rounding in float64."""
+_ORDER = ("norm", "qkv", "proj", "fc1", "fc2")
+"""Modules of a sublayer, as forward meets them."""
 
 
 def gradient_table(errors: Mapping[str, float]) -> Figure:
     """Draw a row per layer, the last one on top, and a column per parameter, from the input to the output.
 
     A cell has the relative error of a gradient; a backward goes from the right to the left, and from the top down. f
-    and g stand where they are in the layer, and the input x below the first layer.
+    and g are drawn at their places in the layer, and the input x below the first layer.
 
     errors: `<layer>.<attention or mlp>.<module>.<weight or bias>`, or `x` -> relative error of the gradient.
 
@@ -32,7 +34,7 @@ def gradient_table(errors: Mapping[str, float]) -> Figure:
     first = layers.pop(_INPUT, None)
     if not all(layer.isdigit() for layer in layers) or not layers:
         raise ValueError(f"no gradients of numbered layers among {', '.join(errors)}")
-    columns = list(next(iter(layers.values())))
+    columns = sorted(next(iter(layers.values())), key=_place)
     rows = sorted(layers, key=int, reverse=True)
     with styled():
         fig = new_figure(9.2, 0.95 + 0.3 * (len(rows) + (first is not None)))
@@ -48,6 +50,12 @@ def gradient_table(errors: Mapping[str, float]) -> Figure:
         axes.set_xticks([])
         axes.spines[:].set_visible(False)
     return Figure(fig, _sentence(errors))
+
+
+def _place(parameter: str) -> tuple[str, int]:
+    """Return the place of `<sublayer>.<module>.<kind>` in a layer; a stable sort keeps the order of the kinds."""
+    sublayer, module, _ = parameter.split(".")
+    return sublayer, _ORDER.index(module)
 
 
 def _cell(axes: Any, column: int, row: int, error: float) -> None:
@@ -72,9 +80,9 @@ def _name_columns(axes: Any, columns: list[str]) -> None:
             axes.text(x, -1.1, operator, ha="center", va="center", fontsize=8, style="italic", bbox=frame,
                       color=text_color(color("collective")), clip_on=False)  # fmt: skip
     start = 0
-    for half, group in groupby(columns, key=lambda parameter: parameter.partition(".")[0]):
+    for sublayer, group in groupby(columns, key=lambda parameter: parameter.partition(".")[0]):
         count = len(list(group))
-        axes.text(start + count / 2, -1.1, half, ha="center", va="center", fontsize=9)
+        axes.text(start + count / 2, -1.1, sublayer, ha="center", va="center", fontsize=9)
         start += count
 
 

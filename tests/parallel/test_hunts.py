@@ -14,14 +14,15 @@ import torch
 from labkit import schedules, viz
 from labkit.check.hunts.hunting import Planted, hunt_of
 from labkit.comm import collectives
+from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.events import EventRecorder, watching
+from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
 from labkit.parallel import initialize_model_parallel, model_parallel_seed
 from labkit.schedules import Costs, simulate
-from labkit.train import compare, follows, pretrain
+from labkit.train import compare, float64_layer, follows, pretrain
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
@@ -183,16 +184,41 @@ def test_01_each_fault_has_its_own_evidence(ranks) -> None:
 # ---- 03 ----
 
 
-def half_a_layer() -> tuple[torch.Tensor, Counter[str], list[str]]:
-    """Gradient of a norm before an MLP, messages by phase, and what the MLP's backward recorded, by end."""
+def two_layers() -> tuple[dict[str, torch.Tensor], Counter[str], list[str]]:
+    """Gradients by name, number of messages by phase, and products that run beside a message of an MLP's backward."""
     groups = initialize_model_parallel(SMALL.override({"parallel.tp": 2, "parallel.pp": 1}).parallel)
-    layer = float64_layer(SMALL, groups)
-    x = torch.linspace(-1, 1, 8 * 2 * 32, dtype=torch.float64).reshape(8, 2, 32)
-    with CommLedger() as ledger, delayed(0.05), recording(groups.rank) as recorder:
-        layer(x).square().sum().backward()
-    kinds = [event.kind for event in sorted(recorder.events, key=lambda event: event.end)]
-    sent = Counter(record.phase for record in ledger.records)
-    return layer.mlp.norm.weight.grad if False else layer.mlp_norm_grad(), sent, kinds
+    model = torch.nn.Sequential(*(float64_layer(SMALL, groups, index) for index in range(2)))
+    x = torch.linspace(-1, 1, 8 * 2 * 32, dtype=torch.float64).reshape(8, 2, 32).requires_grad_()
+    with CommLedger() as ledger:
+        model(x).square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"x": x.grad}
+    with delayed(0.05), recording(groups.rank) as recorder:
+        model[0].mlp(x).sum().backward()
+    sums = [event for event in recorder.events if event.kind == "collective"]
+    beside = [e.name for e in recorder.events if any(s.start < e.start < s.end for s in sums) and e.kind != "wait"]
+    return gradients, Counter(str(record.phase) for record in ledger.records), beside
+
+
+def test_03_each_fault_has_its_own_evidence(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "03", two_layers).items()}
+    right, sent, beside = found[CLEAN]
+    assert sent == {"forward": 4, "backward": 4} and beside == ["layers.0.mlp.fc1 weight_grad"]
+    messages = {name: dict(run[1]) for name, run in found.items() if run[1] != sent}
+    assert messages == {
+        "g both ways": {"forward": 4, "backward": 8}, "f lost": {"forward": 4, "backward": 3},
+    }  # fmt: skip
+    assert {name for name, run in found.items() if not run[2]} == {"awaited f"}
+    wrong = {
+        name: {key for key, grad in run[0].items() if not torch.allclose(grad, right[key], rtol=1e-9, atol=1e-12)}
+        for name, run in found.items()
+    }
+    before_attention = {"0.attention.norm.weight", "0.attention.norm.bias", "x"}
+    assert {name: names for name, names in wrong.items() if len(names) < 8} == {
+        CLEAN: set(), "early bias": set(), "awaited f": set(), "f lost": before_attention,
+    }  # fmt: skip
+    torch.testing.assert_close(found["g both ways"][0]["1.mlp.fc2.bias"], 2 * right["1.mlp.fc2.bias"])
+    torch.testing.assert_close(found["mean in f"][0]["1.mlp.norm.weight"], right["1.mlp.norm.weight"] / 2)
+    assert not {"1.mlp.fc1.weight", "1.mlp.fc2.weight"} & wrong["mean in f"], "these are before f in backward"
 
 
 # ---- 06 ----
