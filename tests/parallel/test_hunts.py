@@ -187,13 +187,15 @@ def test_01_each_fault_has_its_own_evidence(ranks) -> None:
 def two_layers() -> tuple[dict[str, torch.Tensor], Counter[str], list[str]]:
     """Gradients by name, number of messages by phase, and products that run beside a message of an MLP's backward."""
     groups = initialize_model_parallel(SMALL.override({"parallel.tp": 2, "parallel.pp": 1}).parallel)
-    model = torch.nn.Sequential(*(float64_layer(SMALL, groups, index) for index in range(2)))
+    blocks = [float64_layer(SMALL, groups, index) for index in range(2)]
+    model = torch.nn.Sequential(*blocks)
     x = torch.linspace(-1, 1, 8 * 2 * 32, dtype=torch.float64).reshape(8, 2, 32).requires_grad_()
     with CommLedger() as ledger:
         model(x).square().sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"x": x.grad}
+    named = [("x", x), *model.named_parameters()]
+    gradients = {name: tensor.grad.clone() for name, tensor in named if tensor.grad is not None}
     with delayed(0.05), recording(groups.rank) as recorder:
-        model[0].mlp(x).sum().backward()
+        blocks[0].mlp(x).sum().backward()
     sums = [event for event in recorder.events if event.kind == "collective"]
     beside = [e.name for e in recorder.events if any(s.start < e.start < s.end for s in sums) and e.kind != "wait"]
     return gradients, Counter(str(record.phase) for record in ledger.records), beside

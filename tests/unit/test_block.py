@@ -87,7 +87,7 @@ def test_backward_cuts_the_transposed_matrices_and_ends_at_f() -> None:
     assert {"dY", "$B^T$", "$A^T$", "g", "f"} <= set(written) and written["g"] < written["$B^T$"] < written["f"]
     assert written["$A^T$"] < written["f"], "the sum of dX is at the end"
     assert "[64, 256]\nper rank: [64, 128]" in written, "the transpose of B [256, 64], cut by columns"
-    with pytest.raises(ValueError, match="no part 'attention' of a layer; choose mlp$"):
+    with pytest.raises(ValueError, match=r"no part 'attention' of a layer; choose mlp$"):
         cut_matrices("attention", 32, 64, 2, backward=True)
 
 

@@ -27,8 +27,8 @@ from labkit.schedules.runtime import PipelineRuntime
 
 CHAPTERS = ("00", "01", "03", "06", "12", "17", "21")
 CHANGED = (
-    collectives, gradients, cuda_graph_helper, PositionEmbedding, random.RngTracker, layers._ColumnLinear, layers._RowLinear,
-    RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
+    collectives, gradients, cuda_graph_helper, PositionEmbedding, random.RngTracker, layers._ColumnLinear,
+    layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
 )  # fmt: skip
 """Everything that a fault may change."""
 

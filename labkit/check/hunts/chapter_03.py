@@ -106,7 +106,7 @@ HUNT = Hunt(
             },
             "g was an all-reduce whose backward is an all-reduce as well. That is right where the ranks go on with "
             "different things (chapter 01). Here all of them hold the same dy, so its sum is t times too large, and "
-            "once more in each half of a layer. The loss doesn't show it, and the ledger does: two messages more per "
+            "once more in each sublayer. The loss doesn't show it, and the ledger does: two messages more per "
             "layer in backward.",
         ),
         Fault(
@@ -126,7 +126,7 @@ HUNT = Hunt(
                 "place": {
                     r"\bg\b|forward": "All outputs are right, and the loss of the first step is.",
                     "mlp": "The gradients of all MLPs are right.",
-                    "": "Which gradients are right, and which stand on the other side of an operator?",
+                    "": "Which gradients are right, and which are on the other side of an operator?",
                 },
                 "first": {"": _TAKE_THE_NAME},
             },
