@@ -44,6 +44,7 @@ def gradient_table(errors: Mapping[str, float]) -> Figure:
                 _cell(axes, column, y, layers[row][parameter])
         if first is not None:
             _cell(axes, 0, len(rows), first[""])
+            axes.text(4, len(rows) + 0.5, "← backward: to the left, and down", ha="center", va="center", fontsize=8)
         name_rows(axes, [f"layer {row}" for row in rows] + ["input x"] * (first is not None))
         _name_columns(axes, columns)
         axes.set(xlim=(0, len(columns)), ylim=(len(rows) + (first is not None), -1.35))
