@@ -56,7 +56,7 @@ def _part(ranks: int, rank: int, *, dims: tuple[int | None, int | None] = (0, 1)
 
 def draw_parts(answer: Any) -> Figure | None:
     """Draw the answer's cut over two ranks next to the right one; an answer of another form has no drawing."""
-    from labkit.viz.weight_parts import weight_parts  # matplotlib, which a score does without
+    from labkit.viz.held_weights import weight_parts  # matplotlib, which a score does without
 
     held = answer(*_stored(2), 0, 2)
     return weight_parts(answer, 2) if isinstance(held, (tuple, list)) and len(held) == 2 else None

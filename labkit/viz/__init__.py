@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from labkit.viz.experts.token_routes import send_matrix_figure as send_matrix_figure
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
-    from labkit.viz.gradient_table import gradient_table as gradient_table
     from labkit.viz.graphs.gradient_errors import gradient_errors as gradient_errors
     from labkit.viz.graphs.graph_pool import buffer_lives as buffer_lives
     from labkit.viz.graphs.graph_pool import explore_pool as explore_pool
@@ -55,7 +54,9 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
+    from labkit.viz.held_weights import weight_parts as weight_parts
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
+    from labkit.viz.layer_gradients import gradient_table as gradient_table
     from labkit.viz.layer_messages import layer_timelines as layer_timelines
     from labkit.viz.layout.expert_costs import expert_costs as expert_costs
     from labkit.viz.layout.folding import explore_folding as explore_folding
@@ -95,6 +96,5 @@ if TYPE_CHECKING:
     from labkit.viz.vocabulary import loss_costs as loss_costs
     from labkit.viz.vocabulary import split_softmax as split_softmax
     from labkit.viz.vocabulary import vocabulary_shards as vocabulary_shards
-    from labkit.viz.weight_parts import weight_parts as weight_parts
 
 __all__, __getattr__, __dir__ = public_names(__name__)
