@@ -391,8 +391,8 @@ EXTREMES = [
     ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "fault": 99}),
     ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "hunt": 0}),
     ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256, "hunt": 99}),
-    ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
-    ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512}),
+    ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8, "fault": 0}),
+    ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512, "fault": 99}),
     ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "hunt": 0}),
     (
         "04_vocabulary_and_loss",

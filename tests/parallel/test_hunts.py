@@ -14,14 +14,15 @@ import torch
 from labkit import schedules, viz
 from labkit.check.hunts.hunting import Planted, hunt_of
 from labkit.comm import collectives
+from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.events import EventRecorder, watching
+from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
 from labkit.parallel import initialize_model_parallel, model_parallel_seed
 from labkit.schedules import Costs, simulate
-from labkit.train import compare, follows, pretrain
+from labkit.train import compare, float64_layer, follows, pretrain
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
@@ -84,6 +85,10 @@ def of_02(config: RunConfig, observer: Any) -> Any:
     return train_marked("02", config, None, observer)
 
 
+def of_03(config: RunConfig, observer: Any) -> Any:
+    return train_marked("03", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -101,6 +106,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     [
         ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
         ("02", SMALL.override({"model.layers": 1}), {"parallel.tp": 2, "world_size": 4}, 1, of_02),
+        ("03", SMALL.override({"model.layers": 2}), {"parallel.tp": 2, "parallel.pp": 1}, 2, of_03),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
@@ -113,7 +119,8 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 1e-12) == (fault.name in LOSS_MOVES), "only outputs, and groups that log it, change it"
+        moves = fault.name in LOSS_MOVES or chapter == "03"  # of which the second loss is compared as well
+        assert (row.loss_diff > 1e-12) == moves, "only outputs, and groups that log it, change it"
 
 
 # ---- 00 ----
@@ -215,6 +222,48 @@ def test_02_each_fault_shows_in_whom_rank_1_meets_or_in_the_ledger() -> None:
         assert search(fault.answers["meets"], ", ".join(map(str, found[fault.name][1]))), fault.name
     sums = {name: sizes.get(("all_reduce", "dp_cp"), set()) for name, (_, _, sizes) in found.items()}
     assert {name: size for name, size in sums.items() if size != {2}} == {"whole world": {4}, "alone": set()}
+
+
+# ---- 03 ----
+
+
+def two_layers() -> tuple[dict[str, torch.Tensor], Counter[str], list[str]]:
+    """Gradients by name, number of messages by phase, and products that run beside a message of an MLP's backward."""
+    groups = initialize_model_parallel(SMALL.override({"parallel.tp": 2, "parallel.pp": 1}).parallel)
+    blocks = [float64_layer(SMALL, groups, index) for index in range(2)]
+    model = torch.nn.Sequential(*blocks)
+    x = torch.linspace(-1, 1, 8 * 2 * 32, dtype=torch.float64).reshape(8, 2, 32).requires_grad_()
+    with CommLedger() as ledger:
+        model(x).square().sum().backward()
+    named = [("x", x), *model.named_parameters()]
+    gradients = {name: tensor.grad.clone() for name, tensor in named if tensor.grad is not None}
+    with delayed(0.05), recording(groups.rank) as recorder:
+        blocks[0].mlp(x).sum().backward()
+    sums = [event for event in recorder.events if event.kind == "collective"]
+    beside = [e.name for e in recorder.events if any(s.start < e.start < s.end for s in sums) and e.kind != "wait"]
+    return gradients, Counter(str(record.phase) for record in ledger.records), beside
+
+
+def test_03_each_fault_has_its_own_evidence(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "03", two_layers).items()}
+    right, sent, beside = found[CLEAN]
+    assert sent == {"forward": 4, "backward": 4} and beside == ["layers.0.mlp.fc1 weight_grad"]
+    messages = {name: dict(run[1]) for name, run in found.items() if run[1] != sent}
+    assert messages == {
+        "g both ways": {"forward": 4, "backward": 8}, "f lost": {"forward": 4, "backward": 3},
+    }  # fmt: skip
+    assert {name for name, run in found.items() if not run[2]} == {"awaited f"}
+    wrong = {
+        name: {key for key, grad in run[0].items() if not torch.allclose(grad, right[key], rtol=1e-9, atol=1e-12)}
+        for name, run in found.items()
+    }
+    before_attention = {"0.attention.norm.weight", "0.attention.norm.bias", "x"}
+    assert {name: names for name, names in wrong.items() if len(names) < 8} == {
+        CLEAN: set(), "early bias": set(), "awaited f": set(), "f lost": before_attention,
+    }  # fmt: skip
+    torch.testing.assert_close(found["g both ways"][0]["1.mlp.fc2.bias"], 2 * right["1.mlp.fc2.bias"])
+    torch.testing.assert_close(found["mean in f"][0]["1.mlp.norm.weight"], right["1.mlp.norm.weight"] / 2)
+    assert not {"1.mlp.fc1.weight", "1.mlp.fc2.weight"} & wrong["mean in f"], "these are before f in backward"
 
 
 # ---- 06 ----

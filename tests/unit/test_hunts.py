@@ -25,10 +25,10 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 
-CHAPTERS = ("00", "01", "02", "06", "12", "17", "21")
+CHAPTERS = ("00", "01", "02", "03", "06", "12", "17", "21")
 CHANGED = (
     collectives, groups, gradients, cuda_graph_helper, PositionEmbedding, random.RngTracker, layers._ColumnLinear,
-    RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
+    layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
 )  # fmt: skip
 """Everything that a fault may change."""
 
@@ -113,8 +113,8 @@ def test_a_number_chooses_and_without_a_reader_it_is_the_first(monkeypatch) -> N
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with pytest.raises(ValueError, match="chapter '05' has no hunt; there are hunts in 00, 01, 02, 06, 12, 17, 21"):
-        hunt("05")
+    with pytest.raises(ValueError, match=f"chapter '20' has no hunt; there are hunts in {', '.join(CHAPTERS)}"):
+        hunt("20")
     with pytest.raises(ValueError, match="number = -1: give 0 for a fault that you have not found"):
         hunt("06", -1)
     with pytest.raises(ValueError, match=r"this hunt asks for family=\.\.\., place=\.\.\., first=\.\.\.; got family"):

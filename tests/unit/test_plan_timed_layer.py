@@ -86,3 +86,11 @@ def test_the_picture_says_how_long_a_rank_waits() -> None:
     wait = [Event(0, "qkv", "forward", 0.0, 0.002), Event(0, "all_reduce", "collective", 0.002, 0.005, bytes=8)]
     wait.append(Event(0, "qkv, input gradient", "backward", 0.005, 0.006))
     assert viz.layer_timelines({"a layer": wait}).sentence == "a layer: 6.0 ms, of which 3.0 only waiting."
+
+
+def test_a_message_beside_a_product_is_not_waited_for_and_times_are_counted_from_the_first_start() -> None:
+    made = [Event(0, "fc1 input_grad", "input_grad", 7.0, 7.002), Event(0, "all_reduce tp", "collective", 7.002, 7.006)]
+    made += [Event(0, "wait", "wait", 7.005, 7.006), Event(0, "fc1 weight_grad", "weight_grad", 7.003, 7.005)]
+    made.append(Event(0, "fc2 input_grad", "input_grad", 7.009, 7.01))
+    figure = viz.layer_timelines({"recorded": made})
+    assert figure.sentence == "recorded: 10.0 ms, of which 2.0 only waiting.", "a gap without a message is no waiting"

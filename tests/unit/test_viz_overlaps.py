@@ -189,6 +189,18 @@ def slept(schedule: Any) -> Any:
 LAYER = layer_timeline(
     presets.get("llama3_8b").override({"parallel.tp": 8, "parallel.pp": 1, "parallel.sequence_parallel": True}), 8
 )
+PARAMETERS = [
+    f"{sublayer}.{module}.{kind}"
+    for sublayer, modules in (("attention", ("norm", "qkv", "proj")), ("mlp", ("fc1", "fc2", "norm")))
+    for module in modules
+    for kind in ("weight", "bias")
+]
+RECORDED = [
+    Event(0, "layers.0.mlp.fc1 input_grad", "input_grad", 1.0, 1.03),
+    Event(0, "all_reduce tp", "collective", 1.03, 1.06),
+    Event(0, "wait all_reduce tp", "wait", 1.05, 1.06),
+    Event(0, "dA", "weight_grad", 1.04, 1.05),
+]
 
 
 def placed() -> list[dict[str, int]]:
@@ -235,6 +247,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "cut_matrices": (
         lambda: viz.cut_matrices("attention", 32, 8, 8),
         lambda: viz.cut_matrices("mlp", 32, 512, 8),
+    ),
+    "cut_matrices of backward": (
+        lambda: viz.cut_matrices("mlp", 32, 8, 2, backward=True),
+        lambda: viz.cut_matrices("mlp", 32, 512, 8, backward=True),
     ),
     "dispatch_steps": (lambda: viz.dispatch_steps(maps(2, 1, 2, 2)), lambda: viz.dispatch_steps(maps(8, 2, 16, 2))),
     "expert_costs": (
@@ -289,6 +305,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "gradient_table": (
+        lambda: viz.gradient_table({"0.mlp.fc1.weight": 0.0}),
+        lambda: viz.gradient_table({"x": 1.0} | {f"{layer}.{name}": 7.0 for layer in range(16) for name in PARAMETERS}),
+    ),
     "gradient_errors": (
         lambda: viz.gradient_errors({"layers.0.w": 1e-3}, {"loss": 1e-5}, stressed="w"),
         lambda: viz.gradient_errors({f"layers.{n // 12}.attention.norm.weight": 1e-3 * (n % 90) for n in range(192)},
@@ -358,6 +378,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.layer_timelines({"f and g": LAYER[:2]}),
         lambda: viz.layer_timelines({"f and g": LAYER, "f_s and g_s": LAYER}),
     ),
+    "layer_timelines of recorded events": (
+        lambda: viz.layer_timelines({"healthy": RECORDED[:3]}),
+        lambda: viz.layer_timelines({"g, then the norm": RECORDED, "f starts, dA, f ends": RECORDED}),
+    ),
     "tensor_lifetimes": (
         lambda: viz.tensor_lifetimes({"a product": [("mm", ("x",))] * 2}, ["fc1", "fc1"], 1, "tensors"),
         lambda: viz.tensor_lifetimes(
@@ -391,6 +415,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "distance_buckets": (
         lambda: viz.distance_buckets({"one": [[0]]}),
         lambda: viz.distance_buckets({"encoder": np.full((16, 16), 31), "decoder": np.full((16, 16), 31)}),
+    ),
+    "weight_parts": (
+        lambda: viz.weight_parts(lambda fc1, fc2, rank, t: (fc1[:0], fc2), 1),
+        lambda: viz.weight_parts(lambda fc1, fc2, rank, t: (fc1[rank::t], fc2[:, :rank]), 8),
     ),
     "zero_stages": (
         lambda: viz.zero_stages(param_dtype="fp32", grad_dtype="fp32", dp=1, parameters=1e5),
