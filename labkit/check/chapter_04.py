@@ -308,7 +308,7 @@ class _Waits(BaseException):
 
 
 def _gradients(tp: int, pp: int, dp: int) -> Gradients:
-    """Return by (t, d, p) the gradient of a rank's copy before the sum over the embedding group; replicas are summed."""
+    """Return by (t, d, p) the gradient of a rank's copy before the sum over the embedding group, after that over d."""
     found: Gradients = {}
     for t, d, p in product(range(tp), range(dp), range(pp)):
         uses = [[1.0 + t, 20.0 + t]] * (p == 0) + [[300.0 + t, 4000.0 + t]] * (p == pp - 1)
@@ -328,7 +328,9 @@ def _completed(answer: Any, given: Gradients, pp: int) -> tuple[Gradients, dict[
         for place, grad in given.items():
             results = iter(known[place])
 
-            def all_reduce(array: Any, places: Any, here: Place = place, results: Iterator[Array] = results) -> Array:
+            def all_reduce(
+                array: Any, places: Any, here: Place = place, results: Any = results, waiting: Any = waiting
+            ) -> Array:
                 group = frozenset(tuple(each) for each in plain(places))
                 if outside := [each for each in group if each not in given]:
                     raise ValueError(f"there is no rank at {min(outside)}")
@@ -362,7 +364,7 @@ def _completed(answer: Any, given: Gradients, pp: int) -> tuple[Gradients, dict[
     "Write complete(grad, place, pp, all_reduce) -> the complete gradient of this rank's copy, None where it has none.",
 )
 def tied(answer: Any) -> Iterator[Outcome]:
-    """Judge two stages, stages in the middle, pipelines next to each other over tp and dp, one stage; then the calls."""
+    """Judge two stages, stages in the middle, pipelines next to each other, and one stage; then the calls."""
     for tp, pp, dp in _LAYOUTS:
         given = f"tp {tp}, pp {pp}, dp {dp}"
         yield holds(given, "both gradients in each copy", lambda case=(tp, pp, dp): _judged(answer, *case))
@@ -415,7 +417,10 @@ def _judged(answer: Any, tp: int, pp: int, dp: int) -> Finding:
     if right[place] is None:
         return _MIDDLE, f"on the rank at {place} {plain(values[place])}: {_MIDDLE}"
     reason = next((words for words, other in misread.items() if _alike(values[place], other[place])), "")
-    return reason, f"on the rank at {place} {plain(values[place])} instead of {plain(right[place])}: {reason or 'wrong'}"
+    return (
+        reason,
+        f"on the rank at {place} {plain(values[place])} instead of {plain(right[place])}: {reason or 'wrong'}",
+    )
 
 
 def _alike(value: Any, other: Any) -> bool:
@@ -428,11 +433,11 @@ def _alike(value: Any, other: Any) -> bool:
 
 ask(
     "04.padding",
-    "Padding rows of the table are zeros, so their logits are 0. If they count as words, what happens to the loss?",
+    "Padding rows of the table are zeros, so their logits are 0. If they count as words, how high is the loss then?",
     choices={
-        "nothing": "Zeros add nothing to a sum of logits, but the softmax adds up exp(logit), and exp(0) is 1.",
-        "it falls": "The label keeps its logit, and the sum below it gets more terms: its probability can only fall.",
-        "it rises": "exp(0) is 1. So each padding row takes its share of the probability, like a word.",
+        "the same": "Zeros add nothing to a sum of logits, but the softmax adds up exp(logit), and exp(0) is 1.",
+        "lower": "The label keeps its logit, and the sum below it gets more terms: its probability can only fall.",
+        "higher": "exp(0) is 1. So each padding row takes its share of the probability, like a word.",
     },
 )
 ask(
@@ -454,11 +459,11 @@ ask(
     "Adam's learning rate is 0.003, and both copies begin equal. How far apart are they after ONE step, as a share of "
     "the table's norm?",
     choices={
-        "under 1 %": "0.003 sounds like 0.3 %, but Adam moves a weight by 0.003 whatever its size, and these weights are "
-        "about 0.02.",
+        "under 1 %": "0.003 sounds like 0.3 %, but Adam moves a weight by 0.003 whatever its size, and these weights "
+        "are about 0.02.",
         "1 to 50 %": "Adam's first step moves a weight by about the learning rate, whatever the size of weight or "
         "gradient. 0.003 of 0.02 is 15 %, and nearly every row of one copy moves, while few rows of the other do.",
-        "over 50 %": "A first step moves a weight by at most about the learning rate, 0.003, and a weight is about 0.02.",
+        "over 50 %": "A first step moves a weight by at most about the learning rate: 0.003, and weights are about 0.02.",
     },
 )
 ask(
@@ -466,11 +471,11 @@ ask(
     "The checkpoint of the run without the sum stores the table once. One process loads it and goes on. What does its "
     "first loss look like?",
     choices={
-        "as before": "The loss was measured with two tables: one that reads words and one that scores them. The file has "
-        "one of them.",
+        "as before": "The loss was measured with two tables: one that reads words and one that scores them. The file "
+        "has one of them.",
         "a small step up": "How large it is depends on how far the two tables have drifted, in this run further than "
         "the table is long.",
-        "as if untrained": "What the logits had learned was in the other copy. The file has a table that was trained to "
-        "read words, and never to score them.",
+        "as if untrained": "What the logits had learned was in the other copy. The file has a table that was trained "
+        "to read words, and never to score them.",
     },
 )

@@ -9,10 +9,11 @@ import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, box, name_cells, name_rows, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, name_cells, new_figure, styled, text_color
 
 _WIDTH = 7.4
 _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
+_OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": "#333333", "linestyle": (0, (4, 2))}
 _FOREIGN = "#F0F0F0"
 
 
@@ -167,10 +168,11 @@ def added_rows(yours: Sequence[Sequence[int]], ids: Sequence[int], rows: int) ->
         for axes, title, table in zip(fig.subplots(1, 2), ("yours", "right"), (yours, right)):
             for rank, line in enumerate(table):
                 for column, row in enumerate(line):
-                    shade = _FOREIGN if row < 0 else _shade(rank)
-                    frame = {"edgecolor": "#D40000", "linewidth": 2.0, "zorder": 3} if row != right[rank][column] else {}
-                    box(axes, (column, rank), 1, 1, shade, "0" if row < 0 else f"{row}", size=8,
-                        ink="#777777" if row < 0 else "", **({"edgecolor": "#FFFFFF", "linewidth": 1.0} | frame))  # fmt: skip
+                    look: dict[str, Any] = {"edgecolor": "#FFFFFF", "linewidth": 1.0}
+                    if row != right[rank][column]:
+                        look = {"edgecolor": "#D40000", "linewidth": 2.0, "zorder": 3}
+                    shade, ink = (_FOREIGN, "#777777") if row < 0 else (_shade(rank), "")
+                    box(axes, (column, rank), 1, 1, shade, f"{max(row, 0)}", size=8, ink=ink, **look)
             name_cells(axes, [f"{each}" for each in ids], [f"rank {rank}" for rank in range(len(yours))])
             axes.set_title(f"{title}: row that is added, by id", loc="left", fontsize=9)
     return Figure(fig, f"Of {len(ids)} ids on {len(yours)} ranks {wrong or 'no'} cells are wrong.")
@@ -190,8 +192,7 @@ def memory_of_losses(ways: Mapping[str, Sequence[float]], predicted: Mapping[str
         panels = fig.subplots(1, len(ways), sharey=True, squeeze=False)[0]
         for number, (axes, (name, moments)) in enumerate(zip(panels, ways.items())):
             axes.fill_between(range(len(moments)), moments, step="post", color=_shade(number), linewidth=0)
-            axes.add_patch(Rectangle((0, 0), len(moments), predicted[name], fill=False, edgecolor="#333333", linewidth=1.2,
-                                     linestyle=(0, (4, 2))))  # fmt: skip
+            axes.add_patch(Rectangle((0, 0), len(moments), predicted[name], linewidth=1.2, **_OUTLINE))
             axes.set(xlim=(0, len(moments)), xticks=[])
             axes.set_title(f"{name}\npeak {max(moments):.2f}", loc="left", fontsize=9)
             axes.set_xlabel("operations, first to last")
@@ -199,7 +200,7 @@ def memory_of_losses(ways: Mapping[str, Sequence[float]], predicted: Mapping[str
         highest = max(*predicted.values(), *(max(moments) for moments in ways.values()))
         panels[0].set(ylabel=unit, ylim=(0, 1.06 * highest))
         fig.legend(handles=[Patch(facecolor="#999999", label="measured, after each operation"),
-                            Patch(fill=False, edgecolor="#333333", linestyle=(0, (4, 2)), label="predicted peak")],
+                            Patch(label="predicted peak", **_OUTLINE)],
                    loc="outside lower center", ncols=2)  # fmt: skip
     said = ", ".join(f"{name} {max(moments):.2f} of {predicted[name]:.2f} predicted" for name, moments in ways.items())
     return Figure(fig, f"Peaks in {unit}: {said}.")

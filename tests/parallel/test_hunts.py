@@ -19,7 +19,7 @@ from labkit.config import RunConfig, presets
 from labkit.events import EventRecorder, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
-from labkit.parallel import initialize_model_parallel, model_parallel_seed
+from labkit.parallel import initialize_model_parallel, model_parallel_seed, vocab_parallel_cross_entropy
 from labkit.schedules import Costs, simulate
 from labkit.train import compare, follows, pretrain
 
@@ -29,6 +29,7 @@ SMALL = presets.tiny().override(
 )
 SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
 PIPELINE = {"parallel.pp": 2}
+PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
 MARK = 30
@@ -42,6 +43,7 @@ def ranks():
         yield started
 
 
+OF_THE_LOSS = ("positions", "forward sum", "own maximum", "padding counts", "other copy")
 ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
 
@@ -76,6 +78,10 @@ def of_00(config: RunConfig, observer: Any) -> Any:
     return train_marked("00", config, None, observer)
 
 
+def of_04(config: RunConfig, observer: Any) -> Any:
+    return train_marked("04", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -92,6 +98,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     ("chapter", "config", "layout", "steps", "train"),
     [
         ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
+        ("04", SMALL.override(PADDED), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_04),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
@@ -104,7 +111,7 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum")), "only outputs change the loss"
+        assert (row.loss_diff > 0) == (fault.name in OF_THE_LOSS), "only outputs and the loss itself change the loss"
 
 
 # ---- 00 ----
@@ -172,6 +179,57 @@ def test_01_each_fault_has_its_own_evidence(ranks) -> None:
     assert (last["sent too early"] - last[CLEAN]).norm() < 0.1 * last[CLEAN].norm(), "hardly to be seen at the end"
     waited = [run[3] for run in found["straggler"]]
     assert waited[0] > 40 * 0.015 and waited[0] > waited[1] + 0.3, "who comes late does not wait"
+
+
+# ---- 04 ----
+
+
+def loss_alone() -> tuple[float, list[tuple[str, int]]]:
+    """By how much this rank's loss is too large, and the operations of the loss with their numbers."""
+    group = initialize_model_parallel(SMALL.override({"parallel.tp": 2, "parallel.pp": 1}).parallel).tp
+    logits = 8 * torch.randn(16, 96, generator=torch.Generator().manual_seed(0))  # 90 words and 6 columns of padding
+    labels = torch.arange(16)
+    right = torch.nn.functional.cross_entropy(logits[:, :90], labels)
+    with CommLedger() as ledger:
+        own = logits.chunk(2, 1)[group.rank]
+        loss = vocab_parallel_cross_entropy(own, labels, group, vocab_size=90, padded_vocab_size=96)
+    return float(loss.mean() - right), [(each.operation, each.bytes // 4) for each in ledger.records]
+
+
+class Copies:
+    """Keeps this rank's copy of the table after each step."""
+
+    def on_model(self, groups: Any, chunks: Any, schedule: Any) -> None:
+        self.noted: list[torch.Tensor] = []
+
+    def on_gradients(self, step: int, chunks: Any) -> None:
+        pass
+
+    def on_update(self, step: int, chunks: Any) -> None:
+        weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        self.noted += [w.detach().clone() for w in weights if w.full_name == "embedding.word.weight"]
+
+
+def copies() -> torch.Tensor:
+    observer = Copies()
+    pretrain(SMALL.override(PADDED | PIPELINE | {"train.steps": 2}), observer=observer)
+    return torch.stack(observer.noted)
+
+
+def test_04_each_fault_has_its_own_evidence(ranks) -> None:
+    found = with_each_fault(ranks, "04", loss_alone)
+    off = {name: [run[0] for run in runs] for name, runs in found.items()}
+    assert {name for name, each in off.items() if max(map(abs, each)) > 1e-5} == {"own maximum", "padding counts"}
+    assert off["own maximum"][0] != off["own maximum"][1] and off["padding counts"][0] == off["padding counts"][1] > 0
+    given = {name: runs[0][1] for name, runs in found.items()}
+    assert given[CLEAN] == [("all_reduce", 16), ("all_reduce", 32)]
+    assert given["own maximum"] == [("all_reduce", 32)]
+    assert given["logits gathered"] == [("all_gather", 16 * 48), *given[CLEAN]]
+    assert all(given[name] == given[CLEAN] for name in ("padding counts", "mean of copies", "other copy"))
+    tables = with_each_fault(ranks, "04", copies)
+    apart = {name: [float(x) for x in (a - b).norm(dim=(1, 2)) / a.norm(dim=(1, 2))] for name, (a, b) in tables.items()}
+    assert {name for name, each in apart.items() if any(each)} == {"other copy"}
+    assert min(apart["other copy"]) > 1.5 and abs(apart["other copy"][0] - apart["other copy"][1]) < 0.2
 
 
 # ---- 06 ----

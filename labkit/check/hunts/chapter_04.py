@@ -85,8 +85,8 @@ _PLACE = {"": "Take the instruments one by one, and compare each with its health
 HUNT = Hunt(
     chapter="04",
     scene=(
-        "Run the microscope with it (pretrain=suspect.around(train.pretrain)), and your three instruments: the loss alone, "
-        "its ledger, the copies."
+        "Run the microscope with it (pretrain=suspect.around(train.pretrain)), and your three instruments: the loss "
+        "alone, its ledger, the copies."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -129,9 +129,9 @@ HUNT = Hunt(
                 },
                 "first": {"": "All outputs are right, up to the final norm's. Take the microscope's first name."},
             },
-            "The columns of padding rows were counted as words. All ranks agreed about the loss, and it was too large; "
-            "by how much depends on the padding, and so on the number of ranks. Megatron-core does this, by the way, and "
-            "training pushes these columns down.",
+            "The columns of padding rows were counted as words. All ranks agreed about the loss, and it was too "
+            "large; by how much depends on the padding, and so on the number of ranks. Megatron-core does this, by "
+            "the way, and training pushes these columns down.",
         ),
         Fault(
             "mean of copies",
@@ -152,9 +152,9 @@ HUNT = Hunt(
                 },
                 "first": {"": "Take the microscope's first name: every other gradient is right."},
             },
-            "Over the embedding group the mean was taken. So both copies got the same gradient, half of the right one, and "
-            "stayed equal to the bit: the instrument that found the missing sum sees nothing here. Lookup and logits are "
-            "two uses of one weight and not two samples, so their gradients are added.",
+            "Over the embedding group the mean was taken. So both copies got the same gradient, half of the right "
+            "one, and stayed equal to the bit: the instrument that found the missing sum sees nothing here. Lookup "
+            "and logits are two uses of one weight and not two samples, so their gradients are added.",
         ),
         Fault(
             "logits gathered",
@@ -164,12 +164,15 @@ HUNT = Hunt(
                 "family": {
                     "": "Every number is right. What does the ledger have that it hadn't on the healthy run?",
                 },
-                "place": {"": "Look at the operation that is new in the ledger. How many bytes does it have per token?"},
+                "place": {
+                    "": "Look at the operation that is new in the ledger. How many bytes does it have per token?"
+                },
                 "first": {"": "Loss, gradients and parameters agree with one process to 1e-10, so say 'none'."},
             },
-            "Somebody wanted the accuracy in the log and gathered the logits for it. Every number is right. The ledger has "
-            "an all-gather of all columns next to three numbers per token, and on a GPU the gathered tensor is in "
-            "memory again. (The largest logit and its column can be found as the loss finds its maximum, with two numbers.)",
+            "Somebody wanted the accuracy in the log and gathered the logits for it. Every number is right. The "
+            "ledger has an all-gather of all columns next to three numbers per token, and on a GPU the gathered "
+            "tensor is in memory again. (The largest logit and its column can be found as the loss finds its maximum, "
+            "with two numbers.)",
         ),
         Fault(
             "other copy",
@@ -181,7 +184,7 @@ HUNT = Hunt(
             },
             {
                 "family": {
-                    "missing": "Each step's sum is there: how far the copies are apart doesn't change from step to step.",
+                    "missing": "Each step's sum is there: the copies' distance doesn't change from step to step.",
                     "": "The loss alone is right, so it is computed rightly. From which numbers, on the last stage?",
                 },
                 "place": {
@@ -190,9 +193,10 @@ HUNT = Hunt(
                 },
                 "first": {"": "All outputs are right, up to the final norm's. Take the microscope's first name."},
             },
-            "The last stage's copy began with other numbers. The sum over the embedding group gives both copies the same "
-            "step, and so they keep the distance with which they began: equal gradients make equal tables only of equal "
-            "tables. Megatron therefore sums the copies' weights once, when they are made, with zeros on the last stage.",
+            "The last stage's copy began with other numbers. The sum over the embedding group gives both copies the "
+            "same step, and so they keep the distance with which they began: equal gradients make equal tables only "
+            "of equal tables. Megatron therefore sums the copies' weights once, when they are made, with zeros on the "
+            "last stage.",
         ),
     ),
 )

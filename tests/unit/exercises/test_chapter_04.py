@@ -165,7 +165,9 @@ def over(tp=False, dp=False):
             ts = range(width[0]) if tp else [place[0]]
             ds = range(width[1]) if dp else [place[1]]
             try:
-                return None if grad is None else all_reduce(grad, [(t, d, p) for t in ts for d in ds for p in {0, pp - 1}])
+                return (
+                    None if grad is None else all_reduce(grad, [(t, d, p) for t in ts for d in ds for p in {0, pp - 1}])
+                )
             except ValueError:
                 continue
         return grad
