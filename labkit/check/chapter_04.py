@@ -463,7 +463,7 @@ ask(
         "are about 0.02.",
         "1 to 50 %": "Adam's first step moves a weight by about the learning rate, whatever the size of weight or "
         "gradient. 0.003 of 0.02 is 15 %, and nearly every row of one copy moves, while few rows of the other do.",
-        "over 50 %": "A first step moves a weight by at most about the learning rate: 0.003, and weights are about 0.02.",
+        "over 50 %": "A first step moves a weight by about the learning rate: 0.003, and weights are about 0.02.",
     },
 )
 ask(

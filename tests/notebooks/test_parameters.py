@@ -103,8 +103,8 @@ CASES = {
             "2 backward (f) of 16,384 bytes each": "2 backward (f) of 32,768 bytes each",
         },
     ),
-    # 2,000 words padded to a multiple of 8 x 4 are 2,016, 504 for each rank; the worst moment has 3 tensors of 256 x 2,000
-    # gathered logits; a rank's own ones are there twice, 2 x 504 / 2,000
+    # 2,000 words padded to a multiple of 8 x 4 are 2,016, 504 for each rank; a rank's own logits are in
+    # memory twice, 2 x 504 / 2,000 of the gathered ones
     "04_vocabulary_and_loss": Case(
         {"vocab_size": 2000},
         {

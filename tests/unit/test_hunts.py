@@ -28,8 +28,8 @@ from labkit.schedules.runtime import PipelineRuntime
 
 CHAPTERS = ("00", "01", "04", "06", "12", "17", "21")
 CHANGED = (
-    collectives, gradients, cuda_graph_helper, PositionEmbedding, random.RngTracker, layers._ColumnLinear, RankStep, cross_entropy, OutputLayer,
-    PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
+    collectives, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
+    layers._ColumnLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
 )  # fmt: skip
 """Everything that a fault may change."""
 
