@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from labkit.models.hugging_face_config import model_config_from_hugging_face as model_config_from_hugging_face
     from labkit.models.hugging_face_config import moe_config_from_hugging_face as moe_config_from_hugging_face
     from labkit.models.lifetimes import Lifetimes as Lifetimes
+    from labkit.models.live_bytes import LiveBytes as LiveBytes
     from labkit.models.saved_tensors import SavedTensors as SavedTensors
     from labkit.models.synthetic_load import SleepingStage as SleepingStage
     from labkit.models.synthetic_load import sleep_through as sleep_through

@@ -94,7 +94,8 @@ if TYPE_CHECKING:
     from labkit.viz.text_scores import token_choices as token_choices
     from labkit.viz.tp_layer import split_sequence as split_sequence
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
-    from labkit.viz.vocabulary import loss_costs as loss_costs
+    from labkit.viz.vocabulary import added_rows as added_rows
+    from labkit.viz.vocabulary import memory_of_losses as memory_of_losses
     from labkit.viz.vocabulary import split_softmax as split_softmax
     from labkit.viz.vocabulary import vocabulary_shards as vocabulary_shards
 

@@ -101,17 +101,15 @@ CASES = {
             "2 backward (f) of 16,384 bytes each": "2 backward (f) of 32,768 bytes each",
         },
     ),
-    # 2,000 words padded to a multiple of 8 x 4 are 2,016, 504 for each rank; of 64 tokens a ring sends 3 pieces of 64 x
-    # 504 numbers of 4 bytes to gather logits, and for three numbers a token 2 x 3/4 x 3 x 64 x 4 bytes, as before
+    # 2,000 words padded to a multiple of 8 x 4 are 2,016, 504 for each rank; a rank's own logits are in
+    # memory twice, 2 x 504 / 2,000 of the gathered ones
     "04_vocabulary_and_loss": Case(
         {"vocab_size": 2000},
         {
             "1,000 words in a table of 1,024 rows over 4 ranks: 256 rows each, 24 of them padding": (
                 "2,000 words in a table of 2,016 rows over 4 ranks: 504 rows each, 16 of them padding"
             ),
-            "sent forward: gather 196,608, parallel loss 1,152, fused 1,152": (
-                "sent forward: gather 387,072, parallel loss 1,152, fused 1,152"
-            ),
+            "parallel 0.52 of 0.51 predicted": "parallel 0.51 of 0.50 predicted",
         },
     ),
     # at hidden 128 the probabilities weigh 5 a s / h = 20 s b h instead of 40, so 34 + 20, and means of norms 0.06; its
@@ -393,10 +391,10 @@ EXTREMES = [
     ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256, "hunt": 99}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8, "fault": 0}),
     ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512, "fault": 99}),
-    ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "hunt": 0}),
+    ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "fault": 0}),
     (
         "04_vocabulary_and_loss",
-        {"world_size": 2, "vocab_size": 4096, "hidden": 256, "tokens": 1024, "steps": 100, "hunt": 2},
+        {"world_size": 2, "vocab_size": 4096, "hidden": 256, "tokens": 1024, "steps": 100, "fault": 99},
     ),
     (
         "05_memory_and_recomputation",

@@ -20,7 +20,7 @@ from labkit.config import RunConfig, presets
 from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
-from labkit.parallel import initialize_model_parallel, model_parallel_seed
+from labkit.parallel import initialize_model_parallel, model_parallel_seed, vocab_parallel_cross_entropy
 from labkit.schedules import Costs, simulate
 from labkit.train import compare, float64_layer, follows, pretrain
 
@@ -30,6 +30,7 @@ SMALL = presets.tiny().override(
 )
 SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
 PIPELINE = {"parallel.pp": 2}
+PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
 MARK = 30
@@ -47,7 +48,10 @@ ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
 
 
-LOSS_MOVES = ("positions", "forward sum", "samples of neighbours", "alone", "neighbours")
+LOSS_MOVES = (
+    "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
+    "other copy",
+)  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
 
@@ -89,6 +93,10 @@ def of_03(config: RunConfig, observer: Any) -> Any:
     return train_marked("03", config, None, observer)
 
 
+def of_04(config: RunConfig, observer: Any) -> Any:
+    return train_marked("04", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -107,6 +115,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
         ("02", SMALL.override({"model.layers": 1}), {"parallel.tp": 2, "world_size": 4}, 1, of_02),
         ("03", SMALL.override({"model.layers": 2}), {"parallel.tp": 2, "parallel.pp": 1}, 2, of_03),
+        ("04", SMALL.override(PADDED), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_04),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
@@ -120,7 +129,7 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
         moves = fault.name in LOSS_MOVES or chapter == "03"  # of which the second loss is compared as well
-        assert (row.loss_diff > 1e-12) == moves, "only outputs, and groups that log it, change it"
+        assert (row.loss_diff > 1e-12) == moves, "only outputs, the loss itself, and groups that log it, change it"
 
 
 # ---- 00 ----
@@ -264,6 +273,57 @@ def test_03_each_fault_has_its_own_evidence(ranks) -> None:
     torch.testing.assert_close(found["g both ways"][0]["1.mlp.fc2.bias"], 2 * right["1.mlp.fc2.bias"])
     torch.testing.assert_close(found["mean in f"][0]["1.mlp.norm.weight"], right["1.mlp.norm.weight"] / 2)
     assert not {"1.mlp.fc1.weight", "1.mlp.fc2.weight"} & wrong["mean in f"], "these are before f in backward"
+
+
+# ---- 04 ----
+
+
+def loss_alone() -> tuple[float, list[tuple[str, int]]]:
+    """By how much this rank's loss is too large, and the operations of the loss with their numbers."""
+    group = initialize_model_parallel(SMALL.override({"parallel.tp": 2, "parallel.pp": 1}).parallel).tp
+    logits = 8 * torch.randn(16, 96, generator=torch.Generator().manual_seed(0))  # 90 words and 6 columns of padding
+    labels = torch.arange(16)
+    right = torch.nn.functional.cross_entropy(logits[:, :90], labels)
+    with CommLedger() as ledger:
+        own = logits.chunk(2, 1)[group.rank]
+        loss = vocab_parallel_cross_entropy(own, labels, group, vocab_size=90, padded_vocab_size=96)
+    return float(loss.mean() - right), [(each.operation, each.bytes // 4) for each in ledger.records]
+
+
+class Copies:
+    """Keeps this rank's copy of the table after each step."""
+
+    def on_model(self, groups: Any, chunks: Any, schedule: Any) -> None:
+        self.noted: list[torch.Tensor] = []
+
+    def on_gradients(self, step: int, chunks: Any) -> None:
+        pass
+
+    def on_update(self, step: int, chunks: Any) -> None:
+        weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        self.noted += [w.detach().clone() for w in weights if w.full_name == "embedding.word.weight"]
+
+
+def copies() -> torch.Tensor:
+    observer = Copies()
+    pretrain(SMALL.override(PADDED | PIPELINE | {"train.steps": 2}), observer=observer)
+    return torch.stack(observer.noted)
+
+
+def test_04_each_fault_has_its_own_evidence(ranks) -> None:
+    found = with_each_fault(ranks, "04", loss_alone)
+    off = {name: [run[0] for run in runs] for name, runs in found.items()}
+    assert {name for name, each in off.items() if max(map(abs, each)) > 1e-5} == {"own maximum", "padding counts"}
+    assert off["own maximum"][0] != off["own maximum"][1] and off["padding counts"][0] == off["padding counts"][1] > 0
+    given = {name: runs[0][1] for name, runs in found.items()}
+    assert given[CLEAN] == [("all_reduce", 16), ("all_reduce", 32)]
+    assert given["own maximum"] == [("all_reduce", 32)]
+    assert given["logits gathered"] == [("all_gather", 16 * 48), *given[CLEAN]]
+    assert all(given[name] == given[CLEAN] for name in ("padding counts", "mean of copies", "other copy"))
+    tables = with_each_fault(ranks, "04", copies)
+    apart = {name: [float(x) for x in (a - b).norm(dim=(1, 2)) / a.norm(dim=(1, 2))] for name, (a, b) in tables.items()}
+    assert {name for name, each in apart.items() if any(each)} == {"other copy"}
+    assert min(apart["other copy"]) > 1.5 and abs(apart["other copy"][0] - apart["other copy"][1]) < 0.2
 
 
 # ---- 06 ----

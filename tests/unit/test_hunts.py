@@ -15,9 +15,10 @@ from labkit.comm import collectives, groups
 from labkit.comm.fault_injection import Dropped
 from labkit.events import watchers_of
 from labkit.graphs import cuda_graph_helper
-from labkit.models.embedding import PositionEmbedding
+from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.parallel import layers, random
 from labkit.parallel.data_parallel import gradients
+from labkit.parallel.vocab import cross_entropy
 from labkit.plan import step_time
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import read_published
@@ -25,10 +26,10 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 
-CHAPTERS = ("00", "01", "02", "03", "06", "12", "17", "21")
+CHAPTERS = ("00", "01", "02", "03", "04", "06", "12", "17", "21")
 CHANGED = (
-    collectives, groups, gradients, cuda_graph_helper, PositionEmbedding, random.RngTracker, layers._ColumnLinear,
-    layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
+    collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
+    layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
 )  # fmt: skip
 """Everything that a fault may change."""
 

@@ -208,6 +208,10 @@ def placed() -> list[dict[str, int]]:
 
 
 DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "added_rows": (
+        lambda: viz.added_rows([[0, -1], [-1, 4]], [0, 4], 4),
+        lambda: viz.added_rows([[0, 0, -1, 1000]] * 3, [0, 5, 1111, 4], 1000),
+    ),
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
         lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
@@ -281,15 +285,15 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.load_over_training({"nothing": np.ones((1, 2))}),
         lambda: viz.load_over_training({name: np.ones((100, 16)) for name in ("nothing", "aux loss", "expert bias")}),
     ),
-    "loss_costs": (
-        lambda: viz.loss_costs({"gather": {"sent forward": (10, 10), "kept for backward": (10, 10)}}),
-        lambda: viz.loss_costs({way: {"sent forward": (10 ** (9 - 2 * i), 10 ** (9 - 2 * i)), "kept": (10, 10)}
-                                for i, way in enumerate(("gather", "parallel loss", "fused"))}),
-    ),
     "loss_curves": (lambda: curves(2, 2, 0.0), lambda: curves(100, 4, 1e-6)),
     "loss_curves with levels": (lambda: tour(3, 1), lambda: tour(100, 8)),
     "measured_ring": (lambda: ring_events(2), lambda: ring_events(8)),
     "memory_and_work": (lambda: kept_and_work(1), lambda: kept_and_work(6)),
+    "memory_of_losses": (
+        lambda: viz.memory_of_losses({"parallel": [0, 1, 0.5]}, {"parallel": 1}, "tensors [n, V]"),
+        lambda: viz.memory_of_losses({name: [0, 0.1, 16.72, 3] for name in ("gathered", "parallel", "chunk by chunk")},
+                                     dict.fromkeys(("gathered", "parallel", "chunk by chunk"), 16.7), "tensors [n, V]"),
+    ),
     "named_curves": (
         lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
