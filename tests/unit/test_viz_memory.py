@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from labkit.viz import Kept, mask_agreement, memory_and_work, replica_drift, saved_waterfall, tensor_lifetimes
+from labkit.viz import Kept, mask_agreement, replica_drift, saved_waterfall, tensor_lifetimes
 
 ROWS = [
     Kept("everything", {"norms": 40.0, "MLP": 160.0}, 200.5),
@@ -36,19 +36,6 @@ def test_a_measurement_that_is_off_is_named() -> None:
     assert repr(saved_waterfall(bare)) == "bytes: everything 200.0, tensor parallel 120.0, inputs only 20.0."
     with pytest.raises(ValueError, match="at least one row"):
         saved_waterfall([])
-
-
-def test_memory_and_work_name_what_was_counted() -> None:
-    figure = memory_and_work({"all": (8.0, 300.0), "full": (2.0, 400.0)}, {"all": (8.1, 300.0), "full": (2.0, 450.0)})
-    assert repr(figure) == (
-        "Kept bytes against work, counted: all 8.1 s b h and 1.00 of the operations; full 2.0 s b h and 1.50 of the "
-        "operations."
-    )
-    kept, work = figure.fig.axes
-    assert [bar.get_width() for bar in kept.patches] == [8.0, 2.0]
-    assert work.lines[0].get_xdata().tolist() == [1.0, 1.5]
-    with pytest.raises(ValueError, match="must name the same ways"):
-        memory_and_work({"all": (1.0, 1.0)}, {})
 
 
 def test_masks_say_which_positions_share_one() -> None:
