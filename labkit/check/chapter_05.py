@@ -325,8 +325,8 @@ def _work(run: _Replayed) -> bool | str:
 
 ask(
     "05.peak",
-    "Twelve layers, each recomputed in full: forward keeps an input of 2 s b h for each of them. A layer that keeps "
-    "everything keeps {whole}. How many s b h are kept at the worst moment of the step?",
+    "Twelve layers, each recomputed in full: forward keeps an input of 2 s b h for each of them. How many s b h are "
+    "kept at the worst moment of the step? (The table above has what a layer keeps in full.)",
     misread=lambda whole: {
         "That is what is there when forward ends. But then backward begins, and it needs a layer in full.": 24,
         "Backward needs one layer at a time in full, not all of them.": 12 * whole,
@@ -411,7 +411,7 @@ def plan(answer: Any) -> Iterator[Outcome]:
 def _planned(answer: Any, layers: int, room: float, ways: Ways) -> bool | str:
     found = plain(answer(layers, room, dict(ways)))
     if not isinstance(found, list) or len(found) != layers or not set(map(str, found)) <= set(ways):
-        return f"{shown(found)}: this is not a list of {layers} of the words {', '.join(ways)}"
+        return f"{shown(found)}: this is not a list with one of the words {', '.join(ways)} for each layer"
     peak, kept = _peak(found, ways), sum(ways[name][0] for name in found)
     if kept > room:
         return f"{kept:g} are kept when forward ends: forward alone does not fit; recompute more"
@@ -425,13 +425,11 @@ def _dear(found: list[str], room: float, ways: Ways) -> str:
     """Say how a plan that fits could be cheaper."""
     if set(found) == {"full"}:
         return "not every layer needs full recomputation"
-    for name in ("keep", "selective"):
-        changed = [*found[:-1], name]
-        if ways[name][2] < ways[found[-1]][2] and _peak(changed, ways) <= room:
-            return "the last layer is needed again at once, so keep of it what there is room for"
-    order = sorted(found, key=["full", "selective", "keep"].index)
-    if order != found:
+    if found[:-1] != sorted(found[:-1], key=["full", "selective", "keep"].index):
         return "what is recomputed at the end meets all that waits; begin with the layers that keep least"
+    for name in ("keep", "selective"):
+        if ways[name][2] < ways[found[-1]][2] and _peak([*found[:-1], name], ways) <= room:
+            return "the last layer is needed again at once, so keep of it what there is room for"
     return "with one full layer more, several others may keep more: try every number of full and selective ones"
 
 

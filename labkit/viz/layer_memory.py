@@ -96,7 +96,9 @@ def memory_over_time(
                           label="predicted")  # fmt: skip
             axes.axhline(room / 1e9, color=_RED, lw=1.2, ls="--", label="room")
             extra = x[-1] / 3 - 1
-            axes.set_title(f"{name}: peak {peaks[name] / 1e9:.1f} GB, operations {extra:+.0%}", loc="left")
+            fits = peaks[name] <= room
+            words = f"{'fits' if fits else 'does not fit'}, peak {peaks[name] / 1e9:.1f} GB, operations {extra:+.1%}"
+            axes.set_title(f"{name}: {words}", loc="left", color=INK if fits else _RED)
         panels[0].set(xlim=(0, max(last, 3.0) * 1.01), ylim=(0, 1.08 * top))
         panels[-1].set_xlabel("operations, in forwards of all layers (the first one is the forward)")
         fig.supylabel("kept for backward, GB", fontsize=9)
