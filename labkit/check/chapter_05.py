@@ -27,7 +27,7 @@ _LAYER: Program = (
     ("normed 2", "norm", ("middle",)), ("fc1", "linear", ("normed 2",)), ("gelu", "gelu", ("fc1",)),
     ("fc2", "linear", ("gelu",)), ("fc2 dropped", "dropout", ("fc2",)), ("y", "add", ("middle", "fc2 dropped")),
 )  # fmt: skip
-_WIDTHS = {"qkv": 3, "fc1": 4, "gelu": 4} | dict.fromkeys(("scores", "scaled", "masked", "probs", "dropped"), 8)
+_WIDTHS = {"qkv": 3, "fc1": 4, "gelu": 4} | dict.fromkeys(("scores", "scaled", "masked", "probs", "dropped"), 16)
 _PROGRAMS: tuple[Program, ...] = (
     (("a", "linear", ("x",)), ("b", "gelu", ("a",)), ("c", "linear", ("b",))),
     (("a", "linear", ("x",)), ("b", "relu", ("a",)), ("c", "linear", ("b",))),
