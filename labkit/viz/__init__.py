@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from labkit.plan.node_traffic import bytes_between_nodes as bytes_between_nodes
     from labkit.plan.node_traffic import order_traffic as order_traffic
     from labkit.viz.activations import Kept as Kept
-    from labkit.viz.activations import memory_and_work as memory_and_work
     from labkit.viz.activations import saved_waterfall as saved_waterfall
     from labkit.viz.attention_ring import context_mask as context_mask
     from labkit.viz.attention_ring import measured_ring as measured_ring
@@ -57,6 +56,9 @@ if TYPE_CHECKING:
     from labkit.viz.held_weights import weight_parts as weight_parts
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
     from labkit.viz.layer_gradients import gradient_table as gradient_table
+    from labkit.viz.layer_memory import TensorArea as TensorArea
+    from labkit.viz.layer_memory import layer_areas as layer_areas
+    from labkit.viz.layer_memory import memory_over_time as memory_over_time
     from labkit.viz.layer_messages import layer_timelines as layer_timelines
     from labkit.viz.layout.expert_costs import expert_costs as expert_costs
     from labkit.viz.layout.folding import explore_folding as explore_folding

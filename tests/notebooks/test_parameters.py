@@ -112,14 +112,15 @@ CASES = {
             "parallel 0.52 of 0.51 predicted": "parallel 0.51 of 0.50 predicted",
         },
     ),
-    # at hidden 128 the probabilities weigh 5 a s / h = 20 s b h instead of 40, so 34 + 20, and means of norms 0.06; its
-    # products add 4 s to the 3 (24 h + 4 s) operations of a step: 256 / (3 x 3,328) = 2.6%, not 256 / (3 x 1,792)
+    # with 512 tokens core attention weighs 5 a s / h = 40 s b h instead of 80, so 34 + 40 = 74, and s b h is half of
+    # what it was: 12 x 74 x 25.2 MB = 22.3 GB; full 12 x 2 + 72 = 96, 2.4 GB. The core's products add 4 s to the
+    # 3 (24 h + 4 s) operations of a step: 2,048 / (3 x 20,480) = 3.3%
     "05_memory_and_recomputation": Case(
-        {"hidden": 128},
+        {"seq_length": 512},
         {
-            "everything kept 74.1 s b h and 1.00 of the operations; selective 34.1 s b h and 1.05 of the operations": (
-                "everything kept 54.1 s b h and 1.00 of the operations; selective 34.1 s b h and 1.03 of the operations"
-            ),
+            "tensors are kept: 114.0 s b h, of which 80.0": "tensors are kept: 74.0 s b h, of which 40.0",
+            "keep does not fit, peak 68.9 GB": "keep does not fit, peak 22.4 GB",
+            "full fits, peak 6.8 GB": "full fits, peak 2.4 GB",
         },
     ),
     # at hidden 128 the probabilities weigh 5 a s / h = 20 instead of 40: 34 + 20, over 2 ranks 10 + 24/2 + 20/2, then
@@ -398,11 +399,11 @@ EXTREMES = [
     ),
     (
         "05_memory_and_recomputation",
-        {"world_size": 4, "hidden": 64, "seq_length": 8, "dropout": 0.05},
+        {"world_size": 4, "hidden": 64, "seq_length": 128, "dropout": 0.05, "fault": 0},
     ),
     (
         "05_memory_and_recomputation",
-        {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9},
+        {"world_size": 2, "hidden": 1024, "seq_length": 2048, "dropout": 0.9, "fault": 99},
     ),
     ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0.05, "fault": 0}),
     ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "fault": 99}),

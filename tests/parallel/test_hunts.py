@@ -19,7 +19,7 @@ from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
 from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
-from labkit.models import GPTModel, SavedTensors, sleep_through
+from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
 from labkit.parallel import initialize_model_parallel, model_parallel_seed, vocab_parallel_cross_entropy
 from labkit.schedules import Costs, simulate
 from labkit.train import compare, float64_layer, follows, pretrain
@@ -29,6 +29,7 @@ SMALL = presets.tiny().override(
     {"model.hidden": 32, "model.seq_length": 16, "global_batch_size": 4, "train.eval_steps": 0}
 )
 SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
+FULL = {"model.recompute_granularity": "full", "model.attention_backend": "unfused"}
 PIPELINE = {"parallel.pp": 2}
 PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
@@ -97,6 +98,10 @@ def of_04(config: RunConfig, observer: Any) -> Any:
     return train_marked("04", config, None, observer)
 
 
+def of_05(config: RunConfig, observer: Any) -> Any:
+    return train_marked("05", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -116,6 +121,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("02", SMALL.override({"model.layers": 1}), {"parallel.tp": 2, "world_size": 4}, 1, of_02),
         ("03", SMALL.override({"model.layers": 2}), {"parallel.tp": 2, "parallel.pp": 1}, 2, of_03),
         ("04", SMALL.override(PADDED), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_04),
+        ("05", SMALL.override({"model.layers": 2, **FULL}), {"parallel.tp": 2, "parallel.pp": 1}, 1, of_05),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
@@ -324,6 +330,42 @@ def test_04_each_fault_has_its_own_evidence(ranks) -> None:
     apart = {name: [float(x) for x in (a - b).norm(dim=(1, 2)) / a.norm(dim=(1, 2))] for name, (a, b) in tables.items()}
     assert {name for name, each in apart.items() if any(each)} == {"other copy"}
     assert min(apart["other copy"]) > 1.5 and abs(apart["other copy"][0] - apart["other copy"][1]) < 0.2
+
+
+# ---- 05 ----
+
+
+def vital_signs() -> tuple[Counter[str], int, int, bool]:
+    """All-reduces by phase, bytes kept after forward, operations, and whether gradients are those of keeping all."""
+    sent: Counter[str] = Counter()
+    gradients, kept, operations = [], 0, 0
+    for change in ({"model.attention_backend": "unfused"}, FULL):
+        rates = {"model.attention_dropout": 0.1, "model.hidden_dropout": 0.1}
+        config = SMALL.override({"parallel.tp": 2, "parallel.pp": 1, "model.layers": 2, **rates, **change})
+        groups = initialize_model_parallel(config.parallel)
+        stage = GPTModel(config.model, groups, layers=range(2), seed=0, pre_process=False, post_process=False)
+        stage.set_input_tensor(torch.linspace(-1, 1, 1024).view(16, 2, 32).requires_grad_())
+        with CommLedger() as ledger, Footprint(stage) as run:
+            y = stage(None)
+            kept = run.kept
+            y.square().sum().backward()
+        sent, operations = Counter(record.phase or "" for record in ledger.records), run.operations
+        gradients.append([p.grad for p in stage.parameters()])
+    return sent, kept, operations, all(map(torch.equal, *gradients))
+
+
+def test_05_each_fault_has_its_own_vital_sign(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "05", vital_signs).items()}
+    sent, kept, operations, same = found[CLEAN]
+    assert sent == {"forward": 4, "recompute": 4, "backward": 4} and kept == 2 * 16 * 2 * 32 * 4 and same
+    assert {name for name in found if found[name][0] != sent} == {"sum left out"}
+    assert found["sum left out"][0]["recompute"] == 3
+    assert {name for name in found if found[name][1] != kept} == {"graph kept"}
+    assert found["graph kept"][1] > 5 * kept
+    more = {name: each[2] for name, each in found.items() if each[2] != operations}
+    assert more == {"core again": operations + 2 * 4 * 16 * 16 * 2 * 16}, "two layers, q k and probs v, half the heads"
+    wrong = {name for name in found if not found[name][3]}
+    assert wrong == {"sum left out", "new numbers", "input overwritten"}
 
 
 # ---- 06 ----

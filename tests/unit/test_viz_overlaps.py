@@ -161,9 +161,15 @@ def paddings(experts: int) -> Any:
     return viz.padding_costs(made)
 
 
-def kept_and_work(ways: int) -> Any:
-    found = {f"norms and core attention, {i}": (1234.5 / 3**i, 1e9 * (1 + i / 10)) for i in range(ways)}
-    return viz.memory_and_work(found, found)
+def kept_areas(ash: float) -> Any:
+    tensors = [viz.TensorArea("mask of proj dropped", 1, 1), viz.TensorArea("probs", ash, 2, True)]
+    tensors += [viz.TensorArea(f"normed {i}", 1 + i % 4, 2) for i in range(18)]
+    return viz.layer_areas(tensors, ["probs", "normed 3"], ["normed 3", "normed 4"])
+
+
+def kept_over_time(names: list[str], room: float) -> Any:
+    line = [(0.0, 0.0), (1.0, 7e10), (2.0, 3.5e10), (4.0, 0.0)]
+    return viz.memory_over_time(dict.fromkeys(names, line), room, 1.0, {names[0]: line})
 
 
 def maps(ranks: int, tokens: int, experts: int, top_k: int) -> list[np.ndarray]:
@@ -280,6 +286,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.launch_timeline({"graph": predict_launches([3.0], 8.0, graph=True)}),
         lambda: viz.launch_timeline({"one by one": predict_launches([12.0] * 10, 8.0)}),
     ),
+    "layer_areas": (lambda: kept_areas(0.5), lambda: kept_areas(32)),
     "layer_placement": (lambda: placement(8, 2, 1), lambda: placement(32, 4, 4)),
     "load_over_training": (
         lambda: viz.load_over_training({"nothing": np.ones((1, 2))}),
@@ -288,11 +295,14 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "loss_curves": (lambda: curves(2, 2, 0.0), lambda: curves(100, 4, 1e-6)),
     "loss_curves with levels": (lambda: tour(3, 1), lambda: tour(100, 8)),
     "measured_ring": (lambda: ring_events(2), lambda: ring_events(8)),
-    "memory_and_work": (lambda: kept_and_work(1), lambda: kept_and_work(6)),
     "memory_of_losses": (
         lambda: viz.memory_of_losses({"parallel": [0, 1, 0.5]}, {"parallel": 1}, "tensors [n, V]"),
         lambda: viz.memory_of_losses({name: [0, 0.1, 16.72, 3] for name in ("gathered", "parallel", "chunk by chunk")},
                                      dict.fromkeys(("gathered", "parallel", "chunk by chunk"), 16.7), "tensors [n, V]"),
+    ),
+    "memory_over_time": (
+        lambda: kept_over_time(["keep"], 1e9),
+        lambda: kept_over_time(["keep", "selective", "full", "a best plan"], 6.9e10),
     ),
     "named_curves": (
         lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
