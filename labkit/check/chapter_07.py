@@ -47,8 +47,7 @@ ask(
     choices={
         "as many": "Keys and values go round again, since no rank has kept those of others. The gradients come on top.",
         "twice as many": "kv goes round once more, and dkv, which is as large, follows it. In 16 bits it is three "
-        "times: labkit and Transformer Engine then send the sums of dkv in 32 bits, so that they don't lose digits at "
-        "each hop.",
+        "times: labkit then sends the sums of dkv in 32 bits, so that they don't lose digits at each hop.",
         "cp times as many": "Each gradient would be sent on its own then. But what all ranks owe to one key is a sum, "
         "and a sum can grow on its way.",
     },
