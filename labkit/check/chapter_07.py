@@ -456,7 +456,7 @@ def _waits(found: Cut, length: int, cp: int) -> str:
 
 @exercise(
     "07.backward",
-    "Write ring_backward(q, kv, cut, cp, out, lse, do) -> dq and dkv of one rank; all ranks run it at once.",
+    "Write ring_backward(q, kv, cut, cp, lse, do, delta) -> dq and dkv of one rank; all ranks run it at once.",
 )
 def backward(answer: Any) -> Iterator[Outcome]:
     """Judge dq, then dk and dv, on one, two and four ranks, and the messages of a rank."""
@@ -465,7 +465,7 @@ def backward(answer: Any) -> Iterator[Outcome]:
         do = np.random.default_rng(10 + cp).normal(size=case.v.shape)
         out, from_ranks = _shares_of_ranks(case, do)
         dq, dkv = from_ranks.sum(axis=0)[0], from_ranks.sum(axis=0)[1:]
-        found = _run(answer, case, [out, _lse(case), do], [case.q, dkv.swapaxes(0, 1)])
+        found = _run(answer, case, [_lse(case), do, (do * out).sum(axis=1)], [case.q, dkv.swapaxes(0, 1)])
         mine = [found.arrays[0], *found.arrays[1].swapaxes(0, 1)] if found.arrays else []
         said = found.error or _wrong_gradient(case, "dq", mine[:1], dq[None], _misread_dq(case, do))
         yield _said(f"{case.name}, dq", "the sum over all keys", said)

@@ -37,22 +37,22 @@ def cut(seq_length, cp):
     return [np.concatenate([chunks[r], chunks[2 * cp - 1 - r]]).tolist() for r in range(cp)]
 
 
-def block_shares(q, kv, seen, out, lse, do):
+def block_shares(q, kv, seen, lse, do, delta):
     """The chapter's `shares`."""
     (k, v), root = kv, np.sqrt(q.shape[1])
     p = np.exp(np.where(seen, q @ k.T / root, -np.inf) - lse[:, None])
-    ds = p * (do @ v.T - (do * out).sum(1)[:, None]) / root
+    ds = p * (do @ v.T - delta[:, None]) / root
     return ds @ k, np.stack([ds.T @ q, p.T @ do])
 
 
 @solves("07.backward")
-def ring_backward(q, kv, cut, cp, out, lse, do):
+def ring_backward(q, kv, cut, cp, lse, do, delta):
     """The sum of a key's gradients travels with the key, and one hop more brings it home."""
     mine = cut[cp.rank]
-    dq, dkv = block_shares(q, kv, mine[:, None] >= mine, out, lse, do)
+    dq, dkv = block_shares(q, kv, mine[:, None] >= mine, lse, do, delta)
     for step in range(1, cp.size):
         kv, dkv = cp.pass_on(kv, dkv)
         seen = mine[:, None] >= cut[(cp.rank - step) % cp.size]
-        more, share = block_shares(q, kv, seen, out, lse, do)
+        more, share = block_shares(q, kv, seen, lse, do, delta)
         dq, dkv = dq + more, dkv + share
     return dq, cp.pass_on(dkv)

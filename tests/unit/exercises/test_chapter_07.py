@@ -229,10 +229,10 @@ CUT = {
 # ---- 07.backward ----
 
 
-def shares(q, kv, seen, out, lse, do):
+def shares(q, kv, seen, lse, do, delta):
     (k, v), root = kv, np.sqrt(q.shape[1])
     p = np.where(seen, np.exp(q @ k.T / root - lse[:, None]), 0)
-    ds = p * (do @ v.T - (do * out).sum(axis=1, keepdims=True)) / root
+    ds = p * (do @ v.T - delta[:, None]) / root
     return ds @ k, np.stack([ds.T @ q, p.T @ do])
 
 
