@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from labkit.check.hunts.hunting import Fault, Hunt
-from labkit.comm.pending import Pending
 from labkit.parallel.context import ring_attention
 
 # ---- the faults ----
@@ -19,9 +18,11 @@ from labkit.parallel.context import ring_attention
 def _mask_of_the_plain_cut() -> AbstractContextManager[Any]:
     """Attention computes the blocks of the plain cut, on data that is cut zigzag."""
     plan = ring_attention.ring_plan
-    return patch.object(
-        ring_attention, "ring_plan", lambda cp, rank, **how: plan(cp, rank, **(how | {"layout": "contiguous"}))
-    )
+
+    def of_the_plain_cut(cp: int, rank: int, *, causal: bool, layout: Any) -> Any:
+        return plan(cp, rank, causal=causal, layout="contiguous")
+
+    return patch.object(ring_attention, "ring_plan", of_the_plain_cut)
 
 
 def _sums_not_passed_on() -> AbstractContextManager[Any]:
@@ -62,7 +63,7 @@ def _one_buffer() -> AbstractContextManager[Any]:
     return patch.object(ring_attention._Ring, "start", start_and_overwrite)
 
 
-class _Later(Pending):
+class _Later:
     """A transfer that begins when somebody waits for it."""
 
     def __init__(self, start: Any) -> None:
