@@ -1,71 +1,81 @@
-"""Exercises of chapter 07: the pairs of each rank, ring attention as the program of one rank, and its backward.
+"""Exercises and bets of chapter 07: ring attention as the program of one rank, a cut of the sequence, the backward.
 
 Simulated ranks run the programs of the ring and of its backward at once, and each sees only its own data. The forward's
 values are the rows of an identity matrix, so each output row has the weights that the answer gave to the keys. Wrong
-weights and wrong gradients are compared with those of known misunderstandings.
+weights and wrong gradients are compared with those of known misunderstandings. A cut is judged by the pairs that its
+ranks compute at each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.check.bets import ask
 from labkit.check.rank_threads import RankThreads, Stalled
-from labkit.check.scoring import (
-    Diagnosis,
-    Misreadings,
-    Outcome,
-    asked,
-    close,
-    exercise,
-    holds,
-    plain,
-    raised,
-    reason_of,
-)
-from labkit.parallel.context.ring_plan import Layout, chunks_of_rank, ring_load
+from labkit.check.scoring import Diagnosis, Outcome, close, exercise, holds, plain, raised, reason_of
+from labkit.parallel.context.ring_plan import Layout, chunks_of_rank, cut_load, ring_time
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 Array = NDArray[Any]
 
-# ---- pairs of each rank ----
+# ---- bets ----
 
-_LENGTHS = ((8, 2), (16, 4), (12, 3), (64, 4), (10, 1))
-"""(positions, ranks)."""
-
-
-@exercise("07.work", "Write work(seq_length, cp) -> the pairs that each rank computes under the plain cut.")
-def work(answer: Any) -> Iterator[Outcome]:
-    """Judge one to four ranks."""
-    return asked(
-        _LENGTHS,
-        given="{} positions over cp {}".format,
-        right=lambda length, cp: [sum(steps) for steps in ring_load(length, cp, layout="contiguous")],
-        tried=answer,
-        misread=_misread_work,
-    )
-
-
-def _misread_work(length: int, cp: int) -> Misreadings:
-    part, ranks = length // cp, range(cp)
-    own, even = part * (part + 1) // 2, length * (length + 1) // 2 // cp
-    right = [own + rank * part**2 for rank in ranks]
-    return {
-        "the pairs are shared out evenly; late positions see more keys than early ones": [even] * cp,
-        "there is no mask; a position sees no later key": [part * length] * cp,
-        "a rank's own keys alone count; it sees all keys of earlier ranks, too": [own] * cp,
-        "a position sees itself, too": [pairs - part for pairs in right],
-        "the rank's own block has no mask; it is a triangle, not a square": [(rank + 1) * part**2 for rank in ranks],
-        "a rank sees later keys in place of earlier ones": right[::-1],
-        "the triangle has its diagonal, L (L + 1) / 2 pairs and not L²/2": [
-            part**2 // 2 + rank * part**2 for rank in ranks
-        ],
-        "the rank's own block is left out": [rank * part**2 for rank in ranks],
-        "each number counts the pairs of all ranks up to this one": np.cumsum(right).tolist(),
-    }
+ask(
+    "07.slowest",
+    "Eight GPUs share a causal text in equal parts, and GPU 7 computes 15 times as many pairs as GPU 0. Somebody finds "
+    "a cut that gives all of them the same work. How many times faster is attention then?",
+    choices={
+        "15 times": "That is GPU 7 against GPU 0. But what counts is GPU 7 against the mean of all eight.",
+        "about 4 times": "GPU 7 computes 7.5 squares of L x L pairs. What do all eight compute on average?",
+        "about 2 times": "GPU 7 computes 7.5 squares of L x L pairs, and the mean of all eight is 4: 1.875 times. With "
+        "more GPUs it tends to 2, because a triangle is half of its square.",
+        "no faster": "All of them wait for GPU 7, in every step of the ring.",
+    },
+)
+ask(
+    "07.bytes",
+    "Forward passes kv on. Backward needs the same keys and values again, and the gradients dk and dv have to get back "
+    "to their owners. How many bytes does a rank send in backward, compared with forward? (All numbers have 64 bits.)",
+    choices={
+        "as many": "Keys and values go round again, since no rank has kept those of others. The gradients come on top.",
+        "twice as many": "kv goes round once more, and dkv, which is as large, follows it. In 16 bits it is three "
+        "times: labkit then sends the sums of dkv in 32 bits, so that they don't lose digits at each hop.",
+        "cp times as many": "Each gradient would be sent on its own then. But what all ranks owe to one key is a sum, "
+        "and a sum can grow on its way.",
+    },
+)
+ask(
+    "07.double",
+    "A text gets twice as long, and gets twice as many GPUs. On each GPU the part has the same length as before. Is it "
+    "harder now to hide the ring's messages behind computing?",
+    choices={
+        "harder": "There are twice as many hops. But each has its own block to hide behind, as large as before.",
+        "the same": "A hop carries the kv of one part, and a block is one part against one part. Neither knows how "
+        "many parts there are. (Only the hop without a block to hide behind, the last one of backward, is there as "
+        "well, once.)",
+        "easier": "The work of a GPU doubles, that's true. But so does the number of its hops.",
+    },
+)
+ask(
+    "07.fits",
+    "Llama 3 with 8 billion parameters, texts of 131,072 tokens, eight H100s with 77.9 GB each. In all the runs every "
+    "layer is recomputed and the optimizer is spread over the eight. At which cp does it fit, by labkit's planner?",
+    choices={
+        "2": "Half of what depends on the tokens is still there, next to what doesn't depend on them.",
+        "4": "Nearly. What depends on the tokens shrinks by the factor cp, the weights and gradients don't.",
+        "8": "What depends on the tokens, 137 GB, is divided by cp. Weights, gradients and the optimizer's share, "
+        "60 GB, are not, so even at cp 8 there is hardly any room left.",
+        "never": "What depends on the tokens becomes an eighth. It's close, though.",
+    },
+)
 
 
 # ---- programs of one rank ----
@@ -75,7 +85,7 @@ _alike = close(atol=1e-6)
 
 
 class _Case(NamedTuple):
-    """A sequence over cp ranks, with its arrays in the order of positions; `at` has the positions of each rank."""
+    """A sequence over cp ranks, with its arrays in the order of positions; `at`, the cut, has each rank's positions."""
 
     name: str
     q: Array
@@ -101,8 +111,12 @@ class _Case(NamedTuple):
     @property
     def steps(self) -> NDArray[np.int64]:
         """Return [S, S]: the ring step in which the query's rank has the key."""
-        holder = self.by_position([np.full(len(rows), rank) for rank, rows in enumerate(self.at)]).astype(int)
-        return (holder[:, None] - holder[None]) % len(self.at)
+        return (self.holder[:, None] - self.holder[None]) % len(self.at)
+
+    @property
+    def holder(self) -> NDArray[np.int64]:
+        """Return [S]: the rank of each position."""
+        return self.by_position([np.full(len(rows), rank) for rank, rows in enumerate(self.at)]).astype(int)
 
     @property
     def places(self) -> Array:
@@ -141,32 +155,39 @@ class _Run(NamedTuple):
     largest: int
 
 
-def _size(held: Any) -> int:
-    """Count the numbers in whatever was passed on."""
-    if isinstance(held, dict):
-        return sum(map(_size, held.values()))
-    return sum(map(_size, held)) if isinstance(held, (list, tuple)) else int(np.size(held))
+class _Ring:
+    """`cp` of a rank's program: its place on the ring, and a way to the next rank."""
+
+    def __init__(self, rank: int, ranks: RankThreads, sizes: list[int]) -> None:
+        self.rank, self.size, self._ranks, self._sizes = rank, ranks.size, ranks, sizes
+
+    def pass_on(self, *arrays: Any) -> Any:
+        """Give arrays to the next rank, and return what the previous rank gave: one array, or as many as it gave."""
+        held = [np.array(plain(array), dtype=float) for array in arrays]
+        if self.rank == 0:
+            self._sizes += [array.size for array in held]
+        given = self._ranks.meet(self.rank, "pass_on", held)
+        if len({tuple(array.shape for array in each) for each in given}) > 1:
+            raise ValueError(f"the ranks pass on {[[list(array.shape) for array in each] for each in given]}")
+        received = deepcopy(given[self.rank - 1])
+        return received[0] if len(received) == 1 else received
 
 
-def _run(answer: Any, case: _Case, rows: Sequence[Array], shapes: Sequence[Array]) -> _Run:
-    """Run the answer on every rank, with its parts of `rows`, k and v; its arrays have the rows of `shapes`."""
-    cp = len(case.at)
-    threads, sizes = RankThreads(cp), [0]
+def _run(answer: Any, case: _Case, more: Sequence[Array], shapes: Sequence[Array]) -> _Run:
+    """Run the answer on every rank with its rows of q, kv and `more`; its arrays have the rows of `shapes`."""
+    threads, sizes = RankThreads(len(case.at)), [0]
 
     def program(rank: int) -> list[Array]:
         at = case.at[rank]
-
-        def pass_on(held: Any) -> Any:
-            sizes.append(_size(held))
-            return deepcopy(threads.meet(rank, "pass_on", deepcopy(held))[(rank - 1) % cp])
-
-        mine = tuple(part[at].copy() for part in rows)
+        kv, mine = np.stack([case.k[at], case.v[at]]), [each[at].copy() for each in more]
+        cut = [part.copy() for part in case.at]
         with np.errstate(all="ignore"):
-            found = answer(mine, (case.k[at].copy(), case.v[at].copy(), at.copy()), cp, pass_on)
-        parts = [found] if len(shapes) == 1 else found
-        if not isinstance(parts, (list, tuple)) or len(parts) != len(shapes):
+            found = answer(case.q[at].copy(), kv, cut, _Ring(rank, threads, sizes), *mine)
+        if not isinstance(found, (list, tuple)) or len(found) != len(shapes):
             raise ValueError(f"rank {rank} returns {type(found).__name__}, not {len(shapes)} arrays")
-        arrays = [np.asarray(plain(part), dtype=float) for part in parts]
+        arrays = [np.asarray(plain(part), dtype=float) for part in found]
+        if arrays[-1].ndim == 3:  # dkv [2, L, D] by rows
+            arrays[-1] = arrays[-1].swapaxes(0, 1)
         for array, like in zip(arrays, shapes):
             if array.shape != like[at].shape:
                 raise ValueError(f"rank {rank} returns an array {list(array.shape)}, not {list(like[at].shape)}")
@@ -178,7 +199,7 @@ def _run(answer: Any, case: _Case, rows: Sequence[Array], shapes: Sequence[Array
         return _Run([], str(stalled), 0, 0)
     except (Exception, SystemExit) as error:
         return _Run([], raised(error), 0, 0)
-    return _Run([case.by_position(parts) for parts in zip(*found)], "", threads.calls["pass_on"], max(sizes))
+    return _Run([case.by_position(parts) for parts in zip(*found)], "", len(sizes) - 1, max(sizes))
 
 
 def _rank_of(case: _Case, position: int) -> int:
@@ -192,22 +213,38 @@ def _place(case: _Case, position: int) -> str:
 # ---- the ring ----
 
 
-@exercise("07.ring", "Write ring(rows, kv, cp, pass_on) -> the output of one rank's rows; all ranks run it at once.")
+@exercise("07.ring", "Write ring(q, kv, cut, cp) -> output and lse of one rank's queries; all ranks run it at once.")
 def ring(answer: Any) -> Iterator[Outcome]:
-    """Judge the weights of every row on one, two and four ranks, both cuts, large scores; the messages of a rank."""
+    """Judge the weights and lse of every row on one, two and four ranks, two cuts, large scores; a rank's messages."""
     diagnosis = Diagnosis()
     for cp, layout, factor in _CASES:
         case = _case(cp, layout, factor)
-        rows = (case.q, np.arange(len(case.q)))
-        found = _run(answer, case, rows, [case.v])
+        right = _lse(case)
+        found = _run(answer, case, [], [case.v, right])
         claim = "the weights of one softmax over all keys up to each position"
-        said = found.error or _wrong_weights(case, *found.arrays, diagnosis=diagnosis)
+        said = found.error or _wrong_weights(case, found.arrays[0], diagnosis=diagnosis)
         yield _said(f"{case.name}, the outputs", claim, said)
         if cp > 1 and factor == 1.0:
-            most = case.at[0].size * (2 * case.q.shape[1] + 1)
-            claim = f"{cp - 1} with one rank's k, v and positions, at most {most} numbers"
-            said = found.error or _wrong_messages(found, cp, most, 2 * case.at[0].size * case.q.shape[1])
-            yield _said(f"{case.name}, the messages of a rank", claim, said)
+            most = 2 * case.at[0].size * case.q.shape[1]
+            claim = f"{cp - 1} with one rank's kv, {most} numbers"
+            wrong = found.error or _wrong_messages(found, cp, most)
+            yield _said(f"{case.name}, the messages of a rank", claim, wrong)
+        wrong = said or _wrong_lse(case, found.arrays[1], right)
+        yield _said(f"{case.name}, the lse", "the log of the sum over all keys up to each position", wrong)
+
+
+def _lse(case: _Case) -> Array:
+    return np.logaddexp.reduce(np.where(case.causal, case.scores, -np.inf), axis=1)
+
+
+def _wrong_lse(case: _Case, found: Array, right: Array) -> str:
+    if _alike(found, right):
+        return ""
+    row = next(row for row in range(len(right)) if not _alike(found[row], right[row]))
+    return (
+        f"{found[row]:.3g} instead of {right[row]:.3g} at {_place(case, row)}: backward needs the log of the sum over "
+        f"all keys, not over those of one block"
+    )
 
 
 def _said(given: str, claim: str, said: str) -> Outcome:
@@ -215,16 +252,16 @@ def _said(given: str, claim: str, said: str) -> Outcome:
     return holds(given, claim, lambda: (reason_of(said), said))
 
 
-def _wrong_messages(found: _Run, cp: int, most: int, least: int) -> str:
+def _wrong_messages(found: _Run, cp: int, most: int) -> str:
     if found.largest > most:
         return f"one of {found.largest} numbers: more than one rank's keys travel at once, or queries travel, too"
     if found.messages >= cp:
-        apart, late = "k, v and positions travel together, in cp - 1 messages", "the last brings a rank's own keys home"
+        apart, late = "k and v travel together, in cp - 1 messages", "the last brings a rank's own keys home"
         return f"{found.messages}: {apart if found.largest < most else f'{late}, for nothing'}"
     if found.messages < cp - 1:
         return f"{found.messages}: with fewer than cp - 1 messages the keys of some rank never arrive"
-    if found.largest < least:
-        return f"one of {found.largest} numbers at most: k and v do not travel"
+    if found.largest < most:
+        return f"one of {found.largest} numbers at most: k and v don't travel"
     return ""
 
 
@@ -279,24 +316,33 @@ def _misread_weights(case: _Case) -> Iterator[tuple[str, Array]]:
     scores, seen, steps, cp = case.scores, case.causal, case.steps, len(case.at)
     blocks = [_softmax(scores, seen & (steps == step)) for step in range(cp)]
     uniform = [np.where(b.any(axis=1, keepdims=True), b, (steps == i) * cp / len(b)) for i, b in enumerate(blocks)]
-    again = (steps == 0) + (cp - 1) * (steps == 1)
-    counted = _exps(scores, seen & (again > 0)) * again
+    again = (seen & (steps == 0)) + sum((steps == 1) & _seen_as(case, step) for step in range(1, cp))
+    counted = _exps(scores, again > 0) * again
     unmatched = [_without_rescaling(scores, seen, steps, running=running) for running in (False, True)]
     means = "the averages over each rank's keys are averaged; weigh each with its sum of exponentials"
     sums = "the averages over each rank's keys are added; weigh each with its sum of exponentials"
-    places = "the mask compares places in a block; rows have positions, and those of keys travel with them"
+    places = "the mask compares places in a block; cut has the positions of queries and keys"
+    source = "the keys that came are those of rank - step; your mask has the positions of rank + step"
     scale = "sums relative to different maxima are added; multiply the older ones by exp(old maximum - new maximum)"
     own = "only the rank's own keys count; pass_on brings those of the other ranks"
     neighbour = "the neighbour's keys count in every step; pass on what you hold, not your own keys"
     yield own, _softmax(scores, seen & (steps == 0))
     yield from ((means, np.mean(blocks, axis=0)), (means, np.mean(uniform, axis=0)), (sums, np.sum(blocks, axis=0)))
     yield places, _softmax(scores, case.places[:, None] >= case.places[None])
+    yield source, _softmax(scores, _seen_as(case, -steps))
     yield "nothing is masked; a query sees the keys up to its own position", _softmax(scores, True)
     yield "a position does not see itself; its own key counts, too", _softmax(scores, np.tri(len(scores), k=-1) > 0)
     yield "scores are not divided by the root of D", _softmax(scores * np.sqrt(case.q.shape[1]), seen)
     yield neighbour, counted / counted.sum(axis=1, keepdims=True)
     yield from ((scale, wrong / wrong.sum(axis=1, keepdims=True)) for wrong in unmatched)
     yield "nothing is divided by the sum of exponentials", _exps(scores, seen)
+
+
+def _seen_as(case: _Case, back: Any) -> NDArray[np.bool_]:
+    """Return [S, S]: which keys a row sees for who takes a key's place in the cut of rank - back for its position."""
+    taken = (case.holder[:, None] - back) % len(case.at)
+    places = np.broadcast_to(case.places.astype(int), case.causal.shape)
+    return np.arange(len(places))[:, None] >= np.array(case.at)[taken, places]
 
 
 def _without_rescaling(scores: Array, seen: Array, steps: Array, *, running: bool) -> Array:
@@ -311,55 +357,151 @@ def _without_rescaling(scores: Array, seen: Array, steps: Array, *, running: boo
     return found
 
 
+# ---- a cut of the sequence ----
+
+_BUSY = 0.95
+"""Least share of the ring's time in which an average rank computes."""
+_LENGTHS = ((64, 2), (128, 4), (96, 3), (256, 8))
+"""(positions, ranks)."""
+Cut = list[list[int]]
+
+
+def draw_cut(answer: Any) -> Figure | None:
+    """Draw the ring of the plain cut, and that of the answer's cut of 64 positions over four ranks."""
+    from labkit.viz.attention_ring import ring_timeline  # matplotlib, which a score does without
+
+    found = _parts(answer(64, 4))
+    return None if _no_cut(found, 64, 4) else ring_timeline({"plain cut": _plain_cut(64, 4), "your cut": found})
+
+
+@exercise("07.cut", "Write cut(seq_length, cp) -> for each rank the positions that it holds.", draw=draw_cut)
+def cut(answer: Any) -> Iterator[Outcome]:
+    """Judge two to eight ranks: is it a cut, and are the ranks busy in every step?"""
+    for length, cp in _LENGTHS:
+        given = f"{length} positions over cp {cp}"
+
+        def is_cut(length: int = length, cp: int = cp) -> tuple[str, str]:
+            said = _no_cut(_parts(answer(length, cp)), length, cp)
+            return reason_of(said), said
+
+        def is_busy(length: int = length, cp: int = cp) -> tuple[str, str]:
+            found = _parts(answer(length, cp))
+            said = _no_cut(found, length, cp) or _waits(found, length, cp)
+            return reason_of(said), said
+
+        yield holds(given, f"each position on one rank, {length // cp} on each", is_cut)
+        yield holds(f"{given}, the ring", f"ranks busy in {_BUSY:.0%} of the time or more", is_busy)
+
+
+def _parts(found: Any) -> Cut:
+    """Return the answer as lists of whole numbers. Raises TypeError if it is something else."""
+    parts = plain([plain(part) for part in found])
+    if not all(isinstance(part, list) for part in parts):
+        raise TypeError("a cut is a list with a list of positions for each rank")
+    if any(not isinstance(each, int) or isinstance(each, bool) for part in parts for each in part):
+        raise TypeError("positions are whole numbers")
+    return parts
+
+
+def _no_cut(found: Cut, length: int, cp: int) -> str:
+    """Say why this isn't a cut into equal parts; empty if it is one."""
+    held = sorted(position for part in found for position in part)
+    if len(found) != cp:
+        return f"{len(found)} lists: every rank has a list of its own"
+    if held != list(range(length)):
+        twice = next((p for p, after in pairwise(held) if p == after), None)
+        missing = next((p for p in range(length) if p not in held), None)
+        if twice is not None:
+            return f"position {twice} twice: every position is on one rank only"
+        where = f"position {missing} is nowhere" if missing is not None else f"position {held[-1]}"
+        return f"{where}: the positions are 0 to S - 1, and each of them is on some rank"
+    if len({len(part) for part in found}) > 1:
+        return f"{[len(part) for part in found]} positions: norms, MLPs and messages need as many on every rank"
+    return ""
+
+
+def _plain_cut(length: int, cp: int) -> Cut:
+    part = length // cp
+    return [list(range(rank * part, (rank + 1) * part)) for rank in range(cp)]
+
+
+def _waits(found: Cut, length: int, cp: int) -> str:
+    """Say how busy the ranks are, and why not more; empty if they are busy enough."""
+    load = cut_load(found)
+    busy = sum(map(sum, load)) / (cp * ring_time(load))
+    if busy >= _BUSY:
+        return ""
+    half, plain_cut = length // (2 * cp), _plain_cut(length, cp)
+    chunks = [list(range(i * half, (i + 1) * half)) for i in range(2 * cp)]
+    ordered = [sorted(part) for part in found]
+    totals = [sum(steps) for steps in load]
+    if ordered == plain_cut:
+        why = "this is the plain cut; its last rank sees all keys that come by, and all others wait for it"
+    elif ordered == plain_cut[::-1]:
+        why = "the plain cut backwards; now all wait for rank 0"
+    elif ordered == [chunks[rank] + chunks[cp + rank] for rank in range(cp)]:
+        why = "the last rank has the later one of every two chunks, so it still sees the most keys"
+    elif max(totals) <= 1.02 * min(totals):
+        why = "in all the ranks have the same work, but not in each step, and a step lasts as long as its largest block"
+    elif totals == sorted(totals):
+        why = "a higher rank has later positions, so it computes more; who has an early position needs a late one, too"
+    else:
+        most, times = totals.index(max(totals)), max(totals) / min(totals)
+        why = f"rank {most} computes {times:.1f} times as many pairs as the least busy rank"
+    return f"{busy:.0%}: {why}"
+
+
 # ---- backward ----
 
 
-@exercise("07.backward", "Write backward(rows, kv, cp, pass_on) -> (dq, dk, dv) of one rank; all ranks run it at once.")
+@exercise(
+    "07.backward",
+    "Write ring_backward(q, kv, cut, cp, lse, do, delta) -> dq and dkv of one rank; all ranks run it at once.",
+)
 def backward(answer: Any) -> Iterator[Outcome]:
     """Judge dq, then dk and dv, on one, two and four ranks, and the messages of a rank."""
     for cp, layout, _ in _CASES[:-1]:
         case = _case(cp, layout, 1.0, width=3)
-        grad = np.random.default_rng(10 + cp).normal(size=case.v.shape)
-        rows, from_ranks = _saved(case, grad)
+        do = np.random.default_rng(10 + cp).normal(size=case.v.shape)
+        out, from_ranks = _shares_of_ranks(case, do)
         dq, dkv = from_ranks.sum(axis=0)[0], from_ranks.sum(axis=0)[1:]
-        found = _run(answer, case, rows, [case.q, case.k, case.v])
-        said = found.error or _wrong_gradient(case, "dq", found.arrays[:1], dq[None], _misread_dq(case, grad))
+        found = _run(answer, case, [_lse(case), do, (do * out).sum(axis=1)], [case.q, dkv.swapaxes(0, 1)])
+        mine = [found.arrays[0], *found.arrays[1].swapaxes(0, 1)] if found.arrays else []
+        said = found.error or _wrong_gradient(case, "dq", mine[:1], dq[None], _misread_dq(case, do))
         yield _said(f"{case.name}, dq", "the sum over all keys", said)
-        said = found.error or _wrong_gradient(case, "dk, dv", found.arrays[1:], dkv, _misread_dkv(case, from_ranks))
-        yield _said(f"{case.name}, dk and dv", "the sum over the queries of all ranks", said)
+        said = found.error or _wrong_gradient(case, "dk, dv", mine[1:], dkv, _misread_dkv(case, from_ranks))
+        yield _said(f"{case.name}, dkv", "the sum over the queries of all ranks", said)
         if cp > 1:
-            most = case.at[0].size * (4 * case.q.shape[1] + 1)
-            claim = f"1 to {2 * cp}, each with one rank's k, v, positions and sums at most, {most} numbers"
+            most = 2 * case.at[0].size * case.q.shape[1]
+            claim = f"1 to {2 * cp}, each with one rank's kv or dkv, {most} numbers at most"
             said = found.error or _wrong_transport(found, cp, most)
             yield _said(f"{case.name}, the messages of a rank", claim, said)
 
 
 def _wrong_transport(found: _Run, cp: int, most: int) -> str:
     if found.largest > most:
-        several = "more than one rank's keys and sums travel at once, or queries or dq travel, too"
+        several = "more than one rank's keys or sums travel in it, or queries or dq travel, too"
         return f"one of {found.largest} numbers: {several}"
     if found.messages > 2 * cp:
-        home = "the sums are home after cp hops of at most two messages (kv, and dk with dv)"
+        home = "the sums are home after cp hops of at most two messages (kv and dkv)"
         return f"{found.messages}: {home}; later messages are for nothing"
     return "" if found.messages else "0: nothing arrives, and no sum leaves"
 
 
-def _saved(case: _Case, grad: Array, only: Any = True) -> tuple[tuple[Array, ...], Array]:
-    """Return (q, positions, out, lse, grad), and each query rank's shares [cp, 3, S, D] of dq, dk and dv.
+def _shares_of_ranks(case: _Case, do: Array, only: Any = True) -> tuple[Array, Array]:
+    """Return the output, and each query rank's shares [cp, 3, S, D] of dq, dk and dv.
 
     `only` is a mask over pairs: the shares are left out where it is false.
     """
-    scores, root = case.scores, np.sqrt(case.q.shape[1])
-    p = _softmax(scores, case.causal)
-    lse = np.log(np.exp(np.where(case.causal, scores, -np.inf)).sum(axis=1))
+    root, p = np.sqrt(case.q.shape[1]), _softmax(case.scores, case.causal)
     out = p @ case.v
     p = p * only
-    ds = p * (grad @ case.v.T - (grad * out).sum(axis=1, keepdims=True)) / root
+    ds = p * (do @ case.v.T - (do * out).sum(axis=1, keepdims=True)) / root
     shares = []
     for rows in case.at:
         mine = np.isin(np.arange(len(p)), rows)[:, None]
-        shares.append([(ds * mine) @ case.k, (ds * mine).T @ case.q, (p * mine).T @ grad])
-    return (case.q, np.arange(len(p)), out, lse, grad), np.array(shares)
+        shares.append([(ds * mine) @ case.k, (ds * mine).T @ case.q, (p * mine).T @ do])
+    return out, np.array(shares)
 
 
 def _wrong_gradient(
@@ -376,13 +518,13 @@ def _wrong_gradient(
     return f"{seen}: {reason}" if reason else seen
 
 
-def _misread_dq(case: _Case, grad: Array) -> Iterator[tuple[str, Array]]:
+def _misread_dq(case: _Case, do: Array) -> Iterator[tuple[str, Array]]:
     for words, pairs in (
         ("only the rank's own keys give a share; add that of every step", case.steps == 0),
         ("the rank's own keys give no share; step 0 counts, too", case.steps > 0),
         ("the last step's keys give no share", case.steps < len(case.at) - 1),
     ):
-        yield words, _saved(case, grad, pairs)[1].sum(axis=0)[:1]
+        yield words, _shares_of_ranks(case, do, pairs)[1].sum(axis=0)[:1]
 
 
 def _misread_dkv(case: _Case, from_ranks: Array) -> Iterator[tuple[str, Array]]:

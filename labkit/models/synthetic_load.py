@@ -10,7 +10,7 @@ Shapes: T tokens, E experts, N rows of this rank, H hidden, L local experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from labkit.comm.collectives import barrier
 from labkit.comm.groups import Group, ParallelGroups
 from labkit.events import Event, recording, span
 from labkit.parallel.context.ring_attention import ring_steps
-from labkit.parallel.context.ring_plan import Layout, chunk_length, ring_plan
+from labkit.parallel.context.ring_plan import cut_load
 from labkit.parallel.weight_grad_store import deferred
 from labkit.schedules import Costs, PipelineRuntime, Schedule
 from labkit.schedules.runtime import Transport
@@ -165,26 +165,21 @@ def _step(data: Iterator[Tensor], stage: nn.Module) -> Any:
 # ---- ring attention ----
 
 
-def sleeping_ring(
-    group: Group, seq_length: int, *, layout: Layout = "zigzag", causal: bool = True, seconds_per_pair: float = 1e-5
-) -> list[Event]:
-    """Run one forward of ring attention on this rank. A block sleeps in proportion to its (query, key) pairs.
+def sleeping_ring(group: Group, cut: Sequence[Sequence[int]], *, seconds_per_pair: float = 1e-5) -> list[Event]:
+    """Run one causal forward of ring attention on this rank. A block sleeps in proportion to its (query, key) pairs.
 
-    Every rank of `group` calls this; all begin together. Returns this rank's Events. Blocks have the kind `forward` and
-    the name of the rank whose keys they read (`kv 2`). Messages are `send` and `recv`, and waits are `wait`.
-
-    Raises:
-        ValueError: a length that 2 cp does not divide, or an unknown layout.
+    cut: the positions that each rank holds, as many on every rank. Every rank of `group` calls this; all begin
+    together. Returns this rank's Events. Blocks have the kind `forward` and the name of the rank whose keys they read
+    (`kv 2`). Messages are `send` and `recv`, and waits are `wait`.
     """
-    chunk = chunk_length(seq_length, group.size)
-    plan = ring_plan(group.size, group.rank, causal=causal, layout=layout)
-    keys_and_values = torch.zeros(2, 1, 1, 2 * chunk, 8)
+    pairs = cut_load(cut)[group.rank]
+    keys_and_values = torch.zeros(2, 1, 1, len(cut[group.rank]), 8)
     barrier(group)
     with recording(group.rank) as recorder:
-        for step, (block, _) in enumerate(zip(plan, ring_steps(keys_and_values, group), strict=True)):
-            if block is not None:
+        for step, (count, _) in enumerate(zip(pairs, ring_steps(keys_and_values, group), strict=True)):
+            if count:
                 with span(f"kv {(group.rank - step) % group.size}", "forward"):
-                    time.sleep(block.pairs(chunk) * seconds_per_pair)
+                    _sleep(count * seconds_per_pair)
     return recorder.events
 
 

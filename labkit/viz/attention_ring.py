@@ -5,13 +5,22 @@ Everything is counted in (query, key) pairs, from the plans that ranks follow (l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.patches import Rectangle
 
+from labkit.config.errors import counted
 from labkit.events import Event
-from labkit.parallel.context.ring_plan import LAYOUTS, Layout, chunk_length, chunks_of_rank, ring_load, ring_time
+from labkit.parallel.context.ring_plan import (
+    LAYOUTS,
+    Layout,
+    chunk_length,
+    chunks_of_rank,
+    cut_load,
+    ring_load,
+    ring_time,
+)
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, SEQUENCE, color, hatch, name_rows, new_figure, styled, text_color
 
@@ -89,28 +98,44 @@ def _mask_sentence(seq_length: int, cp: int) -> str:
     return f"Causal mask of {seq_length} positions over cp {cp}, {total:,} pairs: {', '.join(words)}."
 
 
-def ring_timeline(seq_length: int, cp: int, *, causal: bool = True) -> Figure:
-    """Draw the work of each rank in each step of the ring, for both ways to cut, on one axis of time (pairs).
+def ring_timeline(cuts: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
+    """Draw the work of each rank in each step of the causal ring, for several cuts, on one axis of time (pairs).
 
-    A bar is a block, labelled with the rank whose keys the block reads. All ranks hand their keys over at the end of a
-    step, so a step ends with its slowest block.
-
-    Raises:
-        ValueError: a length that 2 cp does not divide.
+    cuts: name -> the positions that each rank holds. The strip above a panel has the positions in order, in the colour
+    of their rank. A bar is a block, labelled with the rank whose keys it reads and in its colour. All ranks pass their
+    keys on at the end of a step, so a step ends with its slowest block; until then the others wait (dotted).
     """
-    loads: dict[Layout, list[list[int]]] = {
-        layout: ring_load(seq_length, cp, causal=causal, layout=layout) for layout in _ORDER
-    }
-    times: dict[Layout, int] = {layout: ring_time(load) for layout, load in loads.items()}
+    loads = {name: cut_load(cut) for name, cut in cuts.items()}
+    times = {name: ring_time(load) for name, load in loads.items()}
+    most = max(map(len, cuts.values()))
     with styled():
-        fig = new_figure(7.4, 1.3 + 0.5 * cp)
-        panels = fig.subplots(2, 1, sharex=True)
-        for axes, layout in zip(panels, _ORDER, strict=True):
-            _draw_steps(axes, loads[layout])
-            axes.set_title(f"{NAMES[layout]}: {times[layout]:,} pairs of time", loc="left")
+        fig = new_figure(7.4, 0.5 + (0.85 + 0.24 * most) * len(cuts))
+        panels = fig.subplots(2 * len(cuts), 1, height_ratios=[1, 1.2 * most] * len(cuts))
+        for place, (name, cut) in enumerate(cuts.items()):
+            strip, axes = panels[2 * place : 2 * place + 2]
+            _draw_strip(strip, cut)
+            strip.set_title(f"{name}: {times[name]:,} pairs of time", loc="left")
+            _draw_steps(axes, loads[name])
             axes.set_xlim(0, 1.01 * max(times.values()))
-        panels[-1].set_xlabel("time, in (query, key) pairs; 'kv 2' reads the keys and values of rank 2; dotted: idle")
-    return Figure(fig, _timeline_sentence(seq_length, cp, causal, loads, times))
+            if place + 1 < len(cuts):
+                axes.set_xticklabels([])
+        panels[-1].set_xlabel("time, in (query, key) pairs; 'kv 2' reads the keys of rank 2; dotted: waits")
+    return Figure(fig, _timeline_sentence(cuts, loads, times))
+
+
+def _draw_strip(axes: Any, cut: Sequence[Sequence[int]]) -> None:
+    """Draw all positions from left to right, each in the colour of the rank that holds it."""
+    holder = sorted((position, rank) for rank, part in enumerate(cut) for position in part)
+    start = 0
+    for place, (_, rank) in enumerate(holder):
+        if place + 1 == len(holder) or holder[place + 1][1] != rank:
+            axes.barh(0, place + 1 - start, left=start, height=1, color=_shade(rank), edgecolor=INK, linewidth=0.3)
+            start = place + 1
+    axes.set(xlim=(0, 1.01 * len(holder)), ylim=(-0.5, 0.5), xticks=[])
+    axes.set_yticks([0], ["positions"])
+    axes.tick_params(length=0)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
 
 
 def _draw_steps(axes: Any, load: Sequence[Sequence[int]]) -> None:
@@ -118,81 +143,73 @@ def _draw_steps(axes: Any, load: Sequence[Sequence[int]]) -> None:
     cp, start = len(load), 0
     for step, longest in enumerate(max(steps) for steps in zip(*load, strict=True)):
         for rank in range(cp):
-            work = load[rank][step]
-            _bar(axes, rank, start, work, "forward", f"kv {(rank - step) % cp}" if cp <= MOST_LETTERED else "")
-            _bar(axes, rank, start + work, longest - work, "wait", "")
+            work, source = load[rank][step], (rank - step) % cp
+            _bar(axes, rank, start, work, source, f"kv {source}" if cp <= MOST_LETTERED else "")
+            _wait(axes, rank, start + work, longest - work)
         start += longest
         axes.axvline(start, color=INK, linewidth=0.6)
     name_rows(axes, [f"rank {rank}" for rank in range(cp)], bars=True)
 
 
-def _bar(axes: Any, row: int, start: float, length: float, kind: str, text: str) -> None:
+def _bar(axes: Any, row: int, start: float, length: float, source: int, text: str) -> None:
     if length <= 0:
         return
-    face = color(kind) if kind != "wait" else color("idle")
-    axes.barh(row, length, left=start, height=0.72, color=face, hatch=hatch(kind), edgecolor=INK, linewidth=0.4)
+    face = _shade(source)
+    axes.barh(row, length, left=start, height=0.72, color=face, edgecolor=INK, linewidth=0.4)
     if text:
         axes.text(start + length / 2, row, text, ha="center", va="center", fontsize=7, color=text_color(face))
 
 
-def _busy(load: Sequence[Sequence[int]], time: int) -> float:
-    return sum(map(sum, load)) / (time * len(load))
+def _wait(axes: Any, row: int, start: float, length: float) -> None:
+    if length > 0:
+        look = {"color": color("idle"), "hatch": hatch("wait"), "edgecolor": INK, "linewidth": 0.4}
+        axes.barh(row, length, left=start, height=0.72, **look)
 
 
-def _timeline_sentence(
-    seq_length: int,
-    cp: int,
-    causal: bool,
-    loads: dict[Layout, list[list[int]]],
-    times: dict[Layout, int],
-) -> str:
-    kind = "causal" if causal else "not causal"
-    words = [
-        f"{NAMES[way]} {times[way]:,} pairs of time, ranks busy {_busy(loads[way], times[way]):.1%}" for way in _ORDER
-    ]
-    gain = times["contiguous"] / times["zigzag"]
-    return f"Ring over cp {cp}, {seq_length} positions, {kind}: {'; '.join(words)}; zigzag is {gain:.2f} times as fast."
+def _timeline_sentence(cuts: Mapping[str, Any], loads: Mapping[str, list[list[int]]], times: Mapping[str, int]) -> str:
+    first = next(iter(cuts.values()))
+    busy = {name: sum(map(sum, load)) / (times[name] * len(load)) for name, load in loads.items()}
+    words = [f"{name} {times[name]:,} pairs of time, ranks busy {busy[name]:.1%}" for name in cuts]
+    return f"Ring over cp {len(first)}, {sum(map(len, first))} positions: {'; '.join(words)}."
 
 
-def measured_ring(events: dict[Layout, Iterable[Event]], cp: int) -> Figure:
-    """Draw blocks as real processes ran them: one panel for each way to cut, both on one axis of seconds.
+def measured_ring(
+    events: Mapping[str, Iterable[Event]], cp: int, predicted: Mapping[str, float] | None = None
+) -> Figure:
+    """Draw blocks as real processes ran them: a panel for each run, all on one axis of seconds.
 
-    Args:
-        events: for each way to cut, the Events of all ranks. Blocks have the kind `forward` and are named after the
-            rank whose keys they read (`kv 2`). Other Events are left out.
-        cp: number of ranks.
-        cp: ranks.
+    events: run -> the Events of all ranks. Blocks have the kind `forward` and are named after the rank whose keys they
+        read (`kv 2`). Other Events are left out.
+    cp: number of ranks.
+    predicted: run -> seconds until its last block should end, drawn as a dashed line.
 
-    Raises:
-        ValueError: a way without a block.
+    Raises ValueError for a run without a block.
     """
-    rows: dict[Layout, list[Event]] = {way: _blocks(list(found), way) for way, found in events.items()}
-    ends: dict[Layout, float] = {way: max(event.end for event in blocks) for way, blocks in rows.items()}
+    rows = {name: _blocks(list(found), name) for name, found in events.items()}
+    ends = {name: max(event.end for event in blocks) for name, blocks in rows.items()}
+    longest = max([*ends.values(), *(predicted or {}).values()])
     with styled():
         fig = new_figure(7.4, 0.6 + (0.35 + 0.25 * cp) * len(rows))
         panels = fig.subplots(len(rows), 1, sharex=True, squeeze=False).ravel()
-        for axes, (way, blocks) in zip(panels, rows.items(), strict=True):
+        for axes, (name, blocks) in zip(panels, rows.items(), strict=True):
             for event in blocks:
-                text = event.name if cp <= MOST_LETTERED else ""
-                _bar(axes, event.rank, event.start, event.duration, "forward", text)
+                text = event.name if cp <= MOST_LETTERED and event.duration > longest / 25 else ""
+                _bar(axes, event.rank, event.start, event.duration, int(event.name.split()[-1]), text)
+            if predicted:
+                axes.axvline(predicted[name], color=INK, linestyle="--", linewidth=1.2)
             name_rows(axes, [f"rank {rank}" for rank in range(cp)], bars=True)
-            axes.set(xlim=(0, 1.01 * max(ends.values())), title=NAMES[way])
-            axes.title.set(ha="left", x=0)
-        panels[-1].set_xlabel("seconds, measured")
-    words = [f"{NAMES[way]} {len(blocks)} block{'s' * (len(blocks) != 1)}" for way, blocks in rows.items()]
-    return Figure(fig, f"Ring over cp {cp}, measured: {', '.join(words)}; {_verdict(ends)}.")
+            axes.set_xlim(0, 1.02 * longest)
+            axes.set_title(name, loc="left")
+        panels[-1].set_xlabel("seconds, measured" + ("; dashed: predicted end" if predicted else ""))
+    words = [f"{name} {counted(len(blocks), 'block')}" for name, blocks in rows.items()]
+    first = min(ends, key=lambda name: ends[name])
+    return Figure(fig, f"Ring over cp {cp}, measured: {', '.join(words)}; {first} ended first.")
 
 
-def _blocks(events: list[Event], way: Layout) -> list[Event]:
+def _blocks(events: list[Event], name: str) -> list[Event]:
     """Move the blocks of all ranks so that the first block begins at 0."""
     blocks = [event for event in events if event.kind == "forward"]
     if not blocks:
-        raise ValueError(f"nothing was measured for the {NAMES[way]}: no event of kind forward")
+        raise ValueError(f"nothing was measured for {name}: no event of kind forward")
     first = min(event.start for event in blocks)
     return [Event(e.rank, e.name, e.kind, e.start - first, e.end - first) for e in blocks]
-
-
-def _verdict(ends: dict[Layout, float]) -> str:
-    """Name the faster way, in words that do not change from run to run."""
-    fastest = min(ends, key=lambda way: ends[way])
-    return f"{NAMES[fastest]} ended first"

@@ -67,7 +67,7 @@ def test_no_page_is_wider_than_a_phone(site: Path, page: Any) -> None:
 def test_formulas_pictures_and_the_search_need_no_network(site: Path, page: Any) -> None:
     chapter = site / "notebooks" / "07_context_parallel.html"
     page.goto(chapter.as_uri())
-    assert page.locator("math msup").count() > 3
+    assert page.locator("math msub").count() > 3
     assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     page.goto(f"{(site / 'search.html').as_uri()}?q=all_reduce")
     page.locator("#search-results a", has_text="all_reduce").first.wait_for()

@@ -173,18 +173,23 @@ CASES = {
         },
     ),
     # cp 2, L = 32: plain cut 32 33/2 = 528 pairs for rank 0 and 528 + 32^2 = 1,552 for rank 1; zigzag 64 65/4 = 1,040;
-    # busy 2,080/(2 x 1,552) = 67.0%; blocks that are not all masked: 2 + 1, and 2 x 2 with zigzag
+    # busy 2,080/(2 x 1,552) = 67.0%; blocks that are not all masked: 2 + 1, and 2 x 2 with zigzag. A hop carries 2 x 32
+    # x 8 doubles, 4,096 bytes; forward 1, backward 1 of kv and 2 of dkv
     "07_context_parallel": Case(
         {"world_size": 2},
         {
+            "kv, hop by hop: 4 ranks, 3 steps, 12 messages, bytes sent 6,144": (
+                "kv, hop by hop: 2 ranks, 1 step, 2 messages, bytes sent 4,096"
+            ),
+            "kv and dkv, hop by hop: 4 ranks, 4 steps, 28 messages, bytes sent 14,336": (
+                "kv and dkv, hop by hop: 2 ranks, 2 steps, 6 messages, bytes sent 12,288"
+            ),
             "over cp 4, 2,080 pairs: plain cut 136 pairs for rank 0 and 904 for rank 3, zigzag 520 for every rank": (
                 "over cp 2, 2,080 pairs: plain cut 528 pairs for rank 0 and 1,552 for rank 1, zigzag 1,040 for every"
             ),
-            "plain cut 904 pairs of time, ranks busy 57.5%; zigzag 520": (
-                "plain cut 1,552 pairs of time, ranks busy 67.0%; zigzag 1,040"
-            ),
-            "plain cut 10 blocks, zigzag 16 blocks; zigzag ended first": (
-                "plain cut 3 blocks, zigzag 4 blocks; zigzag ended first"
+            "plain cut 904 pairs of time, ranks busy 57.5%": "plain cut 1,552 pairs of time, ranks busy 67.0%",
+            "plain cut 10 blocks, your cut 16 blocks; your cut ended first": (
+                "plain cut 3 blocks, your cut 4 blocks; your cut ended first"
             ),
         },
     ),
@@ -407,9 +412,9 @@ EXTREMES = [
     ),
     ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0.05, "fault": 0}),
     ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "fault": 99}),
-    ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1, "hunt": 0}),
-    ("07_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50, "hunt": 99}),
-    ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000, "hunt": 1}),
+    ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1, "fault": 0}),
+    ("07_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50, "fault": 99}),
+    ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000, "fault": 3}),
     (
         "08_data_parallel",
         {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000, "hunt": 0},

@@ -20,7 +20,9 @@ from labkit.config import RunConfig, presets
 from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
-from labkit.parallel import initialize_model_parallel, model_parallel_seed, vocab_parallel_cross_entropy
+from labkit.models.synthetic_load import sleeping_ring
+from labkit.parallel import initialize_model_parallel, model_parallel_seed, vocab_parallel_cross_entropy, zigzag_split
+from labkit.parallel.context.ring_attention import ring_attention
 from labkit.schedules import Costs, simulate
 from labkit.train import compare, float64_layer, follows, pretrain
 
@@ -47,11 +49,9 @@ def ranks():
 
 ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
-
-
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
-    "other copy",
+    "other copy", "mask of the plain cut", "one buffer",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -106,6 +106,10 @@ def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
 
+def of_07(config: RunConfig, observer: Any) -> Any:
+    return train_marked("07", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -123,6 +127,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("04", SMALL.override(PADDED), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_04),
         ("05", SMALL.override({"model.layers": 2, **FULL}), {"parallel.tp": 2, "parallel.pp": 1}, 1, of_05),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
+        ("07", SMALL.override({"model.layers": 2}), {"parallel.cp": 2, "parallel.pp": 1}, 1, of_07),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
     ],
@@ -401,6 +406,55 @@ def test_06_each_silent_fault_shows_in_the_ledger_in_memory_or_in_the_masks(rank
     assert (other_bytes, more_kept, same_masks) == ({"sum, then cut"}, {"gathered input kept"}, {"one state"})
     assert found["sum, then cut"][0]["all_reduce"] == sent["reduce_scatter"]
     assert found["gathered input kept"][1] - kept == 2 * 16 * 2 * 32 * 4, "qkv and fc1, [s, b, h] in float32"
+
+
+# ---- 07 ----
+
+
+def messages_and_keys() -> tuple[Counter[str], list[list[int]]]:
+    """Messages by phase, and by position which keys have a weight, on this rank of two with 4 of 8 positions."""
+    cp = initialize_model_parallel(presets.tiny().override({"parallel.cp": 2, "parallel.pp": 1}).parallel).cp
+    q, k = (x[None, None].requires_grad_() for x in torch.ones(2, 4, 8).unbind(0))
+    v = zigzag_split(torch.eye(8), 2, cp.rank, dim=0)[None, None].requires_grad_()
+    with CommLedger() as ledger:
+        out = ring_attention(q, k, v, cp)
+        out.sum().backward()
+    sent = Counter(record.phase for record in ledger.records if record.operation == "send")
+    return sent, [row.nonzero().flatten().tolist() for row in out[0, 0].detach()]
+
+
+def test_07_each_wrong_number_shows_in_the_messages_or_in_the_keys(ranks) -> None:
+    found = with_each_fault(ranks, "07", messages_and_keys)
+    sent = {name: dict(runs[0][0]) for name, runs in found.items()}
+    assert sent[CLEAN] == {"forward": 1, "backward": 2}
+    fewer = {"forward": 1, "backward": 1}
+    assert {name: each for name, each in sent.items() if each != sent[CLEAN]} == {
+        "sums not passed on": fewer,
+        "one hop short": fewer,
+    }
+    keys = {name: [row for _, rows in runs for row in rows] for name, runs in found.items()}
+    order = [0, 1, 6, 7, 2, 3, 4, 5]
+    assert keys[CLEAN] == [list(range(position + 1)) for position in order]
+    others = {name for name in keys if keys[name] != keys[CLEAN]}
+    assert others == {"mask of the plain cut", "one buffer"}
+    assert any(max(row) > position for position, row in zip(order, keys["mask of the plain cut"])), "the future"
+    assert not any(position in row for position, row in zip(order, keys["one buffer"])), "nobody sees itself"
+
+
+def asleep_on_a_slow_link() -> float:
+    """Seconds of a ring of two ranks, whose messages take half as long as a block."""
+    cp = initialize_model_parallel(presets.tiny().override({"parallel.cp": 2, "parallel.pp": 1}).parallel).cp
+    cut = [[0, 1, 6, 7], [2, 3, 4, 5]]
+    with delayed(0.04, group="cp"):
+        events = [each for each in sleeping_ring(cp, cut, seconds_per_pair=0.01) if each.kind == "forward"]
+    return events[-1].end - events[0].start
+
+
+def test_07_the_late_message_shows_in_the_time(ranks) -> None:
+    seconds = {name: max(runs) for name, runs in with_each_fault(ranks, "07", asleep_on_a_slow_link).items()}
+    late = {"sent after the block"}
+    assert {name for name, each in seconds.items() if each > 0.21 and name in (CLEAN, *late)} == late, seconds
+    assert seconds[CLEAN] > 0.179, "18 pairs"
 
 
 # ---- 12 ----

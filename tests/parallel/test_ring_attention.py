@@ -22,7 +22,7 @@ from labkit.parallel import CommLedger, comm_scope, initialize_model_parallel
 from labkit.parallel.context import ring_attention as module
 from labkit.parallel.context.ring_attention import _Ring, all_gather_attention, ring_attention
 from labkit.parallel.context.ring_plan import LAYOUTS, ring_plan
-from labkit.parallel.context.zigzag import join_sequence, split_sequence
+from labkit.parallel.context.zigzag import join_sequence, sequence_positions, split_sequence
 from labkit.parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_tensor_model_parallel_region
 
 FORMS = {"ring": ring_attention, "all-gather": all_gather_attention}
@@ -319,19 +319,14 @@ def test_one_rank_is_plain_attention():
 
 def asleep(cp: int, layout: Any) -> list[tuple[str, str]]:
     """Names and kinds of a sleeping ring's events on this rank, in order of their end."""
-    events = sleeping_ring(cp_group(cp), 8 * cp, layout=layout, seconds_per_pair=1e-5)
-    return [(event.name, event.kind) for event in events]
+    cut = [sequence_positions(8 * cp, cp, rank, layout).tolist() for rank in range(cp)]
+    return [(event.name, event.kind) for event in sleeping_ring(cp_group(cp), cut)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sleeping_ring_runs_the_plan(on_ranks, layout):
+def test_a_sleeping_ring_runs_the_blocks_of_its_cut(on_ranks, layout):
     for rank, events in enumerate(on_ranks(asleep, 4, 4, layout)):
         blocks = [name for name, kind in events if kind == "forward"]
         plan = ring_plan(4, rank, layout=layout)
         assert blocks == [f"kv {(rank - step) % 4}" for step, block in enumerate(plan) if block is not None]
         assert [kind for _, kind in events].count("recv") == [kind for _, kind in events].count("send") == 3
-
-
-def test_a_sleeping_ring_refuses_a_length_that_cannot_be_cut():
-    with pytest.raises(ValueError, match="choose a multiple of 2"):
-        sleeping_ring(Group("cp", (0,), 0), 5)

@@ -10,6 +10,7 @@ from labkit.parallel.context.ring_plan import (
     LAYOUTS,
     Block,
     chunks_of_rank,
+    cut_load,
     gathered_plan,
     ring_load,
     ring_plan,
@@ -75,6 +76,13 @@ def test_the_plain_cut_keeps_the_ring_waiting_for_its_last_rank(cp, chunk):
     load = ring_load(rows * cp, cp, layout="contiguous")
     assert [sum(rank) for rank in load] == [rows * (rows + 1) // 2 + rank * rows * rows for rank in range(cp)]
     assert ring_time(load) == sum(load[-1])
+
+
+@given(CP, CHUNK, LAYOUT)
+def test_the_load_of_a_cut_is_that_of_its_blocks(cp, chunk, layout):
+    cut = [positions(chunks_of_rank(cp, rank, layout), chunk).tolist() for rank in range(cp)]
+    assert cut_load(cut) == ring_load(2 * chunk * cp, cp, layout=layout)
+    assert cut_load([part[::-1] for part in cut]) == cut_load(cut), "the order on a rank does not matter"
 
 
 def test_without_a_mask_both_cuts_are_alike():

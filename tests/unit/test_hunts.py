@@ -18,6 +18,7 @@ from labkit.graphs import cuda_graph_helper
 from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
 from labkit.parallel import layers, random, recompute
+from labkit.parallel.context import ring_attention
 from labkit.parallel.data_parallel import gradients
 from labkit.parallel.vocab import cross_entropy
 from labkit.plan import step_time
@@ -27,11 +28,11 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 
-CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "12", "17", "21")
+CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "12", "17", "21")
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
-    recompute.RandomStates, recompute._Again, Recomputation,
+    recompute.RandomStates, recompute._Again, Recomputation, ring_attention, ring_attention._Ring,
 )  # fmt: skip
 """Everything that a fault may change."""
 

@@ -21,32 +21,40 @@ def test_the_mask_says_who_computes_how_much():
     )
 
 
+PLAIN = [list(range(8)), list(range(8, 16))]
+ZIGZAG = [[0, 1, 2, 3, 12, 13, 14, 15], list(range(4, 12))]
+
+
 def test_the_timeline_is_as_long_as_the_slowest_blocks():
-    """L = 8: plain 36 + 64 = 100, busy 136/200; zigzag 36 + 32 = 68, busy always; 100/68 = 1.47."""
-    figure = ring_timeline(16, 2)
+    """L = 8: plain 36 + 64 = 100, busy 136/200; zigzag 36 + 32 = 68, busy always."""
+    figure = ring_timeline({"plain cut": PLAIN, "zigzag": ZIGZAG})
     assert figure.sentence == (
-        "Ring over cp 2, 16 positions, causal: plain cut 100 pairs of time, ranks busy 68.0%; zigzag 68 pairs of time, "
-        "ranks busy 100.0%; zigzag is 1.47 times as fast."
+        "Ring over cp 2, 16 positions: plain cut 100 pairs of time, ranks busy 68.0%; zigzag 68 pairs of time, ranks "
+        "busy 100.0%."
     )
-    plain, zigzag = figure.fig.axes
-    assert [text.get_text() for text in plain.texts] == ["kv 0", "kv 1", "kv 0"]
-    assert [text.get_text() for text in zigzag.texts] == ["kv 0", "kv 1", "kv 1", "kv 0"]
-    assert [round(bar.get_x() + bar.get_width()) for bar in zigzag.patches] == [36, 36, 68, 68]
-    assert "not causal: plain cut 128 pairs of time, ranks busy 100.0%" in ring_timeline(16, 2, causal=False).sentence
+    strips, panels = figure.fig.axes[::2], figure.fig.axes[1::2]
+    assert [len(strip.patches) for strip in strips] == [2, 3], "runs of positions with one rank"
+    assert [[text.get_text() for text in axes.texts] for axes in panels] == [
+        ["kv 0", "kv 1", "kv 0"],
+        ["kv 0", "kv 1", "kv 1", "kv 0"],
+    ]
+    assert [round(bar.get_x() + bar.get_width()) for bar in panels[1].patches] == [36, 36, 68, 68]
 
 
 def test_many_ranks_carry_no_letters():
-    assert [text.get_text() for axes in ring_timeline(64, 16).fig.axes for text in axes.texts] == []
+    sixteen = [[rank, 31 - rank] for rank in range(16)]
+    assert [text.get_text() for axes in ring_timeline({"a": sixteen}).fig.axes for text in axes.texts] == []
     assert context_mask(64, 16).png
 
 
 def test_measured_blocks_begin_at_zero():
     events = {
-        "contiguous": [Event(0, "kv 0", "forward", 5.0, 6.0), Event(1, "wait recv cp", "wait", 4.0, 9.0)],
+        "plain cut": [Event(0, "kv 0", "forward", 5.0, 6.0), Event(1, "wait recv cp", "wait", 4.0, 9.0)],
         "zigzag": [Event(0, "kv 0", "forward", 2.0, 2.5), Event(1, "kv 1", "forward", 2.1, 2.5)],
     }
-    figure = measured_ring(events, 2)
+    figure = measured_ring(events, 2, {"plain cut": 1.5, "zigzag": 0.5})
     assert figure.sentence == "Ring over cp 2, measured: plain cut 1 block, zigzag 2 blocks; zigzag ended first."
     first, second = figure.fig.axes
     assert [(bar.get_x(), bar.get_width()) for bar in first.patches] == [(0.0, 1.0)]
     assert second.patches[1].get_x() == pytest.approx(0.1)
+    assert list(first.lines[0].get_xdata()) == [1.5, 1.5], "the predicted end"

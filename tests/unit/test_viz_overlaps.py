@@ -183,8 +183,13 @@ def policies(ranks: int, experts: int, top_k: int) -> list[Any]:
 
 
 def ring_events(cp: int) -> Any:
-    events = [Event(r, "block", "forward", 0.1 * s, 0.1 * s + 0.09) for r in range(cp) for s in range(cp)]
-    return viz.measured_ring({"contiguous": events, "zigzag": events}, cp)
+    events = [Event(r, f"kv {s}", "forward", 0.1 * s, 0.1 * s + 0.09) for r in range(cp) for s in range(cp)]
+    return viz.measured_ring({"plain cut": events, "yours": events}, cp, {"plain cut": 0.1 * cp, "yours": 0.05 * cp})
+
+
+def ring_of(cp: int, length: int) -> Any:
+    plain = [range(rank * length, (rank + 1) * length) for rank in range(cp)]
+    return viz.ring_timeline({"plain cut": plain, "yours": [range(rank, cp * length, cp) for rank in range(cp)]})
 
 
 def slept(schedule: Any) -> Any:
@@ -348,7 +353,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.rank_neighbours(0, {"tp": 2}, ["tp", "dp"], world_size=4, gpus_per_node=1),
         lambda: viz.rank_neighbours(0, {"tp": 8}, ["tp", "dp"], world_size=512, gpus_per_node=8),
     ),
-    "ring_timeline": (lambda: viz.ring_timeline(16, 2), lambda: viz.ring_timeline(64, 8)),
+    "ring_timeline": (lambda: ring_of(2, 8), lambda: ring_of(8, 8)),
     "saved_waterfall": (
         lambda: viz.saved_waterfall([viz.Kept("everything", {"norms": 1.0}, 1.0)]),
         lambda: viz.saved_waterfall([viz.Kept(f"+ step {i}, recomputed", {"norms": 40.0, "MLP": 1e9 / 9**i}, 1e9 / 9**i)

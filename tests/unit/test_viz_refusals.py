@@ -62,7 +62,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: viz.norm_layouts(0), "one or more"),
     (lambda: viz.pool_blocks(play_back([])), "the pool has no history to draw"),
     (lambda: viz.pool_frames(play_back([])), "the pool has no history to draw"),
-    (lambda: viz.ring_timeline(30, 4), "choose a multiple of 8"),
     (lambda: viz.scoring_windows([], 10, 4, 2), "at least one window"),
     (lambda: viz.send_matrix_figure([[1, 2]]), "square table"),
     (lambda: viz.send_matrix_figure([]), "square table"),

@@ -5,49 +5,54 @@ import numpy as np
 from labkit.check.solution_source import solves
 
 
-@solves("07.work")
-def work(seq_length, cp):
-    """A triangle of the rank's own keys, and a square for each earlier rank."""
-    part = seq_length // cp
-    return [part * (part + 1) // 2 + rank * part**2 for rank in range(cp)]
-
-
-def scores_of(rows, kv):
-    """Scores of these queries and keys; -inf where the key is later."""
-    (q, at), (k, _, columns) = rows, kv
-    return np.where(at[:, None] >= columns, q @ k.T / np.sqrt(q.shape[1]), -np.inf)
+def block(q, kv, seen):
+    """The chapter's `attend`."""
+    k, v = kv
+    s = np.where(seen, q @ k.T / np.sqrt(q.shape[1]), -np.inf)
+    lse = np.logaddexp.reduce(s, axis=1)
+    return np.exp(s - lse[:, None]) @ v, lse
 
 
 @solves("07.ring")
-def ring(rows, kv, cp, pass_on):
-    """A running maximum, sum of exponentials and weighted sum of values, for every row."""
-    length = len(rows[0])
-    top, total, out = np.full(length, -np.inf), np.zeros(length), np.zeros_like(kv[1])
-    for step in range(cp):
-        if step > 0:
-            kv = pass_on(kv)
-        scores = scores_of(rows, kv)
-        new = np.maximum(top, scores.max(axis=1))
-        weights, shrink = np.exp(scores - new[:, None]), np.exp(top - new)
-        top, total = new, total * shrink + weights.sum(axis=1)
-        out = out * shrink[:, None] + weights @ kv[1]
-    return out / total[:, None]
+def ring(q, kv, cut, cp):
+    """Own keys first, then those that come by; a row joins a block only if it sees a key of it."""
+    mine = cut[cp.rank]
+    out, lse = block(q, kv, mine[:, None] >= mine)
+    for step in range(1, cp.size):
+        kv = cp.pass_on(kv)
+        seen = mine[:, None] >= cut[(cp.rank - step) % cp.size]
+        rows = seen.any(axis=1)
+        more, more_lse = block(q[rows], kv, seen[rows])
+        total = np.logaddexp(lse[rows], more_lse)
+        old, new = np.exp(lse[rows] - total), np.exp(more_lse - total)
+        out[rows] = old[:, None] * out[rows] + new[:, None] * more
+        lse[rows] = total
+    return out, lse
 
 
-def block_shares(rows, kv):
-    (q, at, out, lse, grad), (k, v, columns) = rows, kv
-    seen, root = at[:, None] >= columns, np.sqrt(q.shape[1])
-    p = np.where(seen, np.exp(np.where(seen, q @ k.T / root, 0) - lse[:, None]), 0)
-    ds = p * (grad @ v.T - (grad * out).sum(axis=1, keepdims=True))
-    return ds @ k / root, ds.T @ q / root, p.T @ grad
+@solves("07.cut")
+def cut(seq_length, cp):
+    """Zigzag: of 2 cp chunks an early one, and the late one that is as far from the end."""
+    chunks = np.arange(seq_length).reshape(2 * cp, -1)
+    return [np.concatenate([chunks[r], chunks[2 * cp - 1 - r]]).tolist() for r in range(cp)]
+
+
+def block_shares(q, kv, seen, lse, do, delta):
+    """The chapter's `shares`."""
+    (k, v), root = kv, np.sqrt(q.shape[1])
+    p = np.exp(np.where(seen, q @ k.T / root, -np.inf) - lse[:, None])
+    ds = p * (do @ v.T - delta[:, None]) / root
+    return ds @ k, np.stack([ds.T @ q, p.T @ do])
 
 
 @solves("07.backward")
-def backward(rows, kv, cp, pass_on):
-    """The sums travel with their keys; cp hops bring them home."""
-    dq, dk, dv = np.zeros_like(rows[0]), np.zeros_like(kv[0]), np.zeros_like(kv[1])
-    for _ in range(cp):
-        share = block_shares(rows, kv)
-        dq, dk, dv = dq + share[0], dk + share[1], dv + share[2]
-        kv, dk, dv = pass_on((kv, dk, dv))
-    return dq, dk, dv
+def ring_backward(q, kv, cut, cp, lse, do, delta):
+    """The sum of a key's gradients travels with the key, and one hop more brings it home."""
+    mine = cut[cp.rank]
+    dq, dkv = block_shares(q, kv, mine[:, None] >= mine, lse, do, delta)
+    for step in range(1, cp.size):
+        kv, dkv = cp.pass_on(kv, dkv)
+        seen = mine[:, None] >= cut[(cp.rank - step) % cp.size]
+        more, share = block_shares(q, kv, seen, lse, do, delta)
+        dq, dkv = dq + more, dkv + share
+    return dq, cp.pass_on(dkv)

@@ -18,6 +18,8 @@ Pure functions without torch: ring_attention.py runs these plans, figures draw t
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,6 +112,18 @@ def ring_load(seq_length: int, cp: int, *, causal: bool = True, layout: Layout =
     chunk = chunk_length(seq_length, cp)
     plans = [ring_plan(cp, rank, causal=causal, layout=layout) for rank in range(cp)]
     return [[block.pairs(chunk) if block else 0 for block in plan] for plan in plans]
+
+
+def cut_load(cut: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the (query, key) pairs of every rank at every step, [rank][step], for any cut under a causal mask.
+
+    cut: the positions that each rank holds, in any order.
+    """
+    keys, ranks = [sorted(part) for part in cut], range(len(cut))
+    return [
+        [sum(bisect_right(keys[(rank - step) % len(cut)], position) for position in cut[rank]) for step in ranks]
+        for rank in ranks
+    ]
 
 
 def ring_time(load: list[list[int]]) -> int:
