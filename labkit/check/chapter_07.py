@@ -155,7 +155,7 @@ class _Run(NamedTuple):
     largest: int
 
 
-class _Ring:
+class _Place:
     """`cp` of a rank's program: its place on the ring, and a way to the next rank."""
 
     def __init__(self, rank: int, ranks: RankThreads, sizes: list[int]) -> None:
@@ -182,7 +182,7 @@ def _run(answer: Any, case: _Case, more: Sequence[Array], shapes: Sequence[Array
         kv, mine = np.stack([case.k[at], case.v[at]]), [each[at].copy() for each in more]
         cut = [part.copy() for part in case.at]
         with np.errstate(all="ignore"):
-            found = answer(case.q[at].copy(), kv, cut, _Ring(rank, threads, sizes), *mine)
+            found = answer(case.q[at].copy(), kv, cut, _Place(rank, threads, sizes), *mine)
         if not isinstance(found, (list, tuple)) or len(found) != len(shapes):
             raise ValueError(f"rank {rank} returns {type(found).__name__}, not {len(shapes)} arrays")
         arrays = [np.asarray(plain(part), dtype=float) for part in found]

@@ -56,7 +56,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: viz.masked_words(["a"], [], [], "m"), "1 tokens of the text and 0"),
     (lambda: viz.masked_words(["a"], ["b"], [], "m"), "token 0 differs and is in no n-gram"),
-    (lambda: viz.measured_ring({"zigzag": [Event(0, "wait", "wait", 0.0, 1.0)]}, 2), "nothing was measured for the z"),
+    (lambda: viz.measured_ring({"zigzag": [Event(0, "wait", "wait", 0.0, 1.0)]}, 2), "nothing was measured for z"),
     (lambda: viz.named_curves({}, x="a", y="b"), "at least one curve"),
     (lambda: viz.named_curves({"c": []}, x="a", y="b"), "at least one point"),
     (lambda: viz.norm_layouts(0), "one or more"),
