@@ -16,10 +16,11 @@ from labkit.check.hunts.hunting import Planted, hunt_of
 from labkit.comm import collectives
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.events import EventRecorder, watching
+from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
-from labkit.parallel import initialize_model_parallel, model_parallel_seed
+from labkit.models.synthetic_load import SleepingLayer
+from labkit.parallel import DistributedDataParallel, initialize_model_parallel, model_parallel_seed
 from labkit.schedules import Costs, simulate
 from labkit.train import compare, follows, pretrain
 
@@ -31,6 +32,7 @@ SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
 PIPELINE = {"parallel.pp": 2}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
+REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
 MARK = 30
 """Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
 their fault."""
@@ -80,6 +82,10 @@ def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
 
+def of_08(config: RunConfig, observer: Any) -> Any:
+    return train_marked("08", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -93,6 +99,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     [
         ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
+        ("08", SMALL.override(REPLICAS), {"parallel.pp": 1, "world_size": 2}, 1, of_08),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
     ],
@@ -104,7 +111,7 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum")), "only outputs change the loss"
+        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum", "same samples")), "only outputs change the loss"
 
 
 # ---- 00 ----
@@ -207,6 +214,38 @@ def test_06_each_silent_fault_shows_in_the_ledger_in_memory_or_in_the_masks(rank
     assert (other_bytes, more_kept, same_masks) == ({"sum, then cut"}, {"gathered input kept"}, {"one state"})
     assert found["sum, then cut"][0]["all_reduce"] == sent["reduce_scatter"]
     assert found["gathered input kept"][1] - kept == 2 * 16 * 2 * 32 * 4, "qkv and fc1, [s, b, h] in float32"
+
+
+# ---- 08 ----
+
+
+def third_step() -> tuple[list[str], list[bool]]:
+    """Buckets that this rank starts in the third step, and for each all-reduce if it starts during the backward."""
+    groups = initialize_model_parallel(SMALL.override({"parallel.pp": 1}).parallel)
+    layers = [SleepingLayer(f"layer {i}", 1000, forward=0.0, backward=0.01) for i in range(8)]
+    ddp = DistributedDataParallel(torch.nn.Sequential(*layers), groups, bucket_size=2000)
+    started: list[str] = []
+    events: list[Any] = []
+    for _ in range(3):
+        with recording(groups.rank) as recorder, CommLedger() as ledger:
+            ddp.zero_grad_buffer()
+            ddp(torch.zeros(1)).sum().backward()
+            ddp.finish_grad_sync()
+        started, events = [str(record.layer) for record in ledger.records], recorder.events
+    end = max(event.end for event in events if event.kind == "backward")
+    sent = sorted(event.start for event in events if event.kind == "collective")
+    return started, [start < end for start in sent]
+
+
+def test_08_each_fault_of_the_buckets_shows_in_what_is_started_and_when(ranks) -> None:
+    found = with_each_fault(ranks, "08", third_step)
+    buckets = [f"buckets.{number}" for number in range(4)]
+    assert {name: [run[0] for run in runs] for name, runs in found.items() if [run[0] for run in runs] != [buckets] * 2} == {
+        "other order": [buckets, [buckets[number] for number in (0, 1, 3, 2)]],
+        "reduced twice": [buckets * 2] * 2,
+    }
+    during = {name: sum(runs[0][1]) for name, runs in found.items()}
+    assert during[CLEAN] == 3 and {name for name, count in during.items() if count == 0} == {"late start"}
 
 
 # ---- 12 ----
