@@ -217,14 +217,12 @@ ask(
 )
 ask(
     "08.torch",
-    "The same two towers, whose gradients arrive in opposite orders on the two ranks, in torch's own "
-    "DistributedDataParallel. Which bucket does each rank start first?",
+    "The same two towers in torch's own DistributedDataParallel, in the second step. On rank 0 text is full first, on "
+    "rank 1 image. Which of them does rank 1 start first?",
     choices={
-        "the one that is full first": "Then text would meet image. torch holds back a full bucket until all buckets "
-        "before it have started.",
-        "bucket 0": "Each bucket has a number that is the same on all ranks, and a full bucket waits for those before it.",
-        "none before the end": "A rank whose first full bucket has to wait does start late. But the rank whose gradients "
-        "come in the order of the buckets starts bucket 0 at once.",
+        "image": "It is full first. But then it would meet the text of rank 0, and the sums would be wrong.",
+        "text": "After the first step rank 0 tells all ranks in which order its gradients arrived: text is bucket 0 "
+        "everywhere. And a full bucket waits until all buckets before it have started.",
     },
 )
 ask(

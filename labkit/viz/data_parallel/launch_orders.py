@@ -34,7 +34,9 @@ def bucket_meetings(runs: Mapping[str, Sequence[Step]]) -> Figure:
             raise ValueError(f"{name}: {len(ranks)} ranks; give the steps of two")
     every = sorted({bucket for ranks in runs.values() for step in ranks for _, bucket in step})
     fills = {bucket: SEQUENCE[number % len(SEQUENCE)] for number, bucket in enumerate(every)}
-    width = max(len(step) for ranks in runs.values() for step in ranks)
+    every_step = [step for ranks in runs.values() for step in ranks]
+    width = max(max(len([what for what, _ in step if what == "arrives"]), *(x + _WIDE for _, x in _starts(step)))
+                for step in every_step)  # fmt: skip
     panel = _TITLE + 4 * _ROW + _GAP + _BELOW
     with styled():
         fig = new_figure(7.6, panel * len(runs))
