@@ -227,9 +227,9 @@ ask(
 )
 ask(
     "08.floor",
-    "GPT-2's word table has 50,304 x 768 weights, serves at the bottom and at the top, and is registered first. Its "
-    "gradients travel at 10 GB/s, 4 bytes each. However you choose the bucket size: how many milliseconds stay exposed "
-    "at least, if messages had no latency?",
+    "GPT-2's word table has 50,304 x 768 weights, and serves at the bottom and at the top. Gradients travel at 10 GB/s, "
+    "4 bytes each. For how many milliseconds is the table's gradient exposed, whatever the bucket size, if messages had "
+    "no latency?",
     misread=lambda: {
         "Small buckets make the last bucket small, but not smaller than the tensor that is complete last.": 0,
         "That is the whole gradient, 124 million numbers, as one message after the backward.": 49.8,

@@ -95,21 +95,21 @@ HUNT = Hunt(
             {
                 "family": "wrong order",
                 "place": "order|bucket|start|swap|launch",
-                "first": r"layers\.1\.\S+ gradient",
+                "first": r"layers\.0\.mlp\.fc1\.\S+ gradient",
             },
             {
                 "family": {
                     "missing": "Every rank starts as many all-reduces as it should. Compare the ranks' lists.",
                     "wrong data": "Each rank's own gradients are right. What were they added to?",
-                    "": "The loss of the first step is right, and so is the final norm's gradient. Compare what the two "
+                    "": "The loss of the first step is right, and so are the gradients of layer 1. Compare what the two "
                     "ranks start, place by place.",
                 },
                 "place": {"": "The two ranks' lists of buckets differ. In what?"},
-                "first": {"final_norm": "The final norm agrees: its bucket met itself.", "": _TAKE_THE_NAME},
+                "first": {"final_norm|layers.1": "These agree: their buckets met themselves.", "": _TAKE_THE_NAME},
             },
             "Odd ranks started two buckets of the same size in the opposite order. So each of the two all-reduces added "
-            "gradients of one layer to those of another. All messages were there, with the right bytes; only the order "
-            "of the two lists tells.",
+            "gradients of some weights to those of others: fc1 of layer 0 and its attention. All messages were there, with "
+            "the right bytes; only the order of the two lists tells.",
         ),
         Fault(
             "same samples",

@@ -18,6 +18,8 @@ _ROW, _GAP, _TITLE, _BELOW = 0.24, 0.34, 0.3, 0.24
 """Inches of a row, of the lines between two ranks, of a title, and below a pair of ranks."""
 _WIDE = 0.92
 """Width of a start; a gradient has the width 1."""
+_NAMES, _LETTER = 1.45, 0.068
+"""Inches of the rows' names, and of a letter in a box."""
 
 
 def bucket_meetings(runs: Mapping[str, Sequence[Step]]) -> Figure:
@@ -37,13 +39,15 @@ def bucket_meetings(runs: Mapping[str, Sequence[Step]]) -> Figure:
     every_step = [step for ranks in runs.values() for step in ranks]
     width = max(max(len([what for what, _ in step if what == "arrives"]), *(x + _WIDE for _, x in _starts(step)))
                 for step in every_step)  # fmt: skip
+    inches = 0.12 + _LETTER * max(map(len, every))
     panel = _TITLE + 4 * _ROW + _GAP + _BELOW
     with styled():
-        fig = new_figure(7.6, panel * len(runs))
+        fig = new_figure(_NAMES + inches * width + 0.2, panel * len(runs))
         axes = fig.subplots()
         for number, (name, ranks) in enumerate(runs.items()):
-            _draw_pair(axes, name, ranks, fills, number * panel)
-        axes.set(xlim=(-1.9, width + 0.2), ylim=(panel * len(runs), 0))
+            axes.text(-_NAMES / inches, number * panel + _TITLE - 0.1, name, fontsize=9, fontweight="bold", va="bottom")
+            _draw_pair(axes, ranks, fills, number * panel)
+        axes.set(xlim=(-_NAMES / inches, width + 0.2 / inches), ylim=(panel * len(runs), 0))
         axes.axis("off")
     return Figure(fig, "; ".join(f"{name}: {_words(ranks)}" for name, ranks in runs.items()) + ".")
 
@@ -62,9 +66,8 @@ def _starts(step: Step) -> list[tuple[str, float]]:
     return found
 
 
-def _draw_pair(axes: Any, name: str, ranks: Sequence[Step], fills: Mapping[str, str], top: float) -> None:
+def _draw_pair(axes: Any, ranks: Sequence[Step], fills: Mapping[str, str], top: float) -> None:
     """Draw two ranks: gradients of rank 0, its starts, the meetings, the starts of rank 1, its gradients."""
-    axes.text(-1.9, top + _TITLE - 0.1, name, fontsize=9, fontweight="bold", va="bottom")
     first = top + _TITLE
     second = first + 2 * _ROW + _GAP
     rows = ((first, first + _ROW), (second + _ROW, second))
