@@ -106,7 +106,9 @@ def _played(rule: Any, buckets: Sequence[str], arrivals: str) -> Launches:
         for number in now:
             state = f"missing {missing} and started {started}"
             if missing[number]:
-                raise ValueError(f"early: with {state} bucket {number} starts, and a gradient that arrives later is lost")
+                raise ValueError(
+                    f"early: with {state} bucket {number} starts, and a gradient that arrives later is lost"
+                )
             if started[number]:
                 raise ValueError(f"twice: with {state} bucket {number} starts again; the sum is then taken twice")
             started[number] = True
@@ -160,8 +162,8 @@ def _met(answer: Any, case: _Orders) -> Finding:
     for place, ((_, mine), (_, theirs)) in enumerate(zip(*ranks), start=1):
         if mine != theirs:
             return "mixed", (
-                f"all-reduce {place} adds bucket {mine} of rank 0 to bucket {theirs} of rank 1: nothing raises, and both "
-                "sums are wrong"
+                f"all-reduce {place} adds bucket {mine} of rank 0 to bucket {theirs} of rank 1: nothing raises, and "
+                "both sums are wrong"
             )
     for rank, (launches, order) in enumerate(zip(ranks, case.arrivals)):
         due = _played(_in_order, case.buckets, order)
@@ -172,8 +174,8 @@ def _met(answer: Any, case: _Orders) -> Finding:
         if late:
             when, could, number = late[0]
             return "late", (
-                f"rank {rank} starts bucket {number} after {when} gradients; after {could} a bucket could leave, so time "
-                "is lost"
+                f"rank {rank} starts bucket {number} after {when} gradients; after {could} a bucket could leave, so "
+                "time is lost"
             )
     return "", ""
 
@@ -182,13 +184,13 @@ def _met(answer: Any, case: _Orders) -> Finding:
 
 ask(
     "08.each",
-    "Instead of one message at the end, each gradient gets an all-reduce of its own, at the moment when it is complete. "
-    "Is less or more of the communication exposed?",
+    "Instead of one message at the end, each gradient gets an all-reduce of its own, at the moment when it is "
+    "complete. Is less or more of the communication exposed?",
     choices={
         "less": "The first message starts as soon as the last layer's gradient is there, and all but the last can "
         "travel during the backward, as long as the link keeps up.",
-        "more": "Each message pays the latency. If one message takes longer than the backward of one layer, the link "
-        "falls behind from the first gradient on, and what has queued up comes after the backward.",
+        "more": "Each message pays the latency. If one message takes longer than the backward of one layer, the "
+        "link falls behind from the first gradient on, and what has queued up comes after the backward.",
     },
 )
 ask(
@@ -196,10 +198,10 @@ ask(
     "Every microbatch reduces the buckets, not only the last one, and the next microbatch adds its gradients to the "
     "result. What is the gradient of the step?",
     choices={
-        "right": "After the first reduction the mean is in the bucket, the same on all ranks. A mean over ranks leaves "
-        "it as it is, and adds the mean of what has come since.",
-        "too large": "It would be, if the ranks summed: a sum that all d ranks hold already is then added up d times. "
-        "But a mean of d equal numbers is that number.",
+        "right": "After the first reduction the mean is in the bucket, the same on all ranks. A mean over ranks "
+        "leaves it as it is, and adds the mean of what has come since.",
+        "too large": "It would be, if the ranks summed: a sum that all d ranks hold already is then added up d "
+        "times. But a mean of d equal numbers is that number.",
         "too small": "It would be, if the first reduction's mean were divided again without being added up again. "
         "But d ranks add a d-th of it each.",
     },
@@ -208,17 +210,17 @@ ask(
     "08.meets",
     "Two buckets of one size. Rank 0 starts text and then image, rank 1 starts image and then text. What happens?",
     choices={
-        "it hangs": "Each rank waits for the other, but both wait in an all-reduce, and two all-reduces are enough to "
-        "finish each other. It would hang if the ranks called different numbers of them.",
+        "it hangs": "Each rank waits for the other, but both wait in an all-reduce, and two all-reduces are enough "
+        "to finish each other. It would hang if the ranks called different numbers of them.",
         "an error": "Bytes have no name. With other sizes there would be an error or a hang; here the sizes fit.",
-        "wrong sums": "The first all-reduce of rank 0 meets the first one of rank 1. Their sizes fit, so it adds "
-        "up text and image, and nobody can tell.",
+        "wrong sums": "The first all-reduce of rank 0 meets the first one of rank 1. Their sizes fit, so it adds up "
+        "text and image, and nobody can tell.",
     },
 )
 ask(
     "08.torch",
-    "The same two towers in torch's own DistributedDataParallel, in the second step. On rank 0 text is full first, on "
-    "rank 1 image. Which of them does rank 1 start first?",
+    "The same two towers in torch's own DistributedDataParallel, in the second step. On rank 0 text is full first, "
+    "on rank 1 image. Which of them does rank 1 start first?",
     choices={
         "image": "It is full first. But then it would meet the text of rank 0, and the sums would be wrong.",
         "text": "After the first step rank 0 tells all ranks in which order its gradients arrived: text is bucket 0 "
@@ -227,9 +229,9 @@ ask(
 )
 ask(
     "08.floor",
-    "GPT-2's word table has 50,304 x 768 weights, and serves at the bottom and at the top. Gradients travel at 10 GB/s, "
-    "4 bytes each. For how many milliseconds is the table's gradient exposed, whatever the bucket size, if messages had "
-    "no latency?",
+    "GPT-2's word table has 50,304 x 768 weights, and serves at the bottom and at the top. Gradients travel at 10 "
+    "GB/s, 4 bytes each. For how many milliseconds is the table's gradient exposed, whatever the bucket size, if "
+    "messages had no latency?",
     misread=lambda: {
         "Small buckets make the last bucket small, but not smaller than the tensor that is complete last.": 0,
         "That is the whole gradient, 124 million numbers, as one message after the backward.": 49.8,
@@ -237,8 +239,8 @@ ask(
         "The wire of a ring carries twice the bytes, but 10 GB/s is the rate at which gradients get reduced.": 30.9,
     },
     unit="ms",
-    because="The table's gradient begins at the scores, and is complete only at the embedding, when the backward ends. "
-    "154.5 MB at 10 GB/s are 15.5 ms, and nothing computes meanwhile.",
+    because="The table's gradient begins at the scores, and is complete only at the embedding, when the backward "
+    "ends. 154.5 MB at 10 GB/s are 15.5 ms, and nothing computes meanwhile.",
 )
 
 
@@ -312,8 +314,10 @@ def draw_cuts(answer: Any) -> Figure | None:
         return None
     starts = (0.0, *case.ready)
     passes = [Event(0, "", "backward", a / 1e3, b / 1e3) for a, b in zip(starts, case.ready)]
-    runs = {f"{name} {counts}": [*passes, *(Event(0, "", "collective", a / 1e3, b / 1e3) for a, b in case.travels(counts))]
-            for name, counts in (("yours", value), ("the aim", case.best_cut()))}  # fmt: skip
+    runs: dict[str, list[Event]] = {}
+    for name, counts in (("yours", value), ("the aim", case.best_cut())):
+        sent = [Event(0, "", "collective", a / 1e3, b / 1e3) for a, b in case.travels(counts)]
+        runs[f"{name} {counts}"] = [*passes, *sent]
     return overlap_gantt(runs, numbers=True)
 
 
@@ -357,4 +361,6 @@ def _why_exposed(value: Any, case: _Backward) -> tuple[str, str]:
 
 def _fits(value: Any, case: _Backward) -> bool:
     """Return True for positive whole numbers that add up to the number of gradients."""
-    return isinstance(value, list) and all(isinstance(n, int) and n > 0 for n in value) and sum(value) == len(case.sizes)
+    return (
+        isinstance(value, list) and all(isinstance(n, int) and n > 0 for n in value) and sum(value) == len(case.sizes)
+    )

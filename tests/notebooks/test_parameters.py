@@ -145,8 +145,8 @@ CASES = {
         },
     ),
     # a layer has 2 x 64 x 256 weights and 256 + 64 biases, 33,088: two fill a bucket of 60,000. Four layers, 132,352,
-    # fill one of 120,000, which the first layer's first matrix closes; the words are 512 x 64. In each of two steps each
-    # of four ranks sends its 8 bytes to three others.
+    # fill one of 120,000, which the first layer's first matrix closes; the words are 512 x 64. In each of two steps
+    # each of four ranks sends its 8 bytes to three others.
     "08_data_parallel": Case(
         {"bucket_size": 120_000, "world_size": 4},
         {

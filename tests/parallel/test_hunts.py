@@ -111,7 +111,9 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum", "same samples")), "only outputs change the loss"
+        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum", "same samples")), (
+            "only outputs change the loss"
+        )
 
 
 # ---- 00 ----
@@ -240,7 +242,9 @@ def third_step() -> tuple[list[str], list[bool]]:
 def test_08_each_fault_of_the_buckets_shows_in_what_is_started_and_when(ranks) -> None:
     found = with_each_fault(ranks, "08", third_step)
     buckets = [f"buckets.{number}" for number in range(4)]
-    assert {name: [run[0] for run in runs] for name, runs in found.items() if [run[0] for run in runs] != [buckets] * 2} == {
+    assert {
+        name: [run[0] for run in runs] for name, runs in found.items() if [run[0] for run in runs] != [buckets] * 2
+    } == {
         "other order": [buckets, [buckets[number] for number in (0, 1, 3, 2)]],
         "reduced twice": [buckets * 2] * 2,
     }

@@ -80,8 +80,8 @@ _TAKE_THE_NAME = "Run one step under the microscope, and take the name as it is 
 HUNT = Hunt(
     chapter="08",
     scene=(
-        "Train with it under the microscope, and look at a step of sleeping layers: which buckets each rank starts, and "
-        "when. One of these shows it, or two of them together."
+        "Train with it under the microscope, and look at a step of sleeping layers: which buckets each rank starts, "
+        "and when. One of these shows it, or two of them together."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -101,34 +101,34 @@ HUNT = Hunt(
                 "family": {
                     "missing": "Every rank starts as many all-reduces as it should. Compare the ranks' lists.",
                     "wrong data": "Each rank's own gradients are right. What were they added to?",
-                    "": "The loss of the first step is right, and so are the gradients of layer 1. Compare what the two "
-                    "ranks start, place by place.",
+                    "": "The loss of the first step is right, and so are the gradients of layer 1. Compare what the "
+                    "two ranks start, place by place.",
                 },
                 "place": {"": "The two ranks' lists of buckets differ. In what?"},
                 "first": {"final_norm|layers.1": "These agree: their buckets met themselves.", "": _TAKE_THE_NAME},
             },
-            "Odd ranks started two buckets of the same size in the opposite order. So each of the two all-reduces added "
-            "gradients of some weights to those of others: fc1 of layer 0 and its attention. All messages were there, with "
-            "the right bytes; only the order of the two lists tells.",
+            "Odd ranks started two buckets of the same size in the opposite order. So each of the two all-reduces "
+            "added gradients of some weights to those of others: fc1 of layer 0 and its attention. All messages "
+            "were there, with the right bytes; only the order of the two lists tells.",
         ),
         Fault(
             "same samples",
             _same_samples,
-            {"family": "wrong data", "place": "sampl|data|batch|shard", "first": "embedding output"},
+            {"family": "wrong data", "place": "sampl|data|batch|shard", "first": r"\bloss\b"},
             {
                 "family": {
                     "missing|extra": "Both ranks start every bucket once.",
-                    "": "An output differs, before there is any gradient. What comes before the first output?",
+                    "": "The loss of the very first step differs, before any gradient counts. Of what is it the loss?",
                 },
                 "place": {
-                    "bucket|reduc|gradient": "Outputs are wrong before anything is reduced.",
-                    "embed": "The embedding only looks up what it is given.",
+                    "bucket|reduc|gradient": "The loss is another before anything is reduced.",
+                    "loss": "It is the right loss of what the ranks have read.",
                     "": "What does the very first operation of the model read?",
                 },
-                "first": {"": "Outputs come before gradients: take the microscope's first name."},
+                "first": {"": _TAKE_THE_NAME},
             },
-            "All replicas read the samples of the first one, as with a DistributedSampler that was forgotten. Each of "
-            "them trains, the loss falls, the replicas agree to the bit, and d GPUs do the work of one.",
+            "All replicas read the samples of the first one, as with a DistributedSampler that was forgotten. Each "
+            "of them trains, the loss falls, the replicas agree to the bit, and d GPUs do the work of one.",
         ),
         Fault(
             "overwritten",
@@ -141,10 +141,12 @@ HUNT = Hunt(
             {
                 "family": {
                     "missing": "Both ranks start every bucket once, in one order. What was in the buckets?",
-                    "wrong scale": "Gradients aren't off by one factor. Compare a run with a single microbatch per rank.",
-                    "wrong data": "Outputs are right, so the samples are. What happens to the first microbatch's gradient?",
+                    "wrong scale": "Gradients aren't off by one factor. Compare a run with a single microbatch per "
+                    "rank.",
+                    "wrong data": "The loss is right, so the samples are. What happens to the first microbatch's "
+                    "gradient?",
                     "wrong order": "The ranks' lists are equal. Try another number of microbatches.",
-                    "": "Outputs and loss are right, all gradients are wrong. Does it also happen with one microbatch?",
+                    "": "The loss is right, and all gradients are wrong. Does it also happen with one microbatch?",
                 },
                 "place": {
                     "bucket|reduc|hook": "They are reduced once, in one order. Look at what they contain.",
@@ -152,9 +154,9 @@ HUNT = Hunt(
                 },
                 "first": {"": _TAKE_THE_NAME},
             },
-            "Each microbatch wrote its gradients over those of the one before, so a step used its last microbatch only. "
-            "It trains, more noisily. With one microbatch per rank nothing is wrong, which is how such a fault survives "
-            "its tests.",
+            "Each microbatch wrote its gradients over those of the one before, so a step used its last microbatch "
+            "only. It trains, more noisily. With one microbatch per rank nothing is wrong, which is how such a "
+            "fault survives its tests.",
         ),
         Fault(
             "reduced twice",
@@ -165,8 +167,8 @@ HUNT = Hunt(
                 "place": {"": "Which messages does a healthy step not have?"},
                 "first": {"": _NUMBERS_AGREE},
             },
-            "Each bucket was reduced twice. The mean of d equal means is that mean, so no number tells, and the step sent "
-            "twice the bytes. Megatron-LM issue 775 reports it: a call of finish_grad_sync too many.",
+            "Each bucket was reduced twice. The mean of d equal means is that mean, so no number tells, and the "
+            "step sent twice the bytes. Megatron-LM issue 775 is such a report.",
         ),
         Fault(
             "late start",
@@ -181,9 +183,9 @@ HUNT = Hunt(
                 "place": {"": "When does the first bucket leave, and when could it?"},
                 "first": {"": _NUMBERS_AGREE},
             },
-            "The hooks counted and started nothing, so all buckets left at the end of the backward. Everything is right "
-            "but the time, and only the timeline shows it. One parameter that never gets a gradient, in the first "
-            "bucket, does the same.",
+            "The hooks counted and started nothing, so all buckets left at the end of the backward. Everything is "
+            "right but the time, and only the timeline shows it. One parameter that never gets a gradient, in the "
+            "first bucket, does the same.",
         ),
     ),
 )
