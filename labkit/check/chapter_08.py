@@ -222,7 +222,8 @@ ask(
     "The same two towers in torch's own DistributedDataParallel, in the second step. On rank 0 text is full first, "
     "on rank 1 image. Which of them does rank 1 start first?",
     choices={
-        "image": "It is full first. But then it would meet the text of rank 0, and the sums would be wrong.",
+        "image": "It is full first, and it was registered last, so by your rule it has number 0. But torch numbers the "
+        "buckets anew after the first step.",
         "text": "After the first step rank 0 tells all ranks in which order its gradients arrived: text is bucket 0 "
         "everywhere. And a full bucket waits until all buckets before it have started.",
     },
