@@ -1,4 +1,4 @@
-"""Exercises of chapter 08: the mean of gradients over tokens, the order in which buckets leave, the best cut.
+"""Exercises and bets of chapter 08: the mean of gradients over tokens, the best cut, which buckets to start.
 
 A wrong mean is compared with the answers of known misunderstandings. For buckets the score names the first thing that
 goes wrong, and what follows from it for the ranks.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from labkit.check.bets import ask
 from labkit.check.scoring import Finding, Misreadings, Outcome, asked, close, exercise, holds, plain, shown
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 # ---- the mean over tokens ----
 
@@ -62,74 +66,183 @@ def _misread_means(gradients: Sequence[Sequence[float]], counts: Sequence[int]) 
     }
 
 
-# ---- the order in which buckets leave ----
+# ---- which buckets to start ----
 
-_BUCKETS = (["d", "c"], ["b", "a"])
-_LEAVING = (
-    ("one microbatch, gradients in the buffer's order", _BUCKETS, [["d", "c", "b", "a"]]),
-    ("the second bucket complete first", _BUCKETS, [["b", "a", "d", "c"]]),
-    ("three microbatches", _BUCKETS, [["c", "b", "d", "a"], ["d", "b", "c", "a"], ["d", "c", "b", "a"]]),
-    ("buckets of unequal size", (["e"], ["d", "c", "b"], ["a"]), [["c", "d", "a", "b", "e"]]),
-    ("four buckets, complete in reverse", (["d"], ["c"], ["b"], ["a"]), [["a", "b", "c", "d"], ["a", "b", "c", "d"]]),
+
+class _Orders(NamedTuple):
+    """The gradients of each bucket, and the orders in which they arrive on two ranks."""
+
+    words: str
+    buckets: tuple[str, ...]
+    """A letter for each gradient."""
+    arrivals: tuple[str, str]
+
+
+_ORDERS = (
+    _Orders("both ranks in the order of the buckets", ("dc", "ba"), ("dcba", "dcba")),
+    _Orders("both ranks in the opposite order", ("dc", "ba"), ("badc", "badc")),
+    _Orders("each rank in an order of its own", ("dc", "ba"), ("badc", "dcba")),
+    _Orders("buckets of unequal size", ("e", "dcb", "a"), ("cdabe", "ebacd")),
+    _Orders("four buckets", ("d", "c", "b", "a"), ("abcd", "cdab")),
 )
-"""(words, buckets, arrivals of each microbatch)."""
-Leaving = list[tuple[str, int]]
+Launches = list[tuple[int, int]]
+"""(number of gradients that have arrived, bucket that is started), in the order of the starts."""
 
 
-def _leaving(buckets: Sequence[Sequence[str]], arrivals: Sequence[str]) -> Leaving:
-    found: Leaving = []
-    arrived: set[str] = set()
-    for name in arrivals:
-        arrived.add(name)
-        while len(found) < len(buckets) and arrived >= set(buckets[len(found)]):
-            found.append((name, len(found)))
+def _in_order(missing: Sequence[int], started: Sequence[bool]) -> list[int]:
+    full = next((number for number, lacks in enumerate(missing) if lacks), len(missing))
+    return [number for number in range(full) if not started[number]]
+
+
+def _played(rule: Any, buckets: Sequence[str], arrivals: str) -> Launches:
+    """Return what a rank starts. Raises ValueError, with the reason first, for a start that is none."""
+    found: Launches = []
+    missing, started = [len(names) for names in buckets], [False] * len(buckets)
+    for count, name in enumerate(arrivals, start=1):
+        missing[next(number for number, names in enumerate(buckets) if name in names)] -= 1
+        now = plain(rule(list(missing), list(started)))
+        if not isinstance(now, list) or any(isinstance(n, bool) or n not in range(len(buckets)) for n in now):
+            raise ValueError(f"form: {shown(now)} is not a list of numbers of buckets")
+        for number in now:
+            state = f"missing {missing} and started {started}"
+            if missing[number]:
+                raise ValueError(
+                    f"early: with {state} bucket {number} starts, and a gradient that arrives later is lost"
+                )
+            if started[number]:
+                raise ValueError(f"twice: with {state} bucket {number} starts again; the sum is then taken twice")
+            started[number] = True
+            found.append((count, number))
     return found
 
 
-@exercise("08.leaving", "Write leaving(buckets, backwards) -> (gradient, bucket) for each bucket, as it leaves.")
-def leaving(answer: Any) -> Iterator[Outcome]:
-    """Judge gradients in and out of the buffer's order, in one microbatch and in several."""
-    for words, buckets, backwards in _LEAVING:
+def draw_start(answer: Any) -> Figure | None:
+    """Draw what two ranks start that get their gradients in different orders; None for an answer of another form."""
+    from labkit.viz.data_parallel.launch_orders import bucket_meetings  # matplotlib, which a score does without
 
-        def tried(buckets: Any = buckets, backwards: Any = backwards) -> Finding:
-            value = answer([list(each) for each in buckets], [list(each) for each in backwards])
-            kind, sentence = _first_wrong(plain(value), buckets, backwards)
-            return kind, sentence and f"{shown(value)}: {sentence}"
+    case = _ORDERS[2]
+    try:
+        runs = {name: [_steps(rule, case.buckets, order) for order in case.arrivals]
+                for name, rule in (("yours", answer), ("the aim", _in_order))}  # fmt: skip
+    except ValueError:
+        return None
+    return bucket_meetings(runs)
 
-        given = f"{words}: buckets {list(buckets)} and arrivals {backwards}"
-        yield holds(given, shown(_leaving(buckets, backwards[-1])), tried)
+
+def _steps(rule: Any, buckets: Sequence[str], arrivals: str) -> list[tuple[str, str]]:
+    launches, steps = _played(rule, buckets, arrivals), []
+    for count, name in enumerate(arrivals, start=1):
+        steps.append(("arrives", f"bucket {next(n for n, names in enumerate(buckets) if name in names)}"))
+        steps += [("starts", f"bucket {number}") for when, number in launches if when == count]
+    return steps
 
 
-def _first_wrong(value: Any, buckets: Sequence[Sequence[str]], backwards: Sequence[Sequence[str]]) -> tuple[str, str]:
+@exercise(
+    "08.start",
+    "Write start(missing, started) -> numbers of the buckets to start now, after a gradient has arrived.",
+    draw=draw_start,
+)
+def start(answer: Any) -> Iterator[Outcome]:
+    """Judge two ranks whose gradients arrive in five pairs of orders."""
+    for case in _ORDERS:
+        given = f"{case.words}: buckets {' '.join(case.buckets)}, arrivals {' and '.join(case.arrivals)}"
+        claim = "one order on both ranks, and no bucket later than it could"
+        yield holds(given, claim, lambda case=case: _met(answer, case))
+
+
+def _met(answer: Any, case: _Orders) -> Finding:
     """Return (kind of the first mistake, sentence with its consequence); both empty for a right answer."""
-    last, total = backwards[-1], len(buckets)
-    right = _leaving(buckets, last)
-    form = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-    if not form or any(name not in last or number not in range(total) for name, number in value):
-        return "form", "give a list of pairs (name of a gradient, number of a bucket)"
-    if len(backwards) > 1 and len(value) > total:
-        return "microbatch", f"{len(value)} messages for {total} buckets: only the last microbatch may send"
-    first = [list(pair) for pair in _leaving(buckets, backwards[0])]
-    if value == first != [list(pair) for pair in right]:
-        return "microbatch", "the buckets leave in the first microbatch: only the last microbatch may send"
-    arrived = {name: place for place, name in enumerate(last)}
-    for place, (name, number) in enumerate(value):
-        missing = [each for each in buckets[int(number)] if arrived[each] > arrived[name]]
-        if number in [other for _, other in value[:place]]:
-            return "twice", f"bucket {number} leaves twice; the second sum adds up the result of the first"
-        if missing:
-            return "early", f"bucket {number} leaves with {name}; {missing[0]} arrives later, and is never added up"
-        due = right[place][0] if number == place else name
-        if number != place or arrived[name] < arrived[due]:
-            return "order", (
-                f"bucket {number} leaves with {name}, before an earlier bucket; on a rank whose gradients arrive in "
-                "another order another bucket is sent there, and the all-reduce adds up two different buckets"
+    try:
+        ranks = [_played(answer, case.buckets, order) for order in case.arrivals]
+    except ValueError as error:
+        kind, _, sentence = str(error).partition(": ")
+        if kind not in ("form", "early", "twice"):
+            raise
+        return kind, sentence
+    for place, ((_, mine), (_, theirs)) in enumerate(zip(*ranks), start=1):
+        if mine != theirs:
+            return "mixed", (
+                f"all-reduce {place} adds bucket {mine} of rank 0 to bucket {theirs} of rank 1: nothing raises, and "
+                "both sums are wrong"
             )
-        if name != due:
-            return "late", f"bucket {number} leaves with {name}; it could leave with {due}, so time is lost"
-    if len(value) < total:
-        return "missing", f"bucket {len(value)} never leaves; its gradients differ from rank to rank"
+    for rank, (launches, order) in enumerate(zip(ranks, case.arrivals)):
+        due = _played(_in_order, case.buckets, order)
+        never = [number for number in range(len(case.buckets)) if number not in [n for _, n in launches]]
+        if never:
+            return "never", f"rank {rank} never starts bucket {never[0]}; its gradients stay those of one replica"
+        late = [(when, could, n) for (when, n), (could, _) in zip(launches, due) if when > could]
+        if late:
+            when, could, number = late[0]
+            return "late", (
+                f"rank {rank} starts bucket {number} after {when} gradients; after {could} a bucket could leave, so "
+                "time is lost"
+            )
     return "", ""
+
+
+# ---- bets ----
+
+ask(
+    "08.each",
+    "Instead of one message at the end, each gradient gets an all-reduce of its own, at the moment when it is "
+    "complete. Is less or more of the communication exposed?",
+    choices={
+        "less": "The first message starts as soon as the last layer's gradient is there, and all but the last can "
+        "travel during the backward, as long as the link keeps up.",
+        "more": "Each message pays the latency. If one message takes longer than the backward of one layer, the "
+        "link falls behind from the first gradient on, and what has queued up comes after the backward.",
+    },
+)
+ask(
+    "08.microbatches",
+    "Every microbatch reduces the buckets, not only the last one, and the next microbatch adds its gradients to the "
+    "result. What is the gradient of the step?",
+    choices={
+        "right": "After the first reduction the mean is in the bucket, the same on all ranks. A mean over ranks "
+        "leaves it as it is, and adds the mean of what has come since.",
+        "too large": "It would be, if the ranks summed: a sum that all d ranks hold already is then added up d "
+        "times. But a mean of d equal numbers is that number.",
+        "too small": "It would be, if the first reduction's mean were divided again without being added up again. "
+        "But d ranks add a d-th of it each.",
+    },
+)
+ask(
+    "08.meets",
+    "Two buckets of one size. Rank 0 starts text and then image, rank 1 starts image and then text. What happens?",
+    choices={
+        "it hangs": "Each rank waits for the other, but both wait in an all-reduce, and two all-reduces are enough "
+        "to finish each other. It would hang if the ranks called different numbers of them.",
+        "an error": "Bytes have no name. With other sizes there would be an error or a hang; here the sizes fit.",
+        "wrong sums": "The first all-reduce of rank 0 meets the first one of rank 1. Their sizes fit, so it adds up "
+        "text and image, and nobody can tell.",
+    },
+)
+ask(
+    "08.torch",
+    "The same two towers in torch's own DistributedDataParallel, in the second step. On rank 0 text is full first, "
+    "on rank 1 image. Which of them does rank 1 start first?",
+    choices={
+        "image": "It is full first, and it was registered last, so by your rule it has number 0. But torch numbers the "
+        "buckets anew after the first step.",
+        "text": "After the first step rank 0 tells all ranks in which order its gradients arrived: text is bucket 0 "
+        "everywhere. And a full bucket waits until all buckets before it have started.",
+    },
+)
+ask(
+    "08.floor",
+    "GPT-2's word table has 50,304 x 768 weights, and serves at the bottom and at the top. Gradients travel at 10 "
+    "GB/s, 4 bytes each. For how many milliseconds is the table's gradient exposed, whatever the bucket size, if "
+    "messages had no latency?",
+    misread=lambda: {
+        "Small buckets make the last bucket small, but not smaller than the tensor that is complete last.": 0,
+        "That is the whole gradient, 124 million numbers, as one message after the backward.": 49.8,
+        "A number has 4 bytes here, not 2.": 7.7,
+        "The wire of a ring carries twice the bytes, but 10 GB/s is the rate at which gradients get reduced.": 30.9,
+    },
+    unit="ms",
+    because="The table's gradient begins at the scores, and is complete only at the embedding, when the backward "
+    "ends. 154.5 MB at 10 GB/s are 15.5 ms, and nothing computes meanwhile.",
+)
 
 
 # ---- the best cut ----
@@ -144,20 +257,30 @@ class _Backward(NamedTuple):
     latency: float
     bandwidth: float
 
-    def exposed(self, counts: Sequence[int]) -> float:
-        """Return the milliseconds that are exposed with these numbers of gradients in the buckets."""
+    def travels(self, counts: Sequence[int]) -> list[tuple[float, float]]:
+        """Return when each bucket leaves and arrives, with these numbers of gradients in the buckets."""
+        found: list[tuple[float, float]] = []
         leaves = arrives = 0.0
         first = 0
         for count in counts:
             mine = slice(first, first + count)
             leaves = max(leaves, *self.ready[mine])
             arrives = max(leaves, arrives) + self.latency + sum(self.sizes[mine]) / self.bandwidth
+            found.append((leaves, arrives))
             first += count
-        return arrives - self.ready[-1]
+        return found
+
+    def exposed(self, counts: Sequence[int]) -> float:
+        """Return the milliseconds that are exposed."""
+        return self.travels(counts)[-1][1] - self.ready[-1]
+
+    def best_cut(self) -> list[int]:
+        """Return a cut that exposes the least."""
+        return min(map(_counts, product((False, True), repeat=len(self.sizes) - 1)), key=self.exposed)
 
     def best(self) -> float:
         """Return the least exposed milliseconds of all cuts."""
-        return min(self.exposed(_counts(marks)) for marks in product((False, True), repeat=len(self.sizes) - 1))
+        return self.exposed(self.best_cut())
 
 
 def _counts(marks: Sequence[bool]) -> list[int]:
@@ -181,7 +304,29 @@ _BACKWARDS = (
 )  # fmt: skip
 
 
-@exercise("08.cuts", "Write cuts(ready, sizes, latency, bandwidth) -> the number of gradients of each bucket.")
+def draw_cuts(answer: Any) -> Figure | None:
+    """Draw a backward with the answer's buckets above one with the best; None for an answer of another form."""
+    from labkit.events import Event
+    from labkit.viz.data_parallel.bucket_overlap import overlap_gantt  # matplotlib, which a score does without
+
+    case = _BACKWARDS[1]
+    value = plain(answer(list(case.ready), list(case.sizes), case.latency, case.bandwidth))
+    if not _fits(value, case):
+        return None
+    starts = (0.0, *case.ready)
+    passes = [Event(0, "", "backward", a / 1e3, b / 1e3) for a, b in zip(starts, case.ready)]
+    runs: dict[str, list[Event]] = {}
+    for name, counts in (("yours", value), ("the aim", case.best_cut())):
+        sent = [Event(0, "", "collective", a / 1e3, b / 1e3) for a, b in case.travels(counts)]
+        runs[f"{name} {counts}"] = [*passes, *sent]
+    return overlap_gantt(runs, numbers=True)
+
+
+@exercise(
+    "08.cuts",
+    "Write cuts(ready, sizes, latency, bandwidth) -> the number of gradients of each bucket.",
+    draw=draw_cuts,
+)
 def cuts(answer: Any) -> Iterator[Outcome]:
     """Judge five backwards; each cut must expose no more than the best of all cuts."""
     for case in _BACKWARDS:
@@ -198,7 +343,7 @@ def cuts(answer: Any) -> Iterator[Outcome]:
 def _why_exposed(value: Any, case: _Backward) -> tuple[str, str]:
     """Return (kind, what is exposed and why); both empty for a best cut."""
     gradients = len(case.sizes)
-    if not isinstance(value, list) or not all(isinstance(n, int) and n > 0 for n in value) or sum(value) != gradients:
+    if not _fits(value, case):
         return "form", f"{shown(value)}: give numbers above 0 that add up to {gradients}"
     exposed = case.exposed(value)
     if exposed <= case.best() + 1e-9:
@@ -213,3 +358,10 @@ def _why_exposed(value: Any, case: _Backward) -> tuple[str, str]:
         late = f"the last bucket waits {exposed - alone:.4g} for the link; the buckets before it are many or late"
         return "queue", f"{words}: {late}"
     return "last", f"{words}: the last bucket alone takes {alone:.4g}; gradients in it were complete before the end"
+
+
+def _fits(value: Any, case: _Backward) -> bool:
+    """Return True for positive whole numbers that add up to the number of gradients."""
+    return (
+        isinstance(value, list) and all(isinstance(n, int) and n > 0 for n in value) and sum(value) == len(case.sizes)
+    )

@@ -142,17 +142,16 @@ CASES = {
         },
     ),
     # a layer has 2 x 64 x 256 weights and 256 + 64 biases, 33,088: two fill a bucket of 60,000. Four layers, 132,352,
-    # fill one of 120,000, which the first layer's first matrix closes; the words are 512 x 64. Of sleeping layers with
-    # 30,000 elements four fill a bucket, two are left.
+    # fill one of 120,000, which the first layer's first matrix closes; the words are 512 x 64. In each of two steps
+    # each of four ranks sends its 8 bytes to three others.
     "08_data_parallel": Case(
-        {"bucket_size": 120_000},
+        {"bucket_size": 120_000, "world_size": 4},
         {
             "17 parameters of 165,120 elements in 3 buckets of 32,768 to 66,176": (
                 "17 parameters of 165,120 elements in 2 buckets of 32,768 to 132,352"
             ),
-            "buckets, behind it: 3 reductions, 2 of them start": "buckets, behind it: 2 reductions, 1 of them starts",
-            "behind the backward, measured: 3 reductions, 2 of them start": (
-                "behind the backward, measured: 2 reductions, 1 of them starts"
+            "each rank in its own order: 2 ranks, 2 steps, 4 messages, bytes sent 16 from each rank": (
+                "each rank in its own order: 4 ranks, 2 steps, 24 messages, bytes sent 48 from each rank"
             ),
         },
     ),
@@ -417,11 +416,11 @@ EXTREMES = [
     ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000, "fault": 3}),
     (
         "08_data_parallel",
-        {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000, "hunt": 0},
+        {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000, "fault": 0},
     ),
     (
         "08_data_parallel",
-        {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1, "hunt": 99},
+        {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1, "fault": 99},
     ),
     (
         "09_distributed_optimizer",

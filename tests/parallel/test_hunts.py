@@ -20,8 +20,14 @@ from labkit.config import RunConfig, presets
 from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
-from labkit.models.synthetic_load import sleeping_ring
-from labkit.parallel import initialize_model_parallel, model_parallel_seed, vocab_parallel_cross_entropy, zigzag_split
+from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
+from labkit.parallel import (
+    DistributedDataParallel,
+    initialize_model_parallel,
+    model_parallel_seed,
+    vocab_parallel_cross_entropy,
+    zigzag_split,
+)
 from labkit.parallel.context.ring_attention import ring_attention
 from labkit.schedules import Costs, simulate
 from labkit.train import compare, float64_layer, follows, pretrain
@@ -36,6 +42,7 @@ PIPELINE = {"parallel.pp": 2}
 PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
+REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
 MARK = 30
 """Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
 their fault."""
@@ -51,7 +58,7 @@ ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
-    "other copy", "mask of the plain cut", "one buffer",
+    "other copy", "mask of the plain cut", "one buffer", "same samples",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -110,6 +117,10 @@ def of_07(config: RunConfig, observer: Any) -> Any:
     return train_marked("07", config, None, observer)
 
 
+def of_08(config: RunConfig, observer: Any) -> Any:
+    return train_marked("08", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -128,6 +139,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("05", SMALL.override({"model.layers": 2, **FULL}), {"parallel.tp": 2, "parallel.pp": 1}, 1, of_05),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("07", SMALL.override({"model.layers": 2}), {"parallel.cp": 2, "parallel.pp": 1}, 1, of_07),
+        ("08", SMALL.override(REPLICAS), {"parallel.pp": 1, "world_size": 2}, 1, of_08),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
     ],
@@ -455,6 +467,40 @@ def test_07_the_late_message_shows_in_the_time(ranks) -> None:
     late = {"sent after the block"}
     assert {name for name, each in seconds.items() if each > 0.21 and name in (CLEAN, *late)} == late, seconds
     assert seconds[CLEAN] > 0.179, "18 pairs"
+
+
+# ---- 08 ----
+
+
+def third_step() -> tuple[list[str], list[bool]]:
+    """Buckets that this rank starts in the third step, and for each all-reduce if it starts during the backward."""
+    groups = initialize_model_parallel(SMALL.override({"parallel.pp": 1}).parallel)
+    layers = [SleepingLayer(f"layer {i}", 1000, forward=0.0, backward=0.01) for i in range(8)]
+    ddp = DistributedDataParallel(torch.nn.Sequential(*layers), groups, bucket_size=2000)
+    started: list[str] = []
+    events: list[Any] = []
+    for _ in range(3):
+        with recording(groups.rank) as recorder, CommLedger() as ledger:
+            ddp.zero_grad_buffer()
+            ddp(torch.zeros(1)).sum().backward()
+            ddp.finish_grad_sync()
+        started, events = [str(record.layer) for record in ledger.records], recorder.events
+    end = max(event.end for event in events if event.kind == "backward")
+    sent = sorted(event.start for event in events if event.kind == "collective")
+    return started, [start < end for start in sent]
+
+
+def test_08_each_fault_of_the_buckets_shows_in_what_is_started_and_when(ranks) -> None:
+    found = with_each_fault(ranks, "08", third_step)
+    buckets = [f"buckets.{number}" for number in range(4)]
+    assert {
+        name: [run[0] for run in runs] for name, runs in found.items() if [run[0] for run in runs] != [buckets] * 2
+    } == {
+        "other order": [buckets, [buckets[number] for number in (0, 1, 3, 2)]],
+        "reduced twice": [buckets * 2] * 2,
+    }
+    during = {name: sum(runs[0][1]) for name, runs in found.items()}
+    assert during[CLEAN] == 3 and {name for name, count in during.items() if count == 0} == {"late start"}
 
 
 # ---- 12 ----

@@ -13,13 +13,15 @@ from labkit.check import hunt
 from labkit.check.hunts.hunting import FAMILIES, hunt_of
 from labkit.comm import collectives, groups
 from labkit.comm.fault_injection import Dropped
+from labkit.data import batches
 from labkit.events import watchers_of
 from labkit.graphs import cuda_graph_helper
 from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
 from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
-from labkit.parallel.data_parallel import gradients
+from labkit.parallel.data_parallel import distributed_data_parallel, gradients
+from labkit.parallel.data_parallel.grad_buffers import Reduction
 from labkit.parallel.vocab import cross_entropy
 from labkit.plan import step_time
 from labkit.plan.machine import load_machine
@@ -28,11 +30,12 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 
-CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "12", "17", "21")
+CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "12", "17", "21")
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
-    recompute.RandomStates, recompute._Again, Recomputation, ring_attention, ring_attention._Ring,
+    recompute.RandomStates, recompute._Again, Recomputation, ring_attention, ring_attention._Ring, batches,
+    distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction,
 )  # fmt: skip
 """Everything that a fault may change."""
 

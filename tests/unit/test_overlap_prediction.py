@@ -11,7 +11,7 @@ from PIL import Image
 from labkit.events import Event
 from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
 from labkit.plan.overlap import BackwardPiece, BucketSize, Link, exposed_seconds, predict_step
-from labkit.viz import bucket_size_curve, explore_buckets, overlap_gantt
+from labkit.viz import bucket_meetings, bucket_size_curve, explore_buckets, overlap_gantt
 from labkit.viz.data_parallel.bucket_overlap import QUEUED
 from labkit.viz.figure import Figure
 from labkit.viz.style import color
@@ -128,6 +128,33 @@ def test_the_link_carries_one_bucket_at_a_time():
     assert legend.get_texts()[-1].get_text() == "queued after the previous bucket"
 
 
+def test_a_prediction_is_an_outline_over_what_was_measured():
+    """Two buckets, predicted an hour late: the axis has room for the outline, and the bars stay where they are."""
+    events = predict_step(plan_buckets(LAYERS, dp=2, bucket_size=200), BACKWARD, link=LINK)
+    late = [(3600.0, 3601.0), (3601.0, 3602.0)]
+    figure = overlap_gantt({"measured": events}, outlines={"measured": late})
+    boxes = [patch for patch in figure.fig.axes[0].patches if not patch.get_fill()]
+    assert [(box.get_x(), box.get_width()) for box in boxes] == [(3_600_000, 1000), (3_601_000, 1000)]
+    assert figure.fig.axes[0].get_xlim()[1] > 3_602_000
+    assert [text.get_text() for text in figure.fig.legends[0].get_texts()][-1] == "predicted"
+    assert figure.sentence == overlap_gantt({"measured": events}).sentence
+
+
+def test_buckets_that_meet_are_counted_and_another_number_of_ranks_is_refused():
+    full = [("arrives", "a"), ("starts", "a"), ("arrives", "b"), ("starts", "b")]
+    other = [("arrives", "b"), ("starts", "b"), ("arrives", "a"), ("starts", "a")]
+    waits = [("arrives", "b"), ("arrives", "a"), ("starts", "a"), ("starts", "b")]
+    figure = bucket_meetings({"when full": [full, other], "in order": [full, waits]})
+    assert (
+        figure.sentence
+        == "when full: 2 of 2 all-reduces mix two buckets; in order: 0 of 2 all-reduces mix two buckets."
+    )
+    red = [line for line in figure.fig.axes[0].lines if line.get_color() == "#D40000"]
+    assert len(red) == 2 and len(figure.fig.axes[0].lines) == 4
+    with pytest.raises(ValueError, match="x: 1 ranks; give the steps of two"):
+        bucket_meetings({"x": [full]})
+
+
 def test_a_picture_of_fixed_height_names_what_it_leaves_out_and_marks_where_it_is_cut():
     specs = [ParameterSpec(f"p{i}", 100) for i in range(20)]
     backward = [BackwardPiece(1.0, (f"p{i}",)) for i in reversed(range(20))]
@@ -135,7 +162,7 @@ def test_a_picture_of_fixed_height_names_what_it_leaves_out_and_marks_where_it_i
     cut, whole = (overlap_gantt({"": each}, time_limit=25.0, bucket_rows=6) for each in (many, few))
     assert tuple(cut.fig.get_size_inches()) == tuple(whole.fig.get_size_inches())
     assert [tick.get_text() for tick in cut.fig.axes[0].get_yticklabels()] == [
-        "computes", "bucket 0", "bucket 1", "bucket 2", "15 not drawn", "bucket 18", "bucket 19"
+        "computes", "bucket 0", "bucket 1", "bucket 2", "15 more", "bucket 18", "bucket 19"
     ]  # fmt: skip
     # 1 + 20 x 1.5 s against 10 + 2 x (0.5 + 10) s; both go on beyond the 25 s of the axis, and not beyond 31
     ends = [[t.get_text() for t in each.fig.axes[0].texts if t.get_text().startswith("to ")] for each in (cut, whole)]

@@ -100,6 +100,15 @@ def buckets(layers: int, bucket_size: int, link_mb: float) -> Any:
     return viz.overlap_gantt(ways, numbers=True)
 
 
+def meetings(buckets: int, each: int) -> Any:
+    """Two ranks whose gradients arrive in opposite orders, each bucket started when full, and all at the end."""
+    names = [f"bucket {number}" for number in range(buckets)]
+    full = [[(what, name) for name in order for what in [*["arrives"] * each, "starts"]]
+            for order in (names, names[::-1])]  # fmt: skip
+    late = [[*(pair for pair in step if pair[0] == "arrives"), *(("starts", name) for name in names)] for step in full]
+    return viz.bucket_meetings({"when full": full, "all at the end": late})
+
+
 def swept(links: int) -> Any:
     layers = [ParameterSpec(f"layer {i}", 30_000) for i in range(6)]
     pieces = [BackwardPiece(0.02, (f"layer {i}",)) for i in reversed(range(6))]
@@ -236,6 +245,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}),
     ),
     "bucket_map": (lambda: bucket_map(2, 1, 64), lambda: bucket_map(8, 60, 1024)),
+    "bucket_meetings": (lambda: meetings(2, 1), lambda: meetings(4, 3)),
     "bucket_size_curve": (lambda: swept(1), lambda: swept(4)),
     "by_call": (
         lambda: viz.by_call({"eager": [1.0] * 8, "replay": [0.1] * 8}, "Factor"),

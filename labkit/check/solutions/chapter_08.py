@@ -12,17 +12,6 @@ def mean_gradient(gradients, tokens):
     return [total / sum(tokens) for total in sums]
 
 
-@solves("08.leaving")
-def leaving(buckets, backwards):
-    """In the last microbatch a complete bucket leaves, after all buckets before it."""
-    found, arrived = [], set()
-    for name in backwards[-1]:
-        arrived.add(name)
-        while len(found) < len(buckets) and arrived >= set(buckets[len(found)]):
-            found.append((name, len(found)))
-    return found
-
-
 def exposed_by(counts, ready, sizes, latency, bandwidth):
     leaves = arrives = 0.0
     first = 0
@@ -44,3 +33,15 @@ def cuts(ready, sizes, latency, bandwidth):
             counts = [*counts, 1] if cut_here else [*counts[:-1], counts[-1] + 1]
         tries.append(counts)
     return min(tries, key=lambda each: exposed_by(each, ready, sizes, latency, bandwidth))
+
+
+@solves("08.start")
+def start(missing, started):
+    """Walk up from bucket 0, and stop at the first one that still lacks a gradient."""
+    now = []
+    for number, lacks in enumerate(missing):
+        if lacks:
+            break
+        if not started[number]:
+            now.append(number)
+    return now

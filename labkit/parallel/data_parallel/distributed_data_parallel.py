@@ -10,8 +10,9 @@ engine runs in W, so `weight_grad_store` calls the hook there. A gradient that c
 error.
 
 *In which order do ranks reduce?* Always in the order of the buckets, because collectives of one communicator pair up by
-order. A complete bucket waits for the buckets before it. If a rank has several chunks, hooks start nothing: the
-pipeline calls `start_grad_sync` at fixed places of the schedule.
+order. A complete bucket waits for the buckets before it. That is torch's rule; Megatron starts a bucket as soon as it
+is complete, and relies on every rank completing its buckets in the same order (chapter 08). If a rank has several
+chunks, hooks start nothing: the pipeline calls `start_grad_sync` at fixed places of the schedule.
 
 *Who owns a shared parameter?* The first wrapper of the rank that holds it. On a V placement one rank can hold both
 stages of a tied weight. Its gradient is complete only after the backwards of both, so its bucket waits for

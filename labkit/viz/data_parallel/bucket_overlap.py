@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from labkit.events import Event, shift_to_zero
 from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
@@ -22,6 +22,8 @@ _ROW = 0.27
 """Inches per row."""
 _MANY = 12
 """Most buckets that all have a name; of more buckets only the first and the last have names."""
+_OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": "#000000", "linewidth": 1.3, "zorder": 3}
+"""Look of what is predicted."""
 QUEUED = "#F7DCCB"
 """Colour of a bucket that has left while the link still carries the bucket before it."""
 
@@ -72,6 +74,7 @@ def overlap_gantt(
     numbers: bool = False,
     time_limit: float | None = None,
     bucket_rows: int | None = None,
+    outlines: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> Figure:
     """Draw steps of one rank: its computations, and below a row for each reduction from start to end.
 
@@ -87,6 +90,9 @@ def overlap_gantt(
     bucket_rows: number of rows that each run has for its reductions, at least 3. A fixed number gives all pictures one
     height; of more reductions the first and the last are drawn. None takes a row for each reduction.
 
+    outlines: name of a run -> the predicted (start, end) of each of its reductions, in seconds from its first
+    computation on, drawn as outlines over the measured ones.
+
     The sentence says for each run how many reductions start before the backward ends. Raises ValueError for a run that
     computes nothing, and for fewer than 3 bucket_rows.
     """
@@ -94,7 +100,9 @@ def overlap_gantt(
         raise ValueError(f"bucket_rows is {bucket_rows}: give 3 or more, for the first, the last and those between")
     steps = [_run(name, events) for name, events in runs.items()]
     heights = [1 + (len(step.buckets) if bucket_rows is None else bucket_rows) for step in steps]
-    end = max(step.end for step in steps) if time_limit is None else time_limit
+    outlines = outlines or {}
+    last = [*(step.end for step in steps), *(end for pairs in outlines.values() for _, end in pairs)]
+    end = max(last) if time_limit is None else time_limit
     with styled():
         fig = new_figure(9.0, 1.0 + _ROW * (sum(heights) + len(steps)))
         axes = fig.subplots()
@@ -102,12 +110,14 @@ def overlap_gantt(
         top = 0.0
         for step, height in zip(steps, heights, strict=True):
             ticks += _draw_run(axes, step, top, height - 1)
+            for row, (start, stop) in enumerate(outlines.get(step.name, ()), start=1):
+                axes.add_patch(Rectangle((start * 1e3, top + row + 0.08), (stop - start) * 1e3, 0.84, **_OUTLINE))
             if step.end > end:
                 axes.text(1.0, top + 0.5, f"to {step.end * 1e3:,.0f} ms \u25b6", transform=axes.get_yaxis_transform(),
                           ha="right", va="center", fontsize=8, bbox={"facecolor": "#FFFFFF", "pad": 1.5})  # fmt: skip
             top += 1 + height
         _finish(axes, ticks, top - 1, end, steps[0].phase)
-        handles = _handles(steps)
+        handles = _handles(steps) + ([Patch(label="predicted", **_OUTLINE)] if outlines else [])
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return Figure(fig, "; ".join(_words(step, numbers) for step in steps) + ".")
 
@@ -148,7 +158,7 @@ def _draw_run(axes: Any, step: _Run, top: float, rows: int) -> list[tuple[float,
     named = [(row, bucket) for row, bucket in enumerate(drawn) if len(drawn) <= _MANY or row in (0, len(drawn) - 1)]
     hidden = len(step.buckets) - sum(bucket is not None for bucket in drawn)
     noun = "gather" if step.transfer == "gather" else "bucket"
-    labels = [f"{hidden} not drawn" if bucket is None else f"{noun} {bucket}" for _, bucket in named]
+    labels = [f"{hidden} more" if bucket is None else f"{noun} {bucket}" for _, bucket in named]
     return [(top + 0.5, "computes"), *((top + 1.5 + row, text) for (row, _), text in zip(named, labels, strict=True))]
 
 

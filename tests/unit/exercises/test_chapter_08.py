@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 08, with what each believes and words of its score."""
 
-from labkit.check.chapter_08 import _BACKWARDS, _leaving
+from labkit.check.chapter_08 import _BACKWARDS
 
 
 def weighted(weights, divisor):
@@ -26,24 +26,29 @@ MEANS = {
     "twice": (weighted(ones, sum), "divided by the tokens once more"),
 }
 
-LEAVING = {
-    "first": (lambda buckets, backwards: _leaving(buckets, backwards[0]), "leave in the first microbatch"),
-    # Lets a complete bucket leave at once, so that ranks may send different buckets at the same place.
-    "at once": (
-        lambda buckets, backwards: sorted(
-            ((max(names, key=backwards[-1].index), n) for n, names in enumerate(buckets)),
-            key=lambda pair: backwards[-1].index(pair[0]),
-        ),
-        "before an earlier bucket",
+START = {
+    # Starts whatever is full. Right as long as gradients arrive in one order on all ranks, which is Megatron's premise.
+    "when full": (
+        lambda missing, started: [n for n, lacks in enumerate(missing) if not lacks and not started[n]],
+        "adds bucket 1 of rank 0 to bucket 0 of rank 1",
     ),
-    # Lets the buckets leave in every microbatch, as if no_sync did not exist.
-    "microbatches": (lambda b, backwards: [p for each in backwards for p in _leaving(b, each)], "only the last microb"),
-    # Takes the first gradient of a bucket for the signal; the others arrive after the bucket was sent.
-    "early": (lambda buckets, backwards: [(names[0], n) for n, names in enumerate(buckets)], "is never added up"),
-    "late": (lambda buckets, backwards: [(backwards[-1][-1], n) for n in range(len(buckets))], "so time is lost"),
-    "missing": (lambda buckets, backwards: _leaving(buckets, backwards[-1])[:-1], "never leaves"),
-    "twice": (lambda b, backwards: (right := _leaving(b, backwards[-1]))[:1] + right[:1], "leaves twice"),
-    "form": (lambda buckets, backwards: [n for n, _ in enumerate(buckets)], "give a list of pairs"),
+    # Waits for everything, as if there were no overlap.
+    "at the end": (
+        lambda missing, started: [] if any(missing) else list(range(len(missing))),
+        "after 2 a bucket could leave",
+    ),
+    # Takes the first gradient of a bucket for the signal.
+    "first gradient": (
+        lambda missing, started: [n for n, lacks in enumerate(missing) if lacks < 2 and not started[n]],
+        "a gradient that arrives later is lost",
+    ),
+    "again": (lambda missing, started: list(range(next((n for n, m in enumerate(missing) if m), 0))), "starts again"),
+    # Looks at the next bucket alone and forgets that one arrival can let several leave.
+    "one at a time": (
+        lambda missing, started: [n for n in [sum(started)] if n < len(missing) and not missing[n]],
+        "never starts bucket 1",
+    ),
+    "form": (lambda missing, started: 0, "is not a list of numbers of buckets"),
 }
 
 
@@ -65,7 +70,7 @@ CUTS = {
 }
 
 
-TABLES = {"08.tokens": MEANS, "08.leaving": LEAVING, "08.cuts": CUTS}
+TABLES = {"08.tokens": MEANS, "08.cuts": CUTS, "08.start": START}
 
 
 def test_the_shipped_backwards_reward_a_cut_between_one_and_each():
