@@ -46,18 +46,18 @@ ask(
         "Five gathers have a layer to hide beside, not six.": 6 * max(0.0, link - layer),
     },
     unit="ms",
-    because="The first gather has no layer before it, so all of it is waited for. Each later one has the layer before it "
-    "to hide beside, and only what it takes longer than that layer is waited for.",
+    because="The first gather has no layer before it, so all of it is waited for. Each later one has a layer to hide "
+    "beside, and only what it takes longer than that layer is waited for.",
 )
 ask(
     "09.sharded",
     "Now the weights are sharded as well, and everything has one type. How many bytes leave a rank in a step with one "
     "microbatch, compared with an all-reduce of the gradients?",
     choices={
-        "as many": "That is what stage 1 sends, a reduce-scatter and one all-gather. But weights that were dropped after "
-        "the forward have to come back for the backward.",
-        "1.5 times": "Weights are gathered for the forward and once more for the backward, and gradients are scattered: "
-        "three halves where the all-reduce has two.",
+        "as many": "That is what stage 1 sends, a reduce-scatter and one all-gather. But weights that were dropped "
+        "after the forward have to come back for the backward.",
+        "1.5 times": "Weights are gathered for the forward and once more for the backward, and gradients are "
+        "scattered: three halves where the all-reduce has two.",
         "twice": "Two gathers of the weights and a whole all-reduce of the gradients would be four halves. But no rank "
         "needs the whole sum: a reduce-scatter is enough.",
     },
@@ -73,8 +73,8 @@ ask(
         "That leaves out the gradient, which is whole as well: 4 bytes.": 16.2,
     },
     unit="GB per GPU",
-    because="6 + 12/512 bytes per parameter. The 12 have nearly vanished and the 6 haven't moved, however many GPUs you "
-    "buy.",
+    because="6 + 12/512 bytes per parameter. The 12 have nearly vanished and the 6 haven't moved, however many GPUs "
+    "you buy.",
 )
 
 # ---- owners of slices ----
@@ -353,7 +353,7 @@ def draw_order(answer: Any) -> Figure | None:
     ladder=True,
 )
 def order(answer: Any) -> Iterator[Outcome]:
-    """Judge three targets: it runs in the room that there is, nothing waits that can be hidden, no gather too many."""
+    """Judge three targets: faster than the hooks, as short as it can be, and no gather too many."""
     runs = {}
     for size in _SIZES:
         try:
@@ -362,7 +362,7 @@ def order(answer: Any) -> Iterator[Outcome]:
             break
     yield holds(
         "every size that is tried",
-        "an order that runs",
+        "an order that runs, in less time than the hooks",
         lambda: next(filter(None, map(_refused(answer), _SIZES)), True),
     )
     for layers, room in _SIZES:
@@ -373,16 +373,20 @@ def order(answer: Any) -> Iterator[Outcome]:
 
 
 def _refused(answer: Any) -> Callable[[tuple[int, int]], Finding | None]:
+    """Return what is wrong with the order for a size; None if it runs and is faster than the hooks."""
+
     def why(size: tuple[int, int]) -> Finding | None:
-        found = _tried_order(answer, *size)
-        if not isinstance(found, str):
-            return None
-        reason = found.partition(": ")[2] or found
-        return reason, f"with {size[0]} layers and room for {size[1]}: {found}"
+        layers, room = size
+        found = _tried_order(answer, layers, room)
+        if isinstance(found, str):
+            return found.partition(": ")[2] or found, f"with {layers} layers and room for {room}: {found}"
+        hooks = _shortest(layers) + (3 * layers - 2) * MESSAGE
+        return None if found.seconds < hooks else (_LATE, f"{found.seconds:g} units, as the hooks: {_LATE}")
 
     return why
 
 
+_LATE = "a gather that starts when its layer is due has nothing to hide beside; start it one computation earlier"
 _CANNOT = "an order that cannot run"
 
 
@@ -391,8 +395,7 @@ def _in_time(run: _Run | str | None, layers: int) -> Finding:
         return _CANNOT, _CANNOT
     if run.seconds <= _shortest(layers) + 1e-9:
         return True
-    reason = "a gather that starts when its layer is due has nothing to hide beside; start it one computation earlier"
-    return reason, f"{run.seconds:g} units: {reason}"
+    return _LATE, f"{run.seconds:g} units: {_LATE}"
 
 
 def _few(run: _Run | str | None, layers: int, most: int, room: int) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from re import search
 from statistics import median
 from typing import Any
@@ -16,18 +17,23 @@ from labkit.check.hunts.hunting import Planted, hunt_of
 from labkit.comm import collectives
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.events import EventRecorder, watching
+from labkit.events import EventRecorder, recording, span, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import GPTModel, SavedTensors, sleep_through
-from labkit.parallel import initialize_model_parallel, model_parallel_seed
+from labkit.parallel import DistributedDataParallel, initialize_model_parallel, model_parallel_seed
+from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.schedules import Costs, simulate
-from labkit.train import compare, follows, pretrain
+from labkit.train import build_optimizer, compare, follows, pretrain
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
     {"model.hidden": 32, "model.seq_length": 16, "global_batch_size": 4, "train.eval_steps": 0}
 )
 SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
+SHARDED = {
+    "parallel.pp": 1, "optim.distributed_optimizer": True, "optim.overlap_param_gather": True,
+    "optim.bucket_size": 5000,
+}  # fmt: skip
 PIPELINE = {"parallel.pp": 2}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
@@ -80,6 +86,10 @@ def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
 
+def of_09(config: RunConfig, observer: Any) -> Any:
+    return train_marked("09", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -93,6 +103,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     [
         ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
+        ("09", SMALL.override({"model.layers": 2}), SHARDED | {"world_size": 2}, 2, of_09),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
     ],
@@ -104,7 +115,8 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name in ("positions", "forward sum")), "only outputs change the loss"
+        changes = fault.name in ("positions", "forward sum") or (chapter == "09" and steps > 1)
+        assert (row.loss_diff > 0) == changes, "only outputs change the loss of the first step"
 
 
 # ---- 00 ----
@@ -207,6 +219,55 @@ def test_06_each_silent_fault_shows_in_the_ledger_in_memory_or_in_the_masks(rank
     assert (other_bytes, more_kept, same_masks) == ({"sum, then cut"}, {"gathered input kept"}, {"one state"})
     assert found["sum, then cut"][0]["all_reduce"] == sent["reduce_scatter"]
     assert found["gathered input kept"][1] - kept == 2 * 16 * 2 * 32 * 4, "qkv and fc1, [s, b, h] in float32"
+
+
+# ---- 09 ----
+
+
+def sharded() -> tuple[dict[str, int], int, float]:
+    """Bytes given to each operation, gathers that start inside of a forward, and what masters have beyond weights."""
+    config = SMALL.override(SHARDED | {"model.layers": 2})
+    groups = initialize_model_parallel(config.parallel)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).bfloat16()
+    ddp = DistributedDataParallel(model, groups, distributed_optimizer=True, overlap_param_gather=True, bucket_size=1)
+    optimizer = build_optimizer([ddp], config.optim, layout=groups)
+    with CommLedger() as ledger, recording(groups.rank) as recorder:
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            for last in (False, True):
+                with span("forward", "forward"):
+                    loss = ddp(torch.ones(2, 64).bfloat16()).square().mean()
+                with nullcontext() if last else ddp.no_sync():
+                    loss.backward()
+            ddp.finish_grad_sync()
+            optimizer.step(config.optim.lr)
+        ddp.finish_param_sync()
+    given: Counter[str] = Counter()
+    for record in ledger.records:
+        given[record.operation] += record.bytes
+    forwards = [event for event in recorder.events if event.kind == "forward"]
+    starts = [event.start for event in recorder.events if event.name.startswith("all_gather")]
+    inside = sum(any(f.start < start < f.end for f in forwards) for start in starts)
+    assert isinstance(optimizer, DistributedOptimizer)
+    beyond = [
+        float((own.master - own.parameter.flatten()[first : first + own.piece.numel].float()).abs().max())
+        for pieces in optimizer.pieces
+        for own in pieces
+        for first in [own.piece.offset_in_parameter]
+    ]
+    return dict(given), inside, max(beyond)
+
+
+def test_09_each_silent_fault_shows_in_the_ledger_in_the_time_line_or_in_the_masters(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "09", sharded).items()}
+    given, inside, beyond = found[CLEAN]
+    buckets = 8  # a weight or a bias each, of which the optimizer starts one
+    assert inside == buckets - 1 and beyond > 0
+    more = {name for name, (sent, _, _) in found.items() if sent["all_gather"] > given["all_gather"]}
+    assert more == {"gathered again"} and len({sent["reduce_scatter"] for sent, _, _ in found.values()}) == 1
+    assert {name for name, (_, starts, _) in found.items() if not starts} == {"waits at once"}
+    assert {name for name, (*_, rest) in found.items() if rest == 0} == {"masters made anew"}
 
 
 # ---- 12 ----

@@ -70,8 +70,8 @@ _RUN_SHARDED = "Every number of the microscope is right. Compare all lines of sh
 HUNT = Hunt(
     chapter="09",
     scene=(
-        "Train with it (compare(..., pretrain=suspect.around(pretrain))), and run suspect.around(sharded) on the ranks: "
-        "one of the two shows it."
+        "Train with it (compare(..., pretrain=suspect.around(pretrain))), and run suspect.around(sharded) on the "
+        "ranks: one of the two shows it."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -93,7 +93,7 @@ HUNT = Hunt(
                     "": "Every gradient is right, and the weights after the update are not. What is between the two?",
                 },
                 "place": {
-                    "reduce.?scatter|gradient": "Without the reduce-scatter a gradient would differ. All of them agree.",
+                    "reduce.?scatter|gradient": "Without the reduce-scatter a gradient would differ. All agree.",
                     "all.?gather|param|weight": "Weights are compared as their owners hold them, so no gather of "
                     "weights can make one differ in step 1.",
                     "adam|moment|optimizer": "Adam only sees what it is given: a gradient, times the factor of the "
@@ -149,8 +149,8 @@ HUNT = Hunt(
                 "first": {"": _NUMBERS_AGREE},
             },
             "The hook before a layer's forward gathered its weights each time, for every microbatch, as if they were "
-            "sharded as in stage 3. In stage 1 they stay whole until the next update, so all gathers but the first of a "
-            "step brought what every rank already had. Only the bytes of the all-gathers show it.",
+            "sharded as in stage 3. In stage 1 they stay whole until the next update, so all gathers but the first "
+            "of a step brought what every rank already had. Only the bytes of the all-gathers show it.",
         ),
         Fault(
             "waits at once",
@@ -164,9 +164,9 @@ HUNT = Hunt(
                 "place": {"": "Which messages of the healthy run start inside of a forward, and where are they now?"},
                 "first": {"": _NUMBERS_AGREE},
             },
-            "The optimizer waited for all gathers before it returned, so the hooks in the forward found nothing left to "
-            "wait for. The same messages with the same bytes, and none of them beside a computation: the overlap that "
-            "somebody switched on had been switched off again. Only the time line shows it.",
+            "The optimizer waited for all gathers before it returned, so the hooks in the forward found nothing left "
+            "to wait for. The same messages with the same bytes, and none of them beside a computation: the overlap "
+            "that somebody switched on had been switched off again. Only the time line shows it.",
         ),
         Fault(
             "masters made anew",

@@ -43,7 +43,9 @@ def layer_gathers(lines: Mapping[str, Sequence[Event]]) -> Figure:
         panels[-1].set_xlabel("time (ms)")
         kinds = {event.kind for run in runs.values() for event in run}
         handles = legend_patches([kind for kind in ("forward", "backward") if kind in kinds])
-        handles.append(handle("message: AG all-gather, RS reduce-scatter", color("collective"), hatch("collective")))
+        operations = {event.name.split()[0] for run in runs.values() for event in run if event.kind == "collective"}
+        words = ", ".join(f"{_SHORT[name]} {name.replace('_', '-')}" for name in _SHORT if name in operations)
+        handles.append(handle(f"message: {words}", color("collective"), hatch("collective")))
         if any(whole.values()):
             handles.append(handle("weights whole", _WHOLE))
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))

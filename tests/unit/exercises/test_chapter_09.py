@@ -5,7 +5,6 @@ import math
 from labkit.check import chapter_09, score
 from labkit.check.chapter_09 import _chosen, _cut, _kept, _laid_out, _sent, owners
 
-
 SHARDS = {
     "numbered as they lie": (
         lambda sizes, *rest: [
