@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from labkit.viz.data_parallel.bucket_overlap import explore_buckets as explore_buckets
     from labkit.viz.data_parallel.bucket_overlap import overlap_gantt as overlap_gantt
     from labkit.viz.data_parallel.launch_orders import bucket_meetings as bucket_meetings
+    from labkit.viz.data_parallel.layer_gathers import layer_gathers as layer_gathers
     from labkit.viz.encoders.masked_words import masked_words as masked_words
     from labkit.viz.encoders.norm_layouts import norm_layouts as norm_layouts
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets

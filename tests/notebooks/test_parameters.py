@@ -157,7 +157,7 @@ CASES = {
     ),
     # 6 + 12/d, 2 + 16/d and 18/d for d = 2; p1 lies at 64 to 364 of a bucket of 384, cut at 192
     "09_distributed_optimizer": Case(
-        {"world_size": 2, "bucket_size": 120_000},
+        {"world_size": 2},
         {
             "d = 4 ranks: 18 bytes per parameter replicated; stage 1: 9 (6 + 12/d)": (
                 "d = 2 ranks: 18 bytes per parameter replicated; stage 1: 12 (6 + 12/d)"
@@ -165,9 +165,6 @@ CASES = {
             "counted: stage 0 18, stage 1 9": "counted: stage 0 18, stage 1 12",
             "each of 4 ranks owns 128; 2 parameters have several owners, at most 4": (
                 "each of 2 ranks owns 256; 2 parameters have several owners, at most 2"
-            ),
-            "gathers behind the forward: 3 gathers, 2 of them start after": (
-                "gathers behind the forward: 2 gathers, 1 of them starts after"
             ),
         },
     ),
@@ -422,14 +419,8 @@ EXTREMES = [
         "08_data_parallel",
         {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1, "fault": 99},
     ),
-    (
-        "09_distributed_optimizer",
-        {"world_size": 2, "steps": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000, "hunt": 0},
-    ),
-    (
-        "09_distributed_optimizer",
-        {"world_size": 8, "steps": 20, "bucket_size": 10**6, "layer_ms": 100, "link_ms": 50, "link_mb": 1, "hunt": 2},
-    ),
+    ("09_distributed_optimizer", {"world_size": 2, "steps": 2, "layer_ms": 1, "link_ms": 0, "fault": 0}),
+    ("09_distributed_optimizer", {"world_size": 8, "steps": 20, "layer_ms": 100, "link_ms": 50, "fault": 99}),
     ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1, "hunt": 0}),
     ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 32, "forward_ms": 20, "backward_ms": 40, "hunt": 2}),
     ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3, "hunt": 0}),

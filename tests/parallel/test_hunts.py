@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from re import search
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.events import EventRecorder, recording, watching
+from labkit.events import EventRecorder, recording, span, watching
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
 from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
@@ -29,8 +30,9 @@ from labkit.parallel import (
     zigzag_split,
 )
 from labkit.parallel.context.ring_attention import ring_attention
+from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.schedules import Costs, simulate
-from labkit.train import compare, float64_layer, follows, pretrain
+from labkit.train import build_optimizer, compare, float64_layer, follows, pretrain
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
@@ -38,6 +40,10 @@ SMALL = presets.tiny().override(
 )
 SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
 FULL = {"model.recompute_granularity": "full", "model.attention_backend": "unfused"}
+SHARDED = {
+    "parallel.pp": 1, "optim.distributed_optimizer": True, "optim.overlap_param_gather": True,
+    "optim.bucket_size": 5000,
+}  # fmt: skip
 PIPELINE = {"parallel.pp": 2}
 PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
@@ -121,6 +127,10 @@ def of_08(config: RunConfig, observer: Any) -> Any:
     return train_marked("08", config, None, observer)
 
 
+def of_09(config: RunConfig, observer: Any) -> Any:
+    return train_marked("09", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -140,6 +150,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("07", SMALL.override({"model.layers": 2}), {"parallel.cp": 2, "parallel.pp": 1}, 1, of_07),
         ("08", SMALL.override(REPLICAS), {"parallel.pp": 1, "world_size": 2}, 1, of_08),
+        ("09", SMALL.override({"model.layers": 2}), SHARDED | {"world_size": 2}, 2, of_09),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
     ],
@@ -151,7 +162,7 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        moves = fault.name in LOSS_MOVES or chapter == "03"  # of which the second loss is compared as well
+        moves = fault.name in LOSS_MOVES or chapter in ("03", "09")  # whose second step counts
         assert (row.loss_diff > 1e-12) == moves, "only outputs, the loss itself, and groups that log it, change it"
 
 
@@ -501,6 +512,55 @@ def test_08_each_fault_of_the_buckets_shows_in_what_is_started_and_when(ranks) -
     }
     during = {name: sum(runs[0][1]) for name, runs in found.items()}
     assert during[CLEAN] == 3 and {name for name, count in during.items() if count == 0} == {"late start"}
+
+
+# ---- 09 ----
+
+
+def sharded() -> tuple[dict[str, int], int, float]:
+    """Bytes given to each operation, gathers that start inside of a forward, and what masters have beyond weights."""
+    config = SMALL.override(SHARDED | {"model.layers": 2})
+    groups = initialize_model_parallel(config.parallel)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).bfloat16()
+    ddp = DistributedDataParallel(model, groups, distributed_optimizer=True, overlap_param_gather=True, bucket_size=1)
+    optimizer = build_optimizer([ddp], config.optim, layout=groups)
+    with CommLedger() as ledger, recording(groups.rank) as recorder:
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            for last in (False, True):
+                with span("forward", "forward"):
+                    loss = ddp(torch.ones(2, 64).bfloat16()).square().mean()
+                with nullcontext() if last else ddp.no_sync():
+                    loss.backward()
+            ddp.finish_grad_sync()
+            optimizer.step(config.optim.lr)
+        ddp.finish_param_sync()
+    given: Counter[str] = Counter()
+    for record in ledger.records:
+        given[record.operation] += record.bytes
+    forwards = [event for event in recorder.events if event.kind == "forward"]
+    starts = [event.start for event in recorder.events if event.name.startswith("all_gather")]
+    inside = sum(any(f.start < start < f.end for f in forwards) for start in starts)
+    assert isinstance(optimizer, DistributedOptimizer)
+    beyond = [
+        float((own.master - own.parameter.flatten()[first : first + own.piece.numel].float()).abs().max())
+        for pieces in optimizer.pieces
+        for own in pieces
+        for first in [own.piece.offset_in_parameter]
+    ]
+    return dict(given), inside, max(beyond)
+
+
+def test_09_each_silent_fault_shows_in_the_ledger_in_the_time_line_or_in_the_masters(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "09", sharded).items()}
+    given, inside, beyond = found[CLEAN]
+    buckets = 8  # a weight or a bias each, of which the optimizer starts one
+    assert inside == buckets - 1 and beyond > 0
+    more = {name for name, (sent, _, _) in found.items() if sent["all_gather"] > given["all_gather"]}
+    assert more == {"gathered again"} and len({sent["reduce_scatter"] for sent, _, _ in found.values()}) == 1
+    assert {name for name, (_, starts, _) in found.items() if not starts} == {"waits at once"}
+    assert {name for name, (*_, rest) in found.items() if rest == 0} == {"masters made anew"}
 
 
 # ---- 12 ----

@@ -20,8 +20,9 @@ from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
 from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
-from labkit.parallel.data_parallel import distributed_data_parallel, gradients
+from labkit.parallel.data_parallel import distributed_data_parallel, distributed_optimizer, gradients
 from labkit.parallel.data_parallel.grad_buffers import Reduction
+from labkit.parallel.data_parallel.param_gather import ParamGather
 from labkit.parallel.vocab import cross_entropy
 from labkit.plan import step_time
 from labkit.plan.machine import load_machine
@@ -30,12 +31,13 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 
-CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "12", "17", "21")
+CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "12", "17", "21")
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
     recompute.RandomStates, recompute._Again, Recomputation, ring_attention, ring_attention._Ring, batches,
-    distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction,
+    distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
+    distributed_optimizer._Shard,
 )  # fmt: skip
 """Everything that a fault may change."""
 

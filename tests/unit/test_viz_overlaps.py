@@ -109,6 +109,14 @@ def meetings(buckets: int, each: int) -> Any:
     return viz.bucket_meetings({"when full": full, "all at the end": late})
 
 
+def gathered(layers: int) -> Any:
+    events = [Event(0, f"all_gather {i}", "collective", 0.01 * i, 0.01 * (i + 1)) for i in range(layers)]
+    events += [Event(0, f"forward {i}", "forward", 0.01 * (i + 1), 0.01 * (i + 2)) for i in range(layers)]
+    events += [Event(0, f"reduce_scatter {i}", "collective", 1.0, 1.01) for i in range(layers - 1)]
+    events += [Event(0, f"layer {i}", "data", 0.01 * i, 0.5) for i in range(layers)]
+    return viz.layer_gathers({"a hook before each layer": events, "when due": events[:-layers]})
+
+
 def swept(links: int) -> Any:
     layers = [ParameterSpec(f"layer {i}", 30_000) for i in range(6)]
     pieces = [BackwardPiece(0.02, (f"layer {i}",)) for i in reversed(range(6))]
@@ -296,6 +304,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "gantt_overlay": (lambda: slept(one_f_one_b(2, 1)), lambda: slept(zbv(4, 64))),
     "graph_memory": (lambda: operations(1), lambda: operations(24)),
+    "layer_gathers": (lambda: gathered(1), lambda: gathered(8)),
     "in_motion": (lambda: viz.in_motion(passed_on(2)), lambda: viz.in_motion(passed_on(8))),
     "launch_timeline": (
         lambda: viz.launch_timeline({"graph": predict_launches([3.0], 8.0, graph=True)}),

@@ -5,15 +5,6 @@ import math
 from labkit.check.solution_source import solves
 
 
-@solves("09.bytes")
-def kept_bytes(weight, d, stage):
-    """Stage 1 divides master and moments, stage 2 the gradient as well, stage 3 all."""
-    gradient = max(4, weight)
-    state = (4 if weight < 4 else 0) + 2 * gradient  # moments are as wide as the gradient
-    shares = [d if stage >= least else 1 for least in (3, 2, 1)]
-    return sum(size / share for size, share in zip((weight, gradient, state), shares))
-
-
 def up(number, multiple):
     return -(-number // multiple) * multiple
 
@@ -53,14 +44,31 @@ def shards(sizes, bucket_size, dp):
     return parts(laid_out(sizes, bucket_size, dp), dp)
 
 
-def squares(ranks, counts):
-    """Sum of squares of the pieces for which `counts(rank, piece)` is true."""
-    found = [p["grad"] for rank in ranks for p in rank["pieces"] if counts(rank, p)]
-    return sum(g * g for grad in found for g in grad)
+@solves("09.order")
+def order(layers, room):
+    """One gather ahead in forward. The last `room` layers stay whole for the backward, and
+    as each of them is freed, the layer that is `room` below it is gathered."""
+    steps = [("gather", 0)]
+    for i in range(layers):
+        if i + 1 < layers:
+            steps.append(("gather", i + 1))  # travels while layer i computes
+        steps.append(("forward", i))
+        if i < layers - room:
+            steps.append(("free", i))
+    for i in reversed(range(layers)):
+        steps += [("backward", i), ("free", i)]
+        if i >= room:
+            steps.append(("gather", i - room))  # due sooner than the gradient's sum
+        steps.append(("scatter", i))
+    return steps
 
 
-@solves("09.norm")
-def norm(ranks):
-    """All replicas, all parts over tp, no copy over tp, no copy of the tied weight."""
-    once = lambda rank, p: not p["shared"] and (p["cut"] or rank["tp"] == 0)  # noqa: E731
-    return squares(ranks, once) ** 0.5
+@solves("09.stage")
+def stage_for(parameters, d, room, microbatches):
+    """Keep 18, 6 + 12/d, 2 + 16/d or 18/d; send gradients in 4 bytes and weights in 2."""
+    m = microbatches
+    kept = [18, 6 + 12 / d, 2 + 16 / d, 18 / d]
+    sent = [4 + 4, 4 + 2, 4 * m + 2, (2 + 2 + 4) * m]
+    fitting = [stage for stage in range(4) if kept[stage] * parameters <= room]
+    options = [(sent[stage] * (d - 1) / d * parameters, stage) for stage in fitting]
+    return min(options)[::-1]

@@ -3,34 +3,7 @@
 import math
 
 from labkit.check import chapter_09, score
-from labkit.check.chapter_09 import _cut, _laid_out, _once, _squares, owners
-
-
-def kept(*, master=lambda w: 4 if w < 4 else 0, gradient=lambda w: max(4, w), moments=2, width=None, from_stage=0):
-    def answer(weight, d, stage):
-        share = [d if stage + from_stage >= least else 1 for least in (3, 2, 1, 1)]
-        wide = max(4, weight) if width is None else width(weight)
-        sizes = weight, gradient(weight), master(weight), moments * wide
-        return sum(size / by for size, by in zip(sizes, share))
-
-    return answer
-
-
-BYTES = {
-    # Divides everything by d from stage 1 on, as only stage 3 does.
-    "all": (lambda w, d, stage: kept()(w, d, 0) / (d if stage else 1), "every stage divides everything; only"),
-    "nothing": (lambda w, d, stage: kept()(w, d, 0), "nothing is divided"),
-    # Gives weights of 4 and 8 bytes a master, too, though Adam can update these weights themselves.
-    "wide master": (kept(master=lambda w: 4), "its own master"),
-    "no master": (kept(master=lambda w: 0), "the master is missing"),
-    # Forgets that Adam keeps two running means, of the gradient and of its square.
-    "one moment": (kept(moments=1), "this counts one"),
-    "moments of 4 bytes": (kept(width=lambda w: 4), "both moments have 4 bytes here"),
-    "narrow moments": (kept(width=lambda w: w), "moments are as narrow as the weight"),
-    "never wider": (kept(gradient=lambda w: 4, width=lambda w: 4), "both are wider for a weight of 8 bytes"),
-    "narrow gradient": (kept(gradient=lambda w: w), "the gradient has max(4, weight) bytes"),
-    "next stage": (kept(from_stage=1), "what the next stage divides"),
-}
+from labkit.check.chapter_09 import _chosen, _cut, _kept, _laid_out, _sent, owners
 
 SHARDS = {
     "numbered as they lie": (
@@ -65,26 +38,91 @@ SHARDS = {
 }
 
 
-def root(counts):
-    return lambda ranks: math.sqrt(_squares(ranks, counts))
+# ---- 09.order ----
 
 
-NORMS = {
-    # Keeps the rule of an optimizer that is whole on every rank: replicas hold the same, so only the first counts.
-    "first replica": (root(lambda rank, p: rank["dp"] == 0 and _once(rank, p)), "only dp rank 0 counts; with"),
-    "and copies": (root(lambda rank, p: rank["dp"] == 0), "and with it copies"),
-    # Adds up everything that any rank holds, and so counts a norm's weight on each rank of tp.
-    "everything": (root(lambda rank, p: True), "every piece of every rank counts"),
-    "tied": (root(lambda rank, p: p["cut"] or rank["tp"] == 0), "the tied copy counts"),
-    "alike": (root(lambda rank, p: not p["shared"]), "count on each of them"),
-    "tp rank 0": (root(lambda rank, p: rank["tp"] == 0 and not p["shared"]), "tp rank 0 alone counts"),
-    # Adds norms as if they were squares; the norm of two parts is the root of the sum of their squares.
-    "norms": (lambda ranks: sum(root(_once)([rank]) for rank in ranks), "norms of ranks are added"),
-    "largest": (lambda ranks: max(root(_once)([rank]) for rank in ranks), "the largest norm of a rank"),
-    "no root": (lambda ranks: _squares(ranks, _once), "the root is missing"),
+def order(*, ahead=True, keep=None, gather_again=True, scatter=True, free_last=True):
+    """An order for sharded layers; an argument that is not its default is a misunderstanding."""
+
+    def answer(layers, room):
+        kept = {"all": layers, None: room}.get(keep, keep)
+        steps = [("gather", 0)]
+        for i in range(layers):
+            if ahead and i + 1 < layers:
+                steps.append(("gather", i + 1))
+            elif not ahead and i:
+                steps.append(("gather", i))
+            steps.append(("forward", i))
+            if i < layers - kept:
+                steps.append(("free", i))
+        for i in reversed(range(layers)):
+            if not ahead and gather_again and i < layers - kept:
+                steps.append(("gather", i))
+            steps.append(("backward", i))
+            if i or free_last:
+                steps.append(("free", i))
+            if ahead and gather_again and i >= kept:
+                steps.append(("gather", i - kept))
+            if scatter:
+                steps.append(("scatter", i))
+        return steps
+
+    return answer
+
+
+def only_the_last(layers, room):
+    """Keeps one layer, and is ahead by one in the backward, too."""
+    steps = [("gather", 0)]
+    for i in range(layers - 1):
+        steps += [("gather", i + 1), ("forward", i), ("free", i)]
+    steps.append(("forward", layers - 1))
+    for i in reversed(range(layers)):
+        if i:
+            steps.append(("gather", i - 1))
+        steps += [("backward", i), ("free", i), ("scatter", i)]
+    return steps
+
+
+ORDERS = {
+    "nothing freed in forward": (order(keep="all"), "free a layer before you gather the next"),
+    # Gathers a layer when it is due, as the hooks of a first FSDP do: it runs, and waits for every message.
+    "when due": (order(ahead=False, keep=0), "start it one computation earlier"),
+    # Frees the layers with which the backward begins.
+    "all freed": (order(ahead=False, keep=0), "there is room to keep the last ones"),
+    "only the last": (only_the_last, "some of the last layers stay"),
+    # Believes that a backward needs no weights; dx = dy W does.
+    "no second gather": (order(gather_again=False), "gather it first"),
+    "no scatter": (order(scatter=False), "is never scattered, so no rank has the sum"),
+    "still whole": (order(free_last=False), "free each layer after its backward"),
+    "twice": (lambda n, room: [("gather", 0), ("gather", 0)], "is gathered while it is whole"),
+    "wrong way": (lambda n, room: [("gather", 1), ("forward", 1)], "forward 1 comes where forward 0 is due"),
+    "too early": (lambda n, room: [("gather", 0), ("scatter", 0)], "is scattered before its backward"),
+    "freed first": (lambda n, room: [("free", 0)], "is freed, but is not whole"),
+    "stops": (lambda n, room: [("gather", 0), ("forward", 0)], "forward 1 is missing"),
+    "form": (lambda n, room: [("fetch", 0)], "give a list of pairs (operation, layer)"),
 }
 
-TABLES = {"09.bytes": BYTES, "09.shards": SHARDS, "09.norm": NORMS}
+# ---- 09.stage ----
+
+
+def stage(*, kept=_kept, sent=_sent, **other):
+    return lambda *case: _chosen(*case, kept=kept, sent=sent, **other)
+
+
+FITS = {
+    "divides everything": (stage(kept=lambda d, s: 18 / (d if s else 1)), "every stage divides everything"),
+    # Stops at the first stage that fits, which for a small model is stage 0: it sends gradients twice, in 4 bytes.
+    "first that fits": (stage(least=False), "stage 1 sends less than stage 0"),
+    "always 3": (stage(stages=(3,)), "this always shards everything"),
+    # Forgets that a rank without room for the whole gradient must reduce after each microbatch.
+    "one microbatch": (stage(sent=lambda m, s: _sent(1, s)), "reduce the gradients of each microbatch"),
+    "gathered once": (stage(sent=lambda m, s: _sent(m, s) - 2 * m * (s == 3)), "once for the forward and once for"),
+    "stage 1 too often": (stage(sent=lambda m, s: 4 * m + 2 if s == 1 else _sent(m, s)), "it reduces once per step"),
+    "no ring": (stage(ring=False), "(d - 1)/d of a tensor"),
+    "one type": (stage(sent=lambda m, s: (8, 8, 4 * m + 4, 12 * m)[s]), "carries weights, of 2 bytes"),
+}
+
+TABLES = {"09.shards": SHARDS, "09.order": ORDERS, "09.stage": FITS}
 
 
 def test_the_rules_of_the_exercise_give_the_slices_of_the_library():
@@ -112,3 +150,9 @@ def test_owners_that_cannot_be_are_told_by_an_element():
 
     assert got(more) == "an element 0 of parameter 99, which has no such element"
     assert got(lambda sizes, bucket_size, dp: None).endswith("one list of pieces for each of the 6 ranks")
+
+
+def test_an_order_is_drawn_if_it_runs():
+    drawn = chapter_09.draw_order(only_the_last)
+    assert drawn is not None and "14 units and 7 gathers (14 and 6 are enough)" in drawn.sentence
+    assert chapter_09.draw_order(order(scatter=False)) is None
