@@ -298,6 +298,7 @@ BEGINS: list[tuple[str | None, str | None, list[str] | str]] = [
     ("EMPTY", None, []),
     ("EMPTY", "none", []),
     ("EMPTY", "EMPTY", []),
+    ("EMPTY", "OTHER", "OTHER' holds no checkpoint; name the folder of a run, one with"),
     ("EMPTY", "latest", "EMPTY holds no checkpoint; set checkpoint.dir to a"),
     ("EMPTY", "RUN/step_00000002", ["step_00000002"]),
     ("RUN", None, ["step_00000004", "step_00000002"]),
@@ -312,11 +313,12 @@ BEGINS: list[tuple[str | None, str | None, list[str] | str]] = [
 
 @pytest.mark.parametrize(("own", "load", "expected"), BEGINS, ids=lambda value: str(value)[:20])
 def test_where_a_run_begins(own: str | None, load: str | None, expected: list[str] | str, saved: Path) -> None:
-    empty = saved.parent / "EMPTY"
+    empty, other = saved.parent / "EMPTY", saved.parent / "OTHER"
     empty.mkdir(exist_ok=True)
+    other.mkdir(exist_ok=True)
     given = {"checkpoint.dir": own, "checkpoint.load": load}
-    places = {"RUN": str(saved), "EMPTY": str(empty)}
-    config = RESUMED.override({k: v and re.sub("RUN|EMPTY", lambda m: places[m[0]], v) for k, v in given.items()})
+    places = {"RUN": str(saved), "EMPTY": str(empty), "OTHER": str(other)}
+    config = RESUMED.override({k: v and re.sub("RUN|EMPTY|OTHER", lambda m: places[m[0]], v) for k, v in given.items()})
     if isinstance(expected, list):
         assert [path.name for path in to_try(config)] == expected and problems(config) == []
     else:

@@ -177,6 +177,16 @@ def test_the_command_cleans(tmp_path, capsys):
     assert main(["data", "prepare", str(target), str(tmp_path / "out"), "--key", "body", "--workers", "1"]) == 0
 
 
+def test_progress_counts_every_byte_of_the_files_once(tmp_path):
+    lines, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    lines.write_text("".join(json.dumps({"text": f"document {number} " * 40}) + "\n" for number in range(300)))
+    text.write_text("one text\n" * 50)
+    for path in (lines, text):
+        sizes: list[int] = []
+        clean([path], tmp_path / f"{path.name}.clean", progress=sizes.append)
+        assert sum(sizes) == path.stat().st_size
+
+
 def test_the_target_of_a_link_is_replaced(tmp_path):
     source, target, link = tmp_path / "a.txt", tmp_path / "far.jsonl", tmp_path / "out.jsonl"
     source.write_text("a text")

@@ -17,7 +17,7 @@ from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
 from labkit.evaluate.lambada import Accuracy, Passage, passage_of, read_passages, score_passages
 from labkit.evaluate.model import layout_problems
-from labkit.evaluate.sampling import NO_TOKEN, Sampler
+from labkit.evaluate.sampling import NO_TOKEN, Sampler, within_top_p
 from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, score_windows, window_starts
 from labkit.launch import info, run
 from labkit.train import pretrain
@@ -338,6 +338,12 @@ def test_a_temperature_near_zero_takes_the_most_likely_token(temperature, penalt
         assert sampler(logits, seen).tolist() == [1, 3]
 
 
+def test_p_of_one_leaves_out_no_token():
+    """Though the probabilities of the first tokens already add up to 1 after rounding."""
+    logits = torch.tensor([[0.0, -200.0, -300.0]])
+    assert torch.equal(within_top_p(logits, 1.0), logits)
+
+
 def test_equal_tokens_share_the_draws_at_any_temperature():
     drawn = [
         Sampler(Sampling(temperature=1e-38, seed=seed))(torch.tensor([[5.0, 1.0, 5.0]])).item() for seed in range(40)
@@ -373,6 +379,7 @@ def test_prompts_that_cannot_be_continued_are_refused(run_folder):
         ([[1], [1] * 10], 7, "prompt 2 and 7 new tokens are 17 tokens in all; the model's sequence has 16"),
         ([[1] * 10], 7, "the prompt and 7 new tokens .*: shorten the prompt, or ask for fewer tokens$"),
         ([[1] * 16], None, "the prompt and 1 new token are 17 tokens in all; .*: shorten the prompt$"),
+        ([[1] * 17], 1, "the prompt and 1 new token are 18 tokens in all; .*: shorten the prompt$"),
         ([[1, 1024]], 1, "1024"),
     ):
         with pytest.raises(ValueError, match=words):

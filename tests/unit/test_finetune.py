@@ -240,6 +240,17 @@ def test_a_pair_is_packed_and_its_end_is_cut() -> None:
         Packer(None, 10, 1000)
 
 
+def test_a_model_needs_a_row_for_each_id_of_the_tokenizer_and_no_more(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    names = ["[UNK]", "[MASK]", "[SEP]", "[CLS]"]
+    model = tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    path = str(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(model).save(path)
+    assert Packer(path, 10, 4).cls == 3
+    with pytest.raises(ValueError, match="need 4 ids, and the checkpoint's model has 3"):
+        Packer(path, 10, 3)
+
+
 def test_windows_hold_each_token_and_point_at_the_answer() -> None:
     draw, packer = random.Random(3), Packer(None, 80, 1152)
     passages = []
@@ -291,6 +302,7 @@ def test_the_best_span_is_the_best_of_all() -> None:
         first, last = random_numbers.normal(size=(2, size))
         pairs = [(first[i] + last[j], i, j) for i in range(size) for j in range(i, min(size, i + 30))]
         assert best_span(first, last) == pytest.approx(max(pairs))
+    assert best_span(*np.full((2, 5), -np.inf)) == (-np.inf, 0, 0), "where nothing may be an answer, the first token"
 
 
 def test_the_longest_answer_has_30_tokens() -> None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from labkit.cli import main
 from labkit.data import IndexedDataset, load_tokenizer
-from labkit.data.text import BUNDLED, end_tokens, located_tokens, size_of, vocabulary_size
+from labkit.data.text import BUNDLED, RARE, end_tokens, located_tokens, size_of, vocabulary_size
 from labkit.evaluate.continuation import Continuation
 from labkit.evaluate.lambada import passage_of
 from labkit.finetune.task_samples import Packer
@@ -128,6 +128,7 @@ def test_a_vocabulary_whose_ids_no_dataset_can_store_is_refused(vocabulary, said
         (["<stop>", "</s>"],
          {"tokenizer_config.json": {"eos_token": "</s>"}, "special_tokens_map.json": {"eos_token": "<stop>"},
           "generation_config.json": {"eos_token_id": 1}}, [2, 1]),
+        ([*"bcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO", "</s>"], {"generation_config.json": {"eos_token_id": 41}}, [41]),
         (["<stop>"], {}, []),
     ],
 )  # fmt: skip
@@ -176,6 +177,7 @@ def test_a_file_beside_a_tokenizer_that_contradicts_it_is_refused(name, content,
         models.Unigram([("a", -1.0)]),
         models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]),
         models.BPE({f"<0x{byte:02X}>": byte for byte in range(255)}, [], byte_fallback=True),
+        models.BPE(dict(zip([RARE, *(f"<0x{byte:02X}>" for byte in range(256))], range(257))), []),  # bytes unused
     ],
 )
 def test_a_tokenizer_without_its_token_for_unknown_text_is_refused(model, tmp_path):

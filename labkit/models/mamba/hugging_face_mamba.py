@@ -130,7 +130,7 @@ def mamba_config(config: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]
     allowed = {
         "hidden_act": ["silu"],
         "use_conv_bias": [True],
-        "time_step_limit": [pair for end in INFINITE for pair in ((0.0, end), [0.0, end])],
+        "time_step_limit": [[0.0, end] for end in INFINITE],
     }
     heads = config["num_heads"]
     model = ModelConfig(

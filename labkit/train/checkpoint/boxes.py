@@ -101,7 +101,7 @@ class Placement:
     """Place in the rank's tensor."""
     offset: tuple[int, ...]
     """First element in the whole tensor."""
-    copied: bool = False
+    copied: bool
     """An earlier neighbour of tp holds these rows as well, and writes them."""
 
     @property
