@@ -335,7 +335,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
     "placed_ranks": (
-        lambda: viz.placed_ranks({"one": placed()[:4]}, [2, 2]),
+        lambda: viz.placed_ranks({"one": placed()[:4]}, [2, 2], ring=(0, 0)),
         lambda: viz.placed_ranks(dict.fromkeys(("order tp-dp-pp, 2,848.4 GB", "yours, 770.5 GB"), placed()), [6, 6, 4]),
     ),
     "play_table": (

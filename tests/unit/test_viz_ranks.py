@@ -9,6 +9,7 @@ from labkit.viz import (
     compare_orders,
     explore_layout,
     order_traffic,
+    placed_ranks,
     rank_grid,
     rank_neighbours,
 )
@@ -94,6 +95,24 @@ def test_ties_and_units_of_the_sentence() -> None:
     # each 2 x 3/4 x 6,291,456 bytes: 2.783e12; tp-dp-pp: 512 samples x 4 tp ranks x 2 x 6,291,456 = 25.77e9.
     sentence = compare_orders(TransformerTraffic(), {"tp": 4, "pp": 2}, world_size=16).sentence
     assert "the least of 6 orders (1 other ties); pp-dp-tp sends 2.78 TB, 108 times as much." in sentence
+
+
+def test_short_bars_are_drawn_a_second_time_only_if_there_are_some() -> None:
+    drawn = {
+        gpus: compare_orders(TransformerTraffic(), {"tp": 4, "pp": 2}, world_size=16, gpus_per_node=gpus)
+        for gpus in (1, 8, 16)
+    }
+    assert {gpus: len(figure.fig.axes) for gpus, figure in drawn.items()} == {1: 1, 8: 2, 16: 1}
+    # The longest of the short bars has 65.2 GB.
+    assert 65.2 < drawn[8].fig.axes[1].get_xlim()[1] < 100
+
+
+def test_a_ring_leaves_a_node_twice_if_its_digits_are_cut_once() -> None:
+    cut_once = [{"tp": t, "dp": 0, "pp": 0} for t in range(4)]
+    alternating = [cut_once[t] for t in (0, 2, 1, 3)]
+    said = placed_ranks({"once": cut_once, "in turn": alternating}, [2, 2], ring=(0, 0)).sentence
+    assert "once, 1 of 1 tp groups on more than one node, the ring of dp 0 pp 0 leaves a node 2 times" in said
+    assert "in turn, 1 of 1 tp groups on more than one node, the ring of dp 0 pp 0 leaves a node 4 times" in said
 
 
 def test_a_dense_model_refuses_no_order() -> None:

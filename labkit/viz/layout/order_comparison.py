@@ -12,7 +12,7 @@ from labkit.comm.rank_generator import AXES as LAYOUT_AXES
 from labkit.config import ParallelConfig
 from labkit.plan.node_traffic import KINDS, TransformerTraffic, every_order, order_traffic
 from labkit.viz.figure import Figure
-from labkit.viz.style import color, hatch, label, new_figure, styled
+from labkit.viz.style import INK, color, hatch, label, new_figure, styled
 
 SHOWN = 4
 """Orders that are drawn from each end of the list."""
@@ -26,39 +26,51 @@ def compare_orders(
     world_size: int,
     gpus_per_node: int = 8,
 ) -> Figure:
-    """Draw `order_traffic` on one axis that begins at 0: the 4 orders of the least and, below a line, of the most.
+    """Draw `order_traffic` on an axis that begins at 0: the 4 orders of the least and, below a line, of the most.
 
-    A row is an order: its bar has a part for each kind of group, and the sum at its end.
+    A row is an order: its bar has a part for each kind of group, and the sum at its end. Bars that are shorter than a
+    tenth of the longest are drawn a second time, larger, in a panel of their own.
     """
     rows = order_traffic(model, sizes, orders, world_size=world_size, gpus_per_node=gpus_per_node)
     least, most = list(rows)[:SHOWN], list(rows)[SHOWN:][-SHOWN:]
     kinds = [kind for kind in KINDS if any(rows[order][kind] for order in rows)]
     with styled():
-        fig = new_figure(7.2, 1.1 + 0.28 * len(least + most))
-        axes = fig.subplots()
-        _bars(axes, {order: rows[order] for order in least + most}, kinds)
+        fig = new_figure(8.2, 1.3 + 0.28 * len(least + most))
+        drawn = {order: rows[order] for order in least + most}
+        totals = {order: sum(row.values()) for order, row in drawn.items()}
+        short = [order for order, total in totals.items() if total < max(totals.values()) / 10]
+        enlarged = any(totals[order] for order in short)
+        panels = fig.subplots(1, 1 + enlarged, squeeze=False)[0]
+        _bars(panels[0], drawn, kinds)
+        if enlarged:
+            panels[0].set_title("all on one axis", loc="left")
+            panels[1].set_title("the short bars, enlarged", loc="left")
+            _bars(panels[1], {order: drawn[order] if order in short else {} for order in drawn}, kinds)
+            panels[1].set_yticklabels([])
         if most:
-            axes.axhline(len(least) - 0.5, color="#333333", linewidth=0.8)
-        fig.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds))
+            for axes in panels:
+                axes.axhline(len(least) - 0.5, color="#333333", linewidth=0.8)
+        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds))
     tried = len(orders or every_order(model, sizes, world_size))
     place = f"{world_size} ranks on nodes of {gpus_per_node}, {_layout(sizes)}"
     return Figure(fig, f"{place}: {_verdict(rows, tried - len(rows))}")
 
 
 def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[str]) -> None:
-    """Draw one stacked bar per order, with its sum in words at its right end."""
+    """Draw one stacked bar per order, with its sum in words at its right end; an order without kinds has no bar."""
     totals = [sum(row.values()) for row in rows.values()]
     places = range(len(rows))
     done = [0.0] * len(rows)
     for kind in kinds:
-        sent = [row[kind] / 1e9 for row in rows.values()]
+        sent = [row.get(kind, 0) / 1e9 for row in rows.values()]
         axes.barh(places, sent, 0.7, left=done, color=color(kind), hatch=hatch(kind), edgecolor="#333333",
                   linewidth=0.5, label=f"{kind} ({label(kind)})")  # fmt: skip
         done = [start + size for start, size in zip(done, sent, strict=True)]
-    for place, total in zip(places, totals, strict=True):
-        axes.annotate(_amount(total), (total / 1e9, place), xytext=(6, 0), textcoords="offset points", va="center",
-                      fontsize=8)  # fmt: skip
-    axes.set(xlim=(0, 1.25 * max(max(totals) / 1e9, 1e-9)), xlabel="GB between nodes in one step")
+    for place, (row, total) in enumerate(zip(rows.values(), totals, strict=True)):
+        text = _amount(total) if row else "beyond this axis"
+        axes.annotate(text, (total / 1e9, place), xytext=(6, 0), textcoords="offset points", va="center",
+                      fontsize=8, color=INK if row else "#777777")  # fmt: skip
+    axes.set(xlim=(0, 1.35 * max(max(totals) / 1e9, 1e-9)), xlabel="GB between nodes in one step")
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(places, list(rows))
     axes.tick_params(axis="y", length=0)
