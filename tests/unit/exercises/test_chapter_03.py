@@ -1,5 +1,9 @@
 """Wrong answers to the exercises of chapter 03, with what each believes and words of its score."""
 
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 
 from labkit.check import score
@@ -130,3 +134,14 @@ def test_all_reduces_are_not_counted_in_a_group_of_one():
     assert failed == [
         f"tp {tp}, {of}" for tp in (2, 4) for of in ("y on every rank", "dx on every rank", "the number of all-reduces")
     ]
+
+
+def test_the_stored_timelines_show_what_the_text_says():
+    """f hides dA in the last line, and both together take less time than one after the other."""
+    cells = json.loads((Path(__file__).parents[3] / "notebooks/03_f_and_g.ipynb").read_text())["cells"]
+    (cell,) = [cell for cell in cells if "viz.layer_timelines(runs)" in "".join(cell["source"])]
+    said = re.findall(r"([\d.]+) ms, of which ([\d.]+)", "".join(cell["outputs"][0]["data"]["text/plain"]))
+    (g, g_waits), (after, after_waits), (hidden, hidden_waits) = (map(float, line) for line in said)
+    assert min(g_waits, after_waits) >= 100, "in the first two lines a rank waits for the whole message"
+    assert g > g_waits and after > after_waits
+    assert hidden < after - 5 and hidden_waits < after_waits - 5
