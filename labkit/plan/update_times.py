@@ -126,6 +126,7 @@ def _reduced(config: RunConfig, layout: Layout, machine: Machine, name: str, cou
 
 
 def _tied_embedding(config: RunConfig, layout: Layout, machine: Machine) -> Term:
+    """Return Megatron's sum: a rank sends all its rows, also under the distributed optimizer (labkit: its shard)."""
     t = layout.tp.size
     size = padded_vocab(config.model, t) // t * config.model.hidden * gradient_bytes(config, layout)
     pair = Group(2, layout.pp.stride * (layout.pp.size - 1))

@@ -134,7 +134,7 @@ def _draw_maxima(axes: Any, parts: Any) -> None:
     """Draw a dash over the columns of each rank at its maximum, and a line through all of them at the largest."""
     each = parts.shape[1]
     for rank, most in enumerate(parts.max(axis=1)):
-        axes.hlines(most, rank * each - 0.5, (rank + 1) * each - 0.5, color=_shade(rank), linewidth=1.6)
+        axes.hlines(most, rank * each - 0.5, (rank + 1) * each - 0.5, color=_shade(rank), linewidth=1.6, zorder=3)
     axes.axhline(parts.max(), color="#333333", linewidth=0.9, linestyle=(0, (6, 2)))
     axes.annotate("largest of all ranks", (1, parts.max()), xycoords=("axes fraction", "data"), xytext=(-2, 3),
                   textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip

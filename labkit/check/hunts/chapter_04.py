@@ -86,7 +86,7 @@ HUNT = Hunt(
     chapter="04",
     scene=(
         "Run the microscope with it (pretrain=suspect.around(train.pretrain)), and your three instruments: the loss "
-        "alone, its ledger, the copies."
+        "alone, the ledger of that loss, the copies."
     ),
     questions={
         "family": "What kind of fault is it?",
