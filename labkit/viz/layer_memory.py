@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, SEQUENCE, box, handle, name_rows, new_figure, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _RED = "#D40000"
 Moments = Sequence[tuple[float, float]]
@@ -75,30 +78,31 @@ def memory_over_time(
     """Draw what each run keeps, in GB, over the operations that it has done.
 
     A run is filled, and `predicted`, by the same names, is an outline over it. room: bytes that there are, drawn as a
-    line. forward: operations of one forward of everything, the unit of the axis. What is over the line is red.
+    line. forward: operations of one forward of everything, the unit of the axis. What is over the line is red. A run
+    whose peak is within 5 % of the room has the peak enlarged at its right.
     """
     predicted = predicted or {}
     last = max(moments[-1][0] for moments in runs.values()) / forward
     peaks = {name: max(size for _, size in moments) for name, moments in runs.items()}
     outlines = [size for moments in predicted.values() for _, size in moments]
     top = max(*peaks.values(), *outlines, room) / 1e9
+    close = {name for name, peak in peaks.items() if abs(peak / room - 1) < 0.05}
     with styled():
         fig = new_figure(8.2, 0.9 + 1.45 * len(runs))
-        panels = fig.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-        for axes, (name, moments) in zip(panels, runs.items()):
-            x, y = [done / forward for done, _ in moments], [size / 1e9 for _, size in moments]
-            axes.fill_between(x, y, step="post", color=SEQUENCE[5], lw=0, label="counted")
-            over = [size > room / 1e9 for size in y]
-            axes.fill_between(x, room / 1e9, y, where=over, step="post", color=_RED, lw=0, label="no room")
-            if name in predicted:
-                line = predicted[name]
-                axes.plot([done / forward for done, _ in line], [size / 1e9 for _, size in line], color=INK, lw=1.3,
-                          label="predicted")  # fmt: skip
-            axes.axhline(room / 1e9, color=_RED, lw=1.2, ls="--", label="room")
-            extra = x[-1] / 3 - 1
-            fits = peaks[name] <= room
+        columns = [4.2, 1.0] if close else [1.0]
+        grid = fig.add_gridspec(len(runs), len(columns), width_ratios=columns)
+        panels: list[Axes] = []
+        for name, moments in runs.items():
+            place, first = len(panels), panels[0] if panels else None
+            axes = fig.add_subplot(grid[place, 0], sharex=first, sharey=first)
+            axes.tick_params(labelbottom=place == len(runs) - 1)
+            panels.append(axes)
+            _draw_moments(axes, moments, predicted.get(name), room, forward)
+            fits, extra = peaks[name] <= room, moments[-1][0] / forward / 3 - 1
             words = f"{'fits' if fits else 'does not fit'}, peak {peaks[name] / 1e9:.1f} GB, operations {extra:+.1%}"
             axes.set_title(f"{name}: {words}", loc="left", color=INK if fits else _RED)
+            if name in close:
+                _enlarge_peak(fig.add_subplot(grid[place, 1]), moments, predicted.get(name), room, forward)
         panels[0].set(xlim=(0, max(last, 3.0) * 1.01), ylim=(0, 1.08 * top))
         panels[-1].set_xlabel("operations, in forwards of all layers (the first one is the forward)")
         fig.supylabel("kept for backward, GB", fontsize=9)
@@ -110,3 +114,26 @@ def memory_over_time(
         for name, moments in runs.items()
     ]
     return Figure(fig, f"Room for {room / 1e9:.1f} GB: {'; '.join(told)}.")
+
+
+def _draw_moments(axes: Axes, moments: Moments, outline: Moments | None, room: float, forward: float) -> None:
+    """Fill what a run keeps, red where it is over the room, with the predicted outline and the line of the room."""
+    x, y = [done / forward for done, _ in moments], [size / 1e9 for _, size in moments]
+    axes.fill_between(x, y, step="post", color=SEQUENCE[5], lw=0, label="counted")
+    over = [size > room / 1e9 for size in y]
+    if any(over):
+        axes.fill_between(x, room / 1e9, y, where=over, step="post", color=_RED, lw=0, label="no room")
+    if outline is not None:
+        axes.plot([done / forward for done, _ in outline], [size / 1e9 for _, size in outline], color=INK, lw=1.3,
+                  label="predicted")  # fmt: skip
+    axes.axhline(room / 1e9, color=_RED, lw=1.2, ls="--", label="room")
+
+
+def _enlarge_peak(axes: Axes, moments: Moments, outline: Moments | None, room: float, forward: float) -> None:
+    """Draw the surroundings of a run's peak, and by how much it is over or under the room."""
+    _draw_moments(axes, moments, outline, room, forward)
+    peak = max(size for _, size in moments)
+    at = [done / forward for done, size in moments if size == peak]
+    axes.set(xlim=(at[0] - 0.15, at[0] + 0.15), ylim=(0.9 * room / 1e9, 1.04 * room / 1e9))
+    words = f"{abs(peak - room) / 1e9:.2f} GB {'to spare' if peak <= room else 'too much'}"
+    axes.set_title(words, loc="left", color=INK if peak <= room else _RED)

@@ -69,6 +69,16 @@ def test_memory_over_time_says_what_fits_and_what_it_costs() -> None:
     assert first.lines[0].get_xdata().tolist() == [0, 1, 3] and len(second.lines) == 1, "only one is predicted"
 
 
+def test_a_peak_close_to_the_room_is_enlarged() -> None:
+    runs = {"over": [(0.0, 0.0), (2.0, 3.03e9), (6.0, 0.0)], "under": [(0.0, 0.0), (2.0, 2.97e9), (6.0, 0.0)]}
+    over, over_peak, under, under_peak, low = memory_over_time(runs | {"low": [(0.0, 1e9)]}, 3e9, 2.0).fig.axes
+    assert [axes.get_title(loc="left") for axes in (over_peak, under_peak)] == ["0.03 GB too much", "0.03 GB to spare"]
+    assert [len(axes.collections) for axes in (over_peak, under_peak)] == [2, 1], "red only over the room"
+    low_end, high_end = over_peak.get_ylim()
+    assert low_end < 2.97 and high_end > 3.03, "the peak and the room are in it"
+    assert over.get_ylim() == under.get_ylim() == low.get_ylim(), "one scale for all runs"
+
+
 def test_masks_say_which_positions_share_one() -> None:
     own = np.random.default_rng(0).random((4, 64)) < 0.8
     figure = mask_agreement({"one seed": np.concatenate([own[:2], own[:2]]), "own seeds": own}, 2)

@@ -518,11 +518,14 @@ class Curve(NamedTuple):
     """Half of the size of its marks; 0 without marks."""
     drawn: bool
     """True where a line connects the points."""
+    panel: Bbox
+    """What is outside of it isn't drawn."""
 
     def touches(self, box: Bbox) -> bool:
         if self.reach and any(box.padded(self.reach).contains(x, y) for x, y in self.places):
             return True
-        return self.drawn and Path(self.places).intersects_bbox(box, filled=False)
+        seen = Bbox.intersection(box, self.panel)
+        return self.drawn and seen is not None and Path(self.places).intersects_bbox(seen, filled=False)
 
 
 def curves_of(fig: Canvas) -> list[Curve]:
@@ -531,7 +534,8 @@ def curves_of(fig: Canvas) -> list[Curve]:
         reach = 0.0 if line.get_marker() in ("", "None", None) else line.get_markersize() / 2 * fig.dpi / 72
         drawn = line.get_linestyle() != "None" and len(line.get_xdata()) > 2
         if reach or drawn:
-            found.append(Curve(line.get_transform().transform(line.get_xydata()), reach, drawn))
+            panel = line.axes.bbox if line.get_clip_on() else fig.bbox
+            found.append(Curve(line.get_transform().transform(line.get_xydata()), reach, drawn, panel))
     return found
 
 
