@@ -1,18 +1,23 @@
-"""Exercises of chapter 03: cut weights, an MLP with f and g over ranks, and the hunt for a missing sum.
+"""Exercises and bets of chapter 03: cut weights, an MLP with f and g over ranks, the cheapest ways to cut.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, asked, exercise, raised, shown
+from labkit.check.bets import ask
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, asked, exercise, holds, raised, shown
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 Array = NDArray[np.int64]
 Parts = list[Array]
@@ -49,7 +54,19 @@ def _part(ranks: int, rank: int, *, dims: tuple[int | None, int | None] = (0, 1)
     return fc1, fc2
 
 
-@exercise("03.parts", "Write parts(fc1, fc2, rank, t) -> this rank's parts of two weights as torch stores them.")
+def draw_parts(answer: Any) -> Figure | None:
+    """Draw the answer's cut over two ranks next to the right one; an answer of another form has no drawing."""
+    from labkit.viz.held_weights import weight_parts  # matplotlib, which a score does without
+
+    held = answer(*_stored(2), 0, 2)
+    return weight_parts(answer, 2) if isinstance(held, (tuple, list)) and len(held) == 2 else None
+
+
+@exercise(
+    "03.parts",
+    "Write parts(fc1, fc2, rank, t) -> this rank's parts of two weights as torch stores them.",
+    draw=draw_parts,
+)
 def parts(answer: Any) -> Iterator[Outcome]:
     """Judge two ranks, a middle one of four, and one rank alone."""
     return asked(
@@ -229,48 +246,130 @@ _CALLS: Misreadings = {
 }
 
 
-# ---- the fault hunt ----
+# ---- the cheapest way to cut an MLP ----
 
-_DIFFERENCES = (
-    ("layers.0.mlp.norm.bias gradient", "layers.0.mlp", "f"),
-    ("layers.1.attention output", "layers.1.attention", "g"),
-    ("layers.1.attention.norm.bias gradient", "layers.1.attention", "f"),
-    ("layers.0.mlp output", "layers.0.mlp", "g"),
-    ("layers.10.attention.norm.bias gradient", "layers.10.attention", "f"),
+_WAYS = (("column", "row"), ("row", "row"), ("column", "column"), ("row", "column"))
+_BEST = dict(zip(_WAYS, (4, 11, 11, 18), strict=True))
+_SLOTS = ("before A", "before the GeLU", "before B", "at the end")
+_WIDTHS = (1, 4, 4, 1)
+OPERATORS = {
+    "f": ("whole", "shared", 0, 2), "g": ("partial", "whole", 2, 0), "split": ("whole", "cut", 0, 1),
+    "gather": ("cut", "whole", 1, 0), "g_split": ("partial", "cut", 1, 1), "gather_f": ("cut", "shared", 1, 1),
+}  # fmt: skip
+"""Operator -> what it takes and makes, and units per h of width that a rank sends forward and backward. `shared` is
+whole, and its gradients on the ranks are terms of a sum."""
+_WASTE = "right, but an all-reduce whose result is then cut has sent twice what a reduce-scatter would"
+
+
+def plan_units(way: tuple[str, str], slots: Any) -> int:
+    """Return the units that a plan sends forward and backward.
+
+    Raises ValueError, with the misunderstanding, for a plan whose result or gradient is wrong.
+    """
+    if not isinstance(slots, list | tuple) or len(slots) != 4 or any(isinstance(slot, str) for slot in slots):
+        raise ValueError(f"a plan is four lists of operators; this is {shown(slots)}")
+    state, units = "whole", 0
+    for place, (slot, width) in enumerate(zip(slots, _WIDTHS, strict=True)):
+        for operator in slot:
+            if operator not in OPERATORS:
+                raise ValueError(f"{operator!r} is no operator; choose from {', '.join(OPERATORS)}")
+            takes, makes, forward, backward = OPERATORS[operator]
+            if state != takes:
+                raise ValueError(f"{_SLOTS[place]}, {operator} meets a {state} tensor. {_why(operator, state)}")
+            state, units = makes, units + width * (forward + backward)
+        if place == 1 and state == "partial":
+            raise ValueError("the GeLU meets a partial sum, and the GeLU of a sum is not the sum of the GeLUs")
+        if place in (0, 2):
+            state = _product(way[place // 2], state, "A" if place == 0 else "B")
+    if state != "whole":
+        raise ValueError(f"Y is {state} at the end; every rank needs it whole")
+    return units
+
+
+def _product(kind: str, state: str, matrix: str) -> str:
+    """Return what a product makes of its input."""
+    if kind == "column" and state == "whole":
+        raise ValueError(f"{matrix} is cut by columns, and nobody adds up the gradients of its input: f is missing")
+    if kind == "column" and state != "shared":
+        raise ValueError(f"{matrix} is cut by columns and needs its input whole; it is {state}")
+    if kind == "row" and state != "cut":
+        raise ValueError(f"{matrix} is cut by rows, so its input has to be cut by columns; it is {state}")
+    return "cut" if kind == "column" else "partial"
+
+
+def _why(operator: str, state: str) -> str:
+    if state == "shared":
+        return "Its gradient is added up once by f; added up again it is t times too large."
+    if operator in ("g", "g_split"):
+        return "It adds up terms of a sum; whole copies would become t times too large."
+    return f"It takes a {OPERATORS[operator][0]} one."
+
+
+@exercise("03.plan", "Write plan(first, second) -> four lists of operators, that send no more than 44 units together.")
+def plan(answer: Any) -> Iterator[Outcome]:
+    """Judge each of the four ways to cut: right forward and backward, and as cheap as it can be."""
+    for way in _WAYS:
+        yield holds(f"{way[0]}, then {way[1]}", f"{_BEST[way]} units", lambda way=way: _judged(answer, way))
+
+
+def _judged(answer: Any, way: tuple[str, str]) -> tuple[str, str]:
+    try:
+        units = plan_units(way, answer(*way))
+    except ValueError as error:
+        said = str(error)
+        return re.split(r"[.;:,] ", said, maxsplit=1)[-1], said  # the reason comes after the place
+    return (_WASTE, f"{units} units: {_WASTE}") if units > _BEST[way] else ("", "")
+
+
+# ---- bets ----
+
+ask(
+    "03.deleted",
+    "f comes before layer 0's MLP, and in forward it returns its input. We delete it. The loss of the first step does "
+    "not change. Which gradients are wrong?",
+    choices={
+        "those of the MLP": "Each rank's part of fc1 and fc2 gets its gradient before backward arrives at f, so they "
+        "are right.",
+        "those before the MLP": "Backward meets f when it leaves the MLP. What it passes on from there, to the norm, "
+        "attention and the input, is one term of a sum.",
+        "none": "In forward f does nothing. But its backward is an all-reduce.",
+    },
 )
-"""The first difference that the microscope names, and the all-reduce that is missing: its sub-layer and operator."""
-
-
-def _before(part: str) -> str:
-    """Return the sub-layer before this one."""
-    _, layer, name = part.split(".")
-    return f"layers.{layer}.attention" if name == "mlp" else f"layers.{int(layer) - 1}.mlp"
-
-
-def _after(part: str) -> str:
-    _, layer, name = part.split(".")
-    return f"layers.{layer}.mlp" if name == "attention" else f"layers.{int(layer) + 1}.attention"
-
-
-@exercise("03.suspect", 'Write suspect(name) -> (sub-layer, "f" or "g"): the all-reduce that was left out.')
-def suspect(answer: Any) -> Iterator[Outcome]:
-    """Judge findings about outputs and about gradients of norms, in several layers."""
-    diagnosis = Diagnosis()
-    for name, part, operator in _DIFFERENCES:
-        other = "g" if operator == "f" else "f"
-        said = (
-            "outputs differ, so forward is wrong; f does nothing forward"
-            if operator == "g"
-            else "outputs and loss agree, so forward is right; g does nothing backward"
-        )
-        misread = {
-            said: (part, other),
-            "the norm is before f, and f belongs to the sub-layer of this norm": (f"{part}.norm", operator),
-            "this has the name of a parameter; name the sub-layer": (f"{part}.norm.bias", operator),
-            "this is a layer; name the sub-layer, attention or mlp": (part.rpartition(".")[0], operator),
-            "backward reaches this norm right after the f of its own sub-layer": (
-                _before(part), operator
-            ),
-            "this sub-layer comes later; its results differ because of the first difference": (_after(part), operator),
-        }  # fmt: skip
-        yield diagnosis.outcome(f"{name!r}", (part, operator), lambda name=name: tuple(answer(name)), misread)
+ask(
+    "03.ways",
+    "There are four ways to cut A and B by rows or columns. Each is done as well as it can be. How many times as many "
+    "bytes does the worst way send as the best?",
+    misread=lambda: {
+        "That counts messages. Their sizes differ by up to four.": 2,
+        "That is the width alone. The worst way also splits and gathers at its ends.": 4,
+        "That is row then row, or column then column. There is a worse one.": 2.75,
+    },
+    unit="times",
+    because="Column then row sends two all-reduces of width h, 4 units. Row then column needs the sum before the GeLU "
+    "whole, and the same again backward, both of width 4h: 16 units, and 2 at the ends.",
+)
+ask(
+    "03.hidden",
+    "Between the start and the end of an all-reduce a rank can compute something that does not need its result. In "
+    "which of f and g can it?",
+    choices={
+        "f only": "Backward has two products per matrix. dX goes into f, and dA, which needs nobody, can be computed "
+        "meanwhile. What comes after g is the residual and the next norm, which need its result.",
+        "g only": "What comes after g is the residual and the next norm, which need its result.",
+        "both": "g is followed by the residual and the next norm, which need its result.",
+        "neither": "Backward has two products per matrix, and the second one does not need f's result.",
+    },
+)
+ask(
+    "03.link",
+    "tp 8, 32 layers of width 4,096, one sample of 8,192 tokens in bf16, four all-reduces per layer on a ring, "
+    "450 GB/s out of each GPU. How many ms of all-reduces are that?",
+    misread=lambda: {
+        "That is forward alone; f sends as much backward.": 16.7,
+        "That is one layer.": 1.04,
+        "That is InfiniBand, with 50 GB/s.": 300.6,
+        "That counts N bytes per all-reduce; a ring sends 2 N (t - 1)/t.": 19.1,
+    },
+    unit="ms",
+    because="8,192 x 4,096 x 2 bytes are 67 MB, of which a rank sends 2 x 7/8, 117 MB, in 0.26 ms. There are 4 x 32.",
+)

@@ -1,4 +1,4 @@
-"""Exercises of chapter 04 on a cut vocabulary: the lookup, the loss, the gradient of the tied embedding.
+"""Exercises and bets of chapter 04 on a cut vocabulary: the lookup, the loss, the gradient of the tied embedding.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
@@ -6,13 +6,19 @@ Wrong answers are compared with those of known misunderstandings, and the score 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, asked, exercise, holds, plain, shown
+from labkit.check.bets import ask
+from labkit.check.rank_threads import RankThreads, Stalled
+from labkit.check.scoring import ONLY_FIRST, Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 Array = NDArray[np.float64]
 
@@ -42,7 +48,22 @@ def _looked_up(ids: Sequence[int], rows: int, rank: int, local: Callable[[int], 
     return [[0, 0] if (place := local(each)) is None else part[place] for each in ids]
 
 
-@exercise("04.lookup", "Write lookup(ids, part, rank) -> the rows that this rank adds to the all-reduce, [ids, width].")
+def draw_lookup(answer: Any) -> Figure | None:
+    """Draw which rows the answer adds on three ranks; an answer of another form has no drawing."""
+    from labkit.viz.vocabulary import added_rows  # matplotlib, which a score does without
+
+    ids, rows, ranks = [0, 5, 11, 4, 7], 4, 3
+    found = [np.asarray(plain(answer(np.array(ids), _part(rows, rank), rank))) for rank in range(ranks)]
+    if any(each.shape != (len(ids), 2) for each in found):
+        return None
+    return added_rows([[(value - 1) // 10 for value in each[:, 0].tolist()] for each in found], ids, rows)
+
+
+@exercise(
+    "04.lookup",
+    "Write own_rows(ids, part, rank) -> the rows that this rank adds to the all-reduce, [ids, width].",
+    draw=draw_lookup,
+)
 def lookup(answer: Any) -> Iterator[Outcome]:
     """Judge two or three ranks, ids of this rank and of others, and ids at both ends of a part."""
     return asked(
@@ -91,7 +112,7 @@ def _misread_lookups(ids: Sequence[int], rows: int, rank: int) -> Misreadings:
 
 @dataclass
 class _Loss:
-    """Logits of some tokens, cut over ranks. It counts the numbers that a rank gives to all-reduces."""
+    """Logits of some tokens, cut over ranks."""
 
     words: str
     parts: list[Array]
@@ -99,32 +120,37 @@ class _Loss:
     columns: list[int]
     """Columns of each rank without padding, 1 or more."""
     labels: NDArray[np.int64]
-    sent: list[int] = field(default_factory=list)
 
     @property
     def real(self) -> list[Array]:
         return [part[:, :count] for part, count in zip(self.parts, self.columns)]
 
-    def all_reduce(self, parts: Any, op: str) -> list[Array]:
-        """Return the element-wise maximum or sum of one array for each rank, as one array for each rank."""
-        assert op in ("max", "sum"), f"all_reduce knows 'max' and 'sum', not {op!r}"
-        wanted = len(self.parts)
-        assert len(parts) == wanted, f"all_reduce takes {wanted} arrays, one per rank; got {len(parts)}"
-        stacked = np.stack([np.asarray(part, dtype=float) for part in parts])
-        self.sent.append(stacked[0].size)
-        total = stacked.max(axis=0) if op == "max" else stacked.sum(axis=0)
-        return [total.copy() for _ in self.parts]
+    def tried(self, answer: Any) -> tuple[list[Any], int, int]:
+        """Return what the answer returns on each rank, the numbers that rank 0 gave, and its calls."""
+        ranks, given = RankThreads(len(self.parts)), list[int]()
 
-    def tried(self, answer: Any) -> list[list[float]]:
-        """Return the answer's losses by rank, rounded for a sentence."""
-        with np.errstate(all="ignore"):
-            found = answer([part.copy() for part in self.parts], self.labels.copy(), [*self.columns], self.all_reduce)
-        assert len(found) == len(self.parts), f"{len(found)} arrays for {len(self.parts)} ranks"
-        return _rounded(found)
+        def program(rank: int) -> Any:
+            def all_reduce(array: Any, op: str) -> Array:
+                assert op in ("max", "sum"), f"all_reduce knows 'max' and 'sum', not {op!r}"
+                if rank == 0:
+                    given.append(np.size(array))
+                each = ranks.meet(rank, f"all_reduce {op}", np.array(array, dtype=float))
+                shapes = {part.shape for part in each}
+                assert len(shapes) == 1, f"all_reduce got arrays of {len(shapes)} shapes"
+                return np.max(each, axis=0) if op == "max" else np.sum(each, axis=0)
+
+            part, first = self.parts[rank].copy(), rank * self.parts[rank].shape[1]
+            with np.errstate(all="ignore"):
+                found = answer(part, self.labels.copy(), first, self.columns[rank], all_reduce)
+            pair = isinstance(found, tuple | list) and len(found) == 2
+            assert pair, f"rank {rank} returns {type(found).__name__}, not the two arrays loss and log_sum"
+            return _rounded(found)
+
+        return ranks.run(program), sum(given), len(given)
 
 
-def _rounded(by_rank: Any) -> list[list[float]]:
-    return [np.round(np.asarray(part, dtype=float), 3).tolist() for part in by_rank]
+def _rounded(arrays: Any) -> list[list[float]]:
+    return [np.round(np.asarray(plain(each), dtype=float), 3).tolist() for each in arrays]
 
 
 def _loss(words: str, columns: Sequence[int], width: int, *, scale: float = 1.0, shift: float = 0.0) -> _Loss:
@@ -148,24 +174,45 @@ _LOSSES: tuple[Callable[[], _Loss], ...] = (
 
 
 @exercise(
-    "04.loss", "Write loss(logits, labels, columns, all_reduce) -> the loss of each token, one array of them per rank."
+    "04.loss",
+    "Write token_loss(logits, labels, first, real, all_reduce) -> (loss, log_sum) of each token; all ranks run it.",
 )
 def loss(answer: Any) -> Iterator[Outcome]:
-    """Judge one rank, several, padding, logits that overflow or vanish; then the numbers that travel."""
+    """Judge one rank, several, padding, logits that overflow or vanish; then log_sum, and what travels."""
     diagnosis = Diagnosis(_close)
     for make in _LOSSES:
         problem = make()
         with np.errstate(all="ignore"):
             right, misreadings = _losses(problem), _misread_losses(problem)
-        yield diagnosis.outcome(problem.words, _rounded(right), lambda p=problem: p.tried(answer), misreadings)
+
+        def losses(problem: _Loss = problem) -> list[Any]:
+            try:
+                return [mine for mine, _ in problem.tried(answer)[0]]
+            except Stalled as stalled:
+                raise RuntimeError(str(stalled)) from None
+
+        yield diagnosis.outcome(problem.words, _rounded(right), losses, misreadings)
     problem = _LOSSES[3]()
+    right_sum = _rounded([_losses(problem)[0] + _of_label(problem)])[0]
     most = 3 * len(problem.labels)
-    outcome = holds(
-        f"{problem.words}, the numbers that a rank gives to all-reduces",
-        f"at most {most}: three for each of {len(problem.labels)} tokens",
-        lambda: (problem.tried(answer), sum(problem.sent) <= most or f"{sum(problem.sent)}")[1],
-    )
-    yield replace(outcome, reason=ONLY_FIRST)  # after a failed case this number means nothing
+
+    def log_sums() -> Finding:
+        return all(_close(each[1], right_sum) for each in problem.tried(answer)[0])
+
+    def numbers() -> Finding:
+        found = problem.tried(answer)[1]
+        return found <= most or f"{found}"
+
+    def calls() -> Finding:
+        found = problem.tried(answer)[2]
+        return found <= 2 or f"{found}: two sums of one shape can travel in one array"
+
+    for what, claim, test in (
+        ("log_sum", "log of the sum of exp(logit) over all words, on every rank", log_sums),
+        ("the numbers that a rank gives to all_reduce", f"at most {most}, three for each of 4 tokens", numbers),
+        ("its calls of all_reduce", "at most 2", calls),
+    ):
+        yield replace(holds(f"{problem.words}, {what}", claim, test), reason=ONLY_FIRST)
 
 
 def _close(value: Any, other: Any) -> bool:
@@ -249,110 +296,186 @@ def _misread_losses(problem: _Loss) -> Misreadings:
 
 # ---- the tied embedding ----
 
-_LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 3, 2))
+_LAYOUTS = ((1, 2, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 3, 2), (1, 1, 1))
 """(tp, pp, dp)."""
-Gradients = list[list[int] | None]
+Place = tuple[int, int, int]
+Gradients = dict[Place, Any]
+_MIDDLE = "a middle stage holds no copy of the table: it returns None and calls nothing"
 
 
-def _tied_ranks(tp: int, pp: int, dp: int) -> list[dict[str, Any]]:
-    """Return gradients of the tied table before the sum over the embedding group; replicas are summed already."""
-    made = []
-    for p in range(pp):
-        for d in range(dp):
-            for t in range(tp):
-                uses = [[1 + t, 20 + t]] * (p == 0) + [[300 + t, 4000 + t]] * (p == pp - 1)
-                grad = [sum(column) for column in zip(*uses)] if uses else None
-                made.append({"tp": t, "pp": p, "dp": d, "grad": grad})
-    return made
+class _Waits(BaseException):
+    """Ends a run of the answer at a call whose result is not known yet."""
 
 
-Counts = Callable[[dict[str, Any], dict[str, Any]], bool]
-
-
-def _summed(ranks: Sequence[dict[str, Any]], adds: Counts) -> Gradients:
-    """Give each rank with a gradient the sum over the ranks for which `adds(itself, other)` is true."""
-    found: Gradients = []
-    for rank in ranks:
-        parts = [other["grad"] for other in ranks if other["grad"] is not None and adds(rank, other)]
-        found.append(None if rank["grad"] is None else [sum(column) for column in zip(*parts)])
+def _gradients(tp: int, pp: int, dp: int) -> Gradients:
+    """Return by (t, d, p) the gradient of a rank's copy before the sum over the embedding group, after that over d."""
+    found: Gradients = {}
+    for t, d, p in product(range(tp), range(dp), range(pp)):
+        uses = [[1.0 + t, 20.0 + t]] * (p == 0) + [[300.0 + t, 4000.0 + t]] * (p == pp - 1)
+        found[t, d, p] = np.sum(uses, axis=0) if uses else None
     return found
 
 
-def _same_column(rank: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True for ranks of one pipeline (equal tp and dp); those with a gradient are its embedding group."""
-    return (rank["tp"], rank["dp"]) == (other["tp"], other["dp"])
+def _completed(answer: Any, given: Gradients, pp: int) -> tuple[Gradients, dict[Place, int]]:
+    """Run the answer on every rank, again from its start whenever a call has got its result.
 
-
-@exercise("04.tied", "Write tied(ranks) -> the final gradient of the tied table by rank, None where a rank has none.")
-def tied(answer: Any) -> Iterator[Outcome]:
-    """Judge one stage, two, four with two in the middle, and pipelines next to each other over tp and dp.
-
-    If there are many ranks, the score shows the first one whose gradient differs.
+    Returns its results and its numbers of calls. Raises Stalled if ranks wait for each other.
     """
-    diagnosis = Diagnosis()
+    known: dict[Place, list[Array]] = {place: [] for place in given}
+    while True:
+        done: Gradients = {}
+        waiting: dict[Place, tuple[frozenset[Place], Array]] = {}
+        for place, grad in given.items():
+            results = iter(known[place])
+
+            def all_reduce(
+                array: Any, places: Any, here: Place = place, results: Any = results, waiting: Any = waiting
+            ) -> Array:
+                group = frozenset(tuple(each) for each in plain(places))
+                if outside := [each for each in group if each not in given]:
+                    raise ValueError(f"there is no rank at {min(outside)}")
+                if here not in group:
+                    raise ValueError(f"the rank at {here} calls all_reduce over ranks of which it is none")
+                if array is None:
+                    raise ValueError(_MIDDLE)
+                for result in results:
+                    return result.copy()
+                waiting[here] = group, np.array(array, dtype=float)
+                raise _Waits
+
+            try:
+                done[place] = answer(None if grad is None else grad.copy(), place, pp, all_reduce)
+            except _Waits:
+                continue
+        if not waiting:
+            return done, {place: len(results) for place, results in known.items()}
+        met = [p for p, (group, _) in waiting.items() if all(waiting.get(q, ((),))[0] == group for q in group)]
+        if not met:
+            place, (group, _) = min(waiting.items())
+            other = min(q for q in group if waiting.get(q, ((),))[0] != group)
+            does = "calls it for other ranks" if other in waiting else "doesn't call it"
+            raise Stalled(f"the rank at {place} waits in all_reduce for the one at {other}, which {does}: a deadlock")
+        for place in met:
+            known[place].append(np.sum([waiting[q][1] for q in waiting[place][0]], axis=0))
+
+
+@exercise(
+    "04.tied",
+    "Write complete(grad, place, pp, all_reduce) -> the complete gradient of this rank's copy, None where it has none.",
+)
+def tied(answer: Any) -> Iterator[Outcome]:
+    """Judge two stages, stages in the middle, pipelines next to each other, and one stage; then the calls."""
     for tp, pp, dp in _LAYOUTS:
-        ranks = _tied_ranks(tp, pp, dp)
-        right, given = _summed(ranks, _same_column), list[Any]()
+        given = f"tp {tp}, pp {pp}, dp {dp}"
+        yield holds(given, "both gradients in each copy", lambda case=(tp, pp, dp): _judged(answer, *case))
+    counted = _gradients(2, 3, 2)
 
-        def tried(sizes: tuple[int, int, int] = (tp, pp, dp), kept: list[Any] = given) -> list[Any]:
-            kept.append(list(answer(_tied_ranks(*sizes))))
-            return kept[0]
+    def calls() -> Finding:
+        found = _completed(answer, counted, 3)[1]
+        wrong = [place for place, count in found.items() if count != (counted[place] is not None)]
+        return not wrong or f"{found[wrong[0]]} on the rank at {wrong[0]}"
 
-        outcome = diagnosis.outcome(f"tp {tp}, pp {pp}, dp {dp}", right, tried, _misread_tied(ranks))
-        yield outcome if outcome.passed or not given else _at_first_rank(outcome, ranks, right, plain(given[0]))
-
-
-def _at_first_rank(outcome: Outcome, ranks: list[dict[str, Any]], right: Gradients, value: list[Any]) -> Outcome:
-    """Return the outcome with only the first rank that differs."""
-    if len(value) != len(right):
-        return outcome
-    at, rank = next((i, each) for i, each in enumerate(ranks) if right[i] != value[i])
-    reason = outcome.got[len(shown(value)) :]
-    where = ", ".join(f"{axis} {rank[axis]}" for axis in ("tp", "pp", "dp"))
-    return replace(outcome, expected=f"{right[at]} on the rank with {where}", got=f"{shown(value[at])}{reason}")
+    outcome = holds("tp 2, pp 3, dp 2, calls of all_reduce", "one on each rank with a copy, no others", calls)
+    yield replace(outcome, reason=ONLY_FIRST)
 
 
-def _misread_tied(ranks: Sequence[dict[str, Any]]) -> Misreadings:
-    right, last = _summed(ranks, _same_column), max(rank["pp"] for rank in ranks)
-    alone = [rank["grad"] for rank in ranks]
-    ends = [sum(column) for column in zip(alone[0], alone[-1])] if last else alone[0]  # of the list, in its own order
+def _judged(answer: Any, tp: int, pp: int, dp: int) -> Finding:
+    """Return True, or the first rank whose gradient differs with the misunderstanding behind it."""
+    given = _gradients(tp, pp, dp)
+    try:
+        found, _ = _completed(answer, given, pp)
+    except Stalled as stalled:
+        return "a deadlock", str(stalled)
 
-    def on(kept: Callable[[int], bool]) -> Gradients:
-        return [total if kept(rank["pp"]) else own for rank, total, own in zip(ranks, right, alone)]
+    def summed(*kept: int) -> Gradients:
+        """Sum over the ranks with a copy that agree in these coordinates."""
+        return {
+            place: None if own is None else np.sum(
+                [g for q, g in given.items() if g is not None and all(q[i] == place[i] for i in kept)], axis=0
+            )
+            for place, own in given.items()
+        }  # fmt: skip
 
-    filled = [
-        next(total for total, other in zip(right, ranks) if total is not None and _same_column(rank, other))
-        for rank in ranks
-    ]
-    return {
-        "this adds the neighbouring stage; the partner of the first stage is the last": _summed(
-            ranks, lambda rank, other: _same_column(rank, other) and abs(rank["pp"] - other["pp"]) <= 1
-        ),
-        "nothing is added: first and last stage have a gradient of one use each": alone,
-        "this is the mean; the gradient of a weight with two uses is the sum": [
-            None if total is None else [value / (2 if last else 1) for value in total] for total in right
-        ],
-        "the last stage keeps its own gradient, so its copy moves away from the first stage's": on(lambda p: p == 0),
-        "the first stage keeps its own gradient, so its copy moves away from the last stage's": on(lambda p: p == last),
-        "gradients of other tp ranks are added, which belong to other rows of the table": _summed(
-            ranks, lambda rank, other: rank["dp"] == other["dp"]
-        ),
-        "the first rank of the list and the last get each other's gradient; partners are equal in tp and dp": [
-            ends if i in (0, len(alone) - 1) else own for i, own in enumerate(alone)
-        ],
-        "every rank gets the sum of the first rank of the list and the last; partners are equal in tp and dp": [
-            None if own is None else ends for own in alone
-        ],
-        "replicas are added once more; the data-parallel sum is done already": _summed(
-            ranks, lambda rank, other: rank["tp"] == other["tp"]
-        ),
-        "all gradients of all ranks are added; only the copies of the same rows belong together": _summed(
-            ranks, lambda rank, other: True
-        ),
-        "the middle stages get a gradient, but they hold no copy of the table": filled,
-        "one stage has both uses in one weight, whose gradient autograd has added already": [
-            None if total is None else [2 * value for value in total] for total in right
-        ]
-        if last == 0
-        else right,
-    }
+    right = summed(0, 1)
+    values = {place: None if each is None else np.asarray(plain(each), dtype=float) for place, each in found.items()}
+    wrong = [place for place in given if not _alike(values[place], right[place])]
+    if not wrong:
+        return True
+    nothing = all(_alike(values[place], given[place]) for place in given)
+    misread: dict[str, Gradients] = {
+        "nothing is added; each copy follows its own gradient" if nothing else (
+            f"the {'last' if wrong[0][2] else 'first'} stage keeps its own gradient, and the other one has the sum"
+        ): given,
+        "this is the mean; lookup and logits are two uses of one weight, so their gradients add up": {
+            place: None if each is None else each / 2 for place, each in right.items()
+        },
+        "ranks of one tp group hold other rows of the table": summed(1),
+        "replicas are added once more; the data-parallel sum is done already": summed(0),
+        "all ranks are added; only the copies of the same rows belong together": summed(),
+    }  # fmt: skip
+    place = wrong[0]
+    if right[place] is None:
+        return _MIDDLE, f"on the rank at {place} {plain(values[place])}: {_MIDDLE}"
+    reason = next((words for words, other in misread.items() if _alike(values[place], other[place])), "")
+    return (
+        reason,
+        f"on the rank at {place} {plain(values[place])} instead of {plain(right[place])}: {reason or 'wrong'}",
+    )
+
+
+def _alike(value: Any, other: Any) -> bool:
+    if value is None or other is None:
+        return value is other
+    return value.shape == other.shape and bool(np.allclose(value, other))
+
+
+# ---- bets ----
+
+ask(
+    "04.padding",
+    "Padding rows of the table are zeros, so their logits are 0. If they count as words, how high is the loss then?",
+    choices={
+        "the same": "Zeros add nothing to a sum of logits, but the softmax adds up exp(logit), and exp(0) is 1.",
+        "lower": "The label keeps its logit, and the sum below it gets more terms: its probability can only fall.",
+        "higher": "exp(0) is 1. So each padding row takes its share of the probability, like a word.",
+    },
+)
+ask(
+    "04.peak",
+    "A rank gathers the logits [n, V] and calls F.cross_entropy. How many tensors of that size are in memory at the "
+    "worst moment of forward and backward? A whole number.",
+    misread=lambda: {
+        "Those are the logits alone, and they aren't even needed any more when backward comes.": 1,
+        "One is kept for backward, and there is a gradient. But the backward of log-softmax reads one gradient and "
+        "makes another.": 2,
+        "The gathered logits themselves are free by then: log-softmax keeps its result and not its input.": 4,
+    },
+    unit="tensors",
+    because="cross_entropy is a log-softmax and a choice of the label. Backward has the kept result of the first, the "
+    "gradient of the second, and the gradient of the logits that it makes of both.",
+)
+ask(
+    "04.apart",
+    "Adam's learning rate is 0.003, and both copies begin equal. How far apart are they after ONE step, as a share of "
+    "the table's norm?",
+    choices={
+        "under 1 %": "0.003 sounds like 0.3 %, but Adam moves a weight by 0.003 whatever its size, and these weights "
+        "are about 0.02.",
+        "1 to 50 %": "Adam's first step moves a weight by about the learning rate, whatever the size of weight or "
+        "gradient. 0.003 of 0.02 is 15 %, and nearly every row of one copy moves, while few rows of the other do.",
+        "over 50 %": "A first step moves a weight by about the learning rate: 0.003, and weights are about 0.02.",
+    },
+)
+ask(
+    "04.file",
+    "The checkpoint of the run without the sum stores the table once. One process loads it and goes on. What does its "
+    "first loss look like?",
+    choices={
+        "as before": "The loss was measured with two tables: one that reads words and one that scores them. The file "
+        "has one of them.",
+        "a small step up": "How large it is depends on how far the two tables have drifted, in this run further than "
+        "the table is long.",
+        "as if untrained": "What the logits had learned was in the other copy. The file has a table that was trained "
+        "to read words, and never to score them.",
+    },
+)

@@ -1,92 +1,158 @@
-"""Exercises of chapter 05: the bytes of a chain, a second forward for each block, layers in groups."""
+"""Exercises and bets of chapter 05: what a program keeps, a second forward for each block, a plan for each layer."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from labkit.check.scoring import Misreadings, Outcome, asked, exercise, holds, raised
+from labkit.check.bets import ask
+from labkit.check.scoring import Outcome, exercise, holds, plain, raised, reason_of, shown
 
-# ---- the bytes of a chain ----
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
-Chain = tuple[tuple[str, int], ...]
+# ---- what a program keeps ----
 
-_CHAINS: tuple[tuple[int, Chain], ...] = (
-    (4, (("linear", 8),)),
-    (4, (("linear", 16), ("gelu", 16), ("linear", 4))),
-    (4, (("linear", 8), ("relu", 8), ("linear", 4))),
-    (6, (("norm", 6), ("linear", 18))),
-    (6, (("scale", 6), ("softmax", 6), ("dropout", 6), ("linear", 3))),
-    (8, (("norm", 8), ("linear", 32), ("gelu", 32), ("linear", 8), ("dropout", 8))),
+Program = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+_LAYER: Program = (
+    ("normed", "norm", ("x",)), ("qkv", "linear", ("normed",)), ("scores", "matmul", ("qkv",)),
+    ("scaled", "scale", ("scores",)), ("masked", "add", ("scaled",)), ("probs", "softmax", ("masked",)),
+    ("dropped", "dropout", ("probs",)), ("mixed", "matmul", ("dropped", "qkv")), ("proj", "linear", ("mixed",)),
+    ("proj dropped", "dropout", ("proj",)), ("middle", "add", ("x", "proj dropped")),
+    ("normed 2", "norm", ("middle",)), ("fc1", "linear", ("normed 2",)), ("gelu", "gelu", ("fc1",)),
+    ("fc2", "linear", ("gelu",)), ("fc2 dropped", "dropout", ("fc2",)), ("y", "add", ("middle", "fc2 dropped")),
+)  # fmt: skip
+_WIDTHS = {"qkv": 3, "fc1": 4, "gelu": 4} | dict.fromkeys(("scores", "scaled", "masked", "probs", "dropped"), 16)
+_PROGRAMS: tuple[Program, ...] = (
+    (("a", "linear", ("x",)), ("b", "gelu", ("a",)), ("c", "linear", ("b",))),
+    (("a", "linear", ("x",)), ("b", "relu", ("a",)), ("c", "linear", ("b",))),
+    (("a", "scale", ("x",)), ("b", "softmax", ("a",)), ("c", "dropout", ("b",)), ("d", "add", ("x", "c"))),
+    (("a", "norm", ("x",)), ("b", "linear", ("a",)), ("c", "matmul", ("a", "b"))),
+    _LAYER,
 )
-"""(width of the input, (operation, width of its result) in order)."""
-
-_INPUT, _RESULT, _MASK = "input", "result", "mask"
+_INPUTS, _FIRST, _RESULT, _MASK = "inputs", "first input", "result", "mask"
 _KEEPS: Mapping[str, str | None] = {
-    "linear": _INPUT, "norm": _INPUT, "gelu": _INPUT, "relu": _RESULT, "softmax": _RESULT, "dropout": _MASK,
-    "scale": None,
+    "linear": _INPUTS, "matmul": _INPUTS, "norm": _INPUTS, "gelu": _INPUTS, "relu": _RESULT, "softmax": _RESULT,
+    "dropout": _MASK, "scale": None, "add": None,
 }  # fmt: skip
 
 
-def _kept(
-    width: int,
-    chain: Chain,
-    keeps: Mapping[str, str | None] = _KEEPS,
-    *,
-    once: bool = True,
-    number: int = 2,
-    mask: int = 1,
-) -> int:
-    """Return the bytes that autograd keeps; arguments after `chain` that are not the default are misunderstandings."""
-    widths = [width, *(result for _, result in chain)]
-    kept = [
-        place + (keeps[name] == _RESULT) for place, (name, _) in enumerate(chain) if keeps[name] in (_INPUT, _RESULT)
+def _kept(program: Program, **other: str | None) -> set[str]:
+    """Return the names of what autograd keeps; `other` are operations that somebody takes for different ones."""
+    keeps, found = {**_KEEPS, **other}, set[str]()
+    for result, operation, inputs in program:
+        if keeps[operation] == _INPUTS:
+            found |= set(inputs)
+        elif keeps[operation] == _FIRST:
+            found.add(inputs[0])
+        elif keeps[operation] == _RESULT:
+            found.add(result)
+        elif keeps[operation] == _MASK:
+            found.add(f"mask of {result}")
+    return found
+
+
+def draw_kept(answer: Any) -> Figure | None:
+    """Draw the layer's tensors as areas, those of the answer filled; an answer of another form has no drawing."""
+    from labkit.viz.layer_memory import TensorArea, layer_areas  # matplotlib, which a score does without
+
+    names = ["x"]
+    for result, operation, _ in _LAYER[:-1]:
+        names += [f"mask of {result}", result] if operation == "dropout" else [result]
+    core = {"scores", "scaled", "masked", "probs", "dropped", "mask of dropped"}
+    areas = [
+        TensorArea(name, _WIDTHS.get(name.removeprefix("mask of "), 1), 1 + (not name.startswith("mask")), name in core)
+        for name in names
     ]
-    masks = sum(result for name, result in chain if keeps[name] == _MASK)
-    return number * sum(widths[tensor] for tensor in (set(kept) if once else kept)) + mask * masks
+    return layer_areas(areas, set(answer([*_LAYER])) & set(names), _kept(_LAYER))
 
 
-@exercise(
-    "05.kept", "Write kept_bytes(width, chain) -> the bytes that autograd keeps for a token that runs through it."
-)
+@exercise("05.kept", "Write kept(program) -> the set of names of the tensors that autograd keeps.", draw=draw_kept)
 def kept(answer: Any) -> Iterator[Outcome]:
-    """Judge chains in which operations keep their input, their result, a mask or nothing, and share tensors."""
-    return asked(
-        _CHAINS,
-        given=lambda width, chain: f"width {width}: {', '.join(f'{name} to {result}' for name, result in chain)}",
-        right=_kept,
-        tried=lambda width, chain: answer(width, list(chain)),
-        misread=_misread_chains,
-    )
+    """Judge chains whose operations keep inputs, results, masks or nothing, and share tensors; then a whole layer."""
+    for program in _PROGRAMS:
+        given = "the layer" if program is _LAYER else "; ".join(f"{r} = {o}({', '.join(i)})" for r, o, i in program)
+        outcome = holds(given, f"{len(_kept(program))} tensors", lambda each=program: _judged(answer, each))
+        yield replace(outcome, reason=reason_of(outcome.got))
 
 
-def _misread_chains(width: int, chain: Chain) -> Misreadings:
-    every_input = dict.fromkeys(_KEEPS, _INPUT)
-    results = sum(2 * result for _, result in chain)
-    return {
-        "relu and softmax keep their result, and the next operation keeps the same tensor as input: count it once": (
-            _kept(width, chain, once=False)  # as if relu kept its input, which is as wide
+def _judged(answer: Any, program: Program) -> bool | str:
+    """Return True, or what is missing and too much, and the misunderstanding behind it."""
+    found, right = answer([*program]), _kept(program)
+    if not isinstance(found, set | frozenset | list | tuple):
+        return f"{shown(plain(found))}: this is not a set of names"
+    found = set(found)
+    if found == right:
+        return True
+    apart = [f"{name} is missing" for name in sorted(right - found)[:2]]
+    apart += [f"{name} is not kept" for name in sorted(found - right)[:2]]
+    return f"{', '.join(apart)}: {_why_kept(program, found)}"
+
+
+def _why_kept(program: Program, found: set[str]) -> str:
+    """Name the misunderstanding behind a set of names."""
+    results, inputs = {r for r, _, _ in program}, {name for _, _, names in program for name in names}
+    masks = {f"mask of {result}" for result, operation, _ in program if operation == "dropout"}
+    reasons: dict[str, tuple[set[str], ...]] = {
+        "that is every result; one that no derivative names is freed as soon as it has been used": (
+            results, results | {"x"}, results | masks, results | masks | {"x"},
         ),
-        "each operation is counted with its input; relu and softmax keep their result, dropout a mask, scale nothing": (
-            _kept(width, chain, every_input, once=False)
+        "that is every input; the derivative of a sum or of a constant factor needs none": (inputs, inputs | masks),
+        "the derivatives of relu and softmax are written with their results": (
+            _kept(program, relu=_INPUTS, softmax=_INPUTS), _kept(program, relu=_INPUTS),
+            _kept(program, softmax=_INPUTS),
         ),
-        "gelu's derivative needs its input, not its result": _kept(width, chain, {**_KEEPS, "gelu": _RESULT}),
-        "dropout keeps its mask alone, not its input": _kept(width, chain, {**_KEEPS, "dropout": _INPUT}),
-        "the mask of dropout is missing": _kept(width, chain, {**_KEEPS, "dropout": None}),
-        "a mask has one byte per number, not two": _kept(width, chain, mask=2),
-        "the derivative of a constant factor needs no tensor": _kept(width, chain, {**_KEEPS, "scale": _INPUT}),
-        "every result is counted; a result that no derivative names is freed": results,
-        "every tensor is counted; a tensor that no derivative names is freed": results + 2 * width,
-        "these are numbers; a number has two bytes": _kept(width, chain, number=1),
-    }
+        "gelu's derivative needs its input": (_kept(program, gelu=_RESULT),),
+        "dropout keeps its mask alone, neither what it reads nor what it returns": (
+            _kept(program, dropout=_INPUTS), _kept(program, dropout=_RESULT),
+        ),
+        "dropout keeps a mask, which is a tensor as well": (_kept(program, dropout=None),),
+        "a sum passes the gradient on as it is, to every term": (_kept(program, add=_INPUTS),),
+        "the derivative of a constant factor is the factor": (_kept(program, scale=_INPUTS),),
+        "the gradient of a weight needs what the weight was multiplied with": (_kept(program, linear=None),),
+        "both factors of this product are activations, and each is in the other's gradient": (
+            _kept(program, matmul=None), _kept(program, matmul=_FIRST),
+        ),
+        "a norm's derivative needs the input": (_kept(program, norm=_RESULT), _kept(program, norm=None)),
+    }  # fmt: skip
+    general = "ask of each operation what its derivative is written with, and count a tensor once"
+    return next((words for words, others in reasons.items() if found in others), general)
 
+
+ask(
+    "05.relu",
+    "A colleague replaces GeLU by ReLU in the MLP. Of the layer's 34 bytes per token and feature outside of core "
+    "attention, how many does autograd no longer keep?",
+    choices={
+        "0": "ReLU is as wide as GeLU, and both keep one tensor. But which one? GeLU keeps its input, ReLU its result.",
+        "8": "GeLU keeps its input, and fc2 keeps GeLU's result as its own input: two tensors of 8 bytes. ReLU keeps "
+        "its result, which is the tensor that fc2 keeps anyway, and a storage counts once.",
+        "16": "fc2 still needs its input for the gradient of its weight, so one of the two tensors stays.",
+    },
+)
 
 # ---- a second forward for each block ----
+
+ask(
+    "05.masks",
+    "The second forward draws new numbers. For how many percent of the values is the gradient that of another mask, "
+    "because only one of the two forwards has dropped them?",
+    misread=lambda dropout: {
+        "That is the share that one forward drops. The other one drops values as well, mostly different ones.": (
+            100 * dropout
+        ),
+        "That counts the values that both have dropped twice over: on these the two agree.": 200 * dropout,
+        "That is the share that both drop, on which they agree.": 100 * dropout**2,
+    },
+    unit="percent",
+    because="A value is dropped by the first forward and not by the second with probability p (1 - p), and the other "
+    "way round as often: 2 p (1 - p).",
+)
 
 
 @dataclass
@@ -255,53 +321,130 @@ def _work(run: _Replayed) -> bool | str:
     return f"{counts} by block: keep the input of each block, then each runs again only once"
 
 
-# ---- layers in groups ----
+# ---- a plan for each layer ----
 
-_GROUPS = ((64, 1, 1), (24, 2, 34), (96, 2, 34), (100, 4, 36), (60, 8, 32), (7, 10, 10), (1, 2, 34))
-"""(layers, bytes of an input, bytes that a layer keeps, its input included)."""
+ask(
+    "05.peak",
+    "Twelve layers, each recomputed in full: forward keeps an input of 2 s b h for each of them. How many s b h are "
+    "kept at the worst moment of the step? (The table above has what a layer keeps in full.)",
+    misread=lambda whole: {
+        "That is what is there when forward ends. But then backward begins, and it needs a layer in full.": 24,
+        "Backward needs one layer at a time in full, not all of them.": 12 * whole,
+        "That is one layer in full. The inputs of the others are there, too.": whole,
+        "The input of the last layer is part of what it keeps in full: count it once.": 24 + whole,
+    },
+    unit="s b h",
+    because="The worst moment is the beginning of backward: all twelve inputs are there, and the last layer has just "
+    "been computed again in full, of which its input is a part. From then on one input less is there for each layer.",
+)
+
+Ways = Mapping[str, tuple[float, float, float]]
+"""Way -> (kept after forward, kept during backward, forwards of the layer that it costs)."""
+_GPT2: Ways = {"keep": (114, 114, 0.0), "selective": (34, 90, 0.18), "full": (2, 114, 1.0)}
+_SHORT: Ways = {"keep": (44, 44, 0.0), "selective": (34, 34, 0.03), "full": (2, 44, 1.0)}
+_LONG: Ways = {"keep": (354, 354, 0.0), "selective": (34, 330, 0.4), "full": (2, 354, 1.0)}
+_CASES: tuple[tuple[int, float, Ways], ...] = (
+    (12, 457, _GPT2), (12, 1400, _GPT2), (12, 470, _GPT2), (12, 150, _GPT2), (8, 300, _SHORT), (8, 200, _SHORT),
+    (6, 480, _LONG), (6, 1000, _LONG), (1, 114, _GPT2),
+)  # fmt: skip
+_FORWARD = 1.0
 
 
-def _peak(layers: int, size: int, input_bytes: int, layer_bytes: int) -> int:
-    return layers // size * input_bytes + size * layer_bytes - input_bytes
+def _steps(plan: Sequence[str], ways: Ways) -> list[tuple[float, float]]:
+    """Return (forwards of a layer done, kept) from moment to moment."""
+    done, kept, found = 0.0, 0.0, [(0.0, 0.0)]
+    for name in plan:
+        done, kept = done + _FORWARD, kept + ways[name][0]
+        found.append((done, kept))
+    for name in reversed(plan):
+        found.append((done, kept - ways[name][0] + ways[name][1]))
+        done, kept = done + 2 * _FORWARD + ways[name][2], kept - ways[name][0]
+        found += [(done, found[-1][1]), (done, kept)]
+    return found
 
 
-@exercise("05.groups", "Write best_group(layers, input_bytes, layer_bytes) -> the group size with the smallest peak.")
-def groups(answer: Any) -> Iterator[Outcome]:
-    """Judge layers that keep as much as their input, or many times as much; two n with one peak; one layer."""
-    return asked(
-        _GROUPS,
-        given="{} layers, {} bytes per input and {} per layer".format,
-        right=lambda layers, *each: min(_sizes(layers), key=lambda n: _peak(layers, n, *each)),
-        tried=answer,
-        misread=_misread_groups,
-    )
+def _peak(plan: Sequence[str], ways: Ways) -> float:
+    return max(kept for _, kept in _steps(plan, ways))
 
 
-def _sizes(layers: int) -> list[int]:
-    return [n for n in range(1, layers + 1) if layers % n == 0]
+def _cost(plan: Sequence[str], ways: Ways) -> float:
+    return sum(ways[name][2] for name in plan)
 
 
-def _misread_groups(layers: int, input_bytes: int, layer_bytes: int) -> Misreadings:
-    sizes = _sizes(layers)
-    root = math.sqrt(layers)
-    balanced = math.sqrt(layers * input_bytes / layer_bytes)
-    best = min(_peak(layers, n, input_bytes, layer_bytes) for n in sizes)
-    return {
-        "two n have the smallest peak; return the smaller": (
-            max(n for n in sizes if _peak(layers, n, input_bytes, layer_bytes) == best)
-        ),
-        "one layer at a time runs again, but the input of every layer is kept": 1,
-        "one input is kept, but all layers run again at once": layers,
-        "the root of the layers is right where a layer keeps no more than its input": round(root),
-        "the root of the layers is right where a layer keeps no more than its input (nearest divisor)": (
-            min(sizes, key=lambda n: abs(n - root))
-        ),
-        "this balances inputs and group, but the groups must divide the layers": round(balanced),
-        "this has the largest peak, not the smallest": (
-            max(sizes, key=lambda n: _peak(layers, n, input_bytes, layer_bytes))
-        ),
-        "this is the peak; the exercise asks for the group size": best,
-        "this is the number of groups; the exercise asks for the number of layers in one": (
-            layers // min(sizes, key=lambda n: _peak(layers, n, input_bytes, layer_bytes))
-        ),
-    }
+def _best(layers: int, room: float, ways: Ways) -> list[str]:
+    """Return the cheapest plan that fits; what backward adds weighs least in front, so full comes before selective."""
+    fitting = [
+        plan
+        for full in range(layers + 1)
+        for some in range(layers - full + 1)
+        if _peak(plan := ["full"] * full + ["selective"] * some + ["keep"] * (layers - full - some), ways) <= room
+    ]
+    return min(fitting, key=lambda plan: _cost(plan, ways))
+
+
+def draw_plan(answer: Any) -> Figure | None:
+    """Draw what the answer's plan keeps over time, next to a best one; an answer of another form has no drawing."""
+    from labkit.viz.layer_memory import memory_over_time  # matplotlib, which a score does without
+
+    layers, room, ways = _CASES[0]
+    found = plain(answer(layers, room, dict(ways)))
+    if not isinstance(found, list) or len(found) != layers or not set(found) <= set(ways):
+        return None
+    unit = 64 * 1024 * 768  # s b h of GPT-2
+    plans = {"your plan": found, "a best plan": _best(layers, room, ways)}
+    runs = {name: [(done, kept * unit) for done, kept in _steps(plan, ways)] for name, plan in plans.items()}
+    return memory_over_time(runs, room * unit, layers * _FORWARD)
+
+
+@exercise("05.plan", "Write plan(layers, room, ways) -> the name of a way for each layer, in order.", draw=draw_plan)
+def plan(answer: Any) -> Iterator[Outcome]:
+    """Judge layers of short, usual and long sequences, with much and little room: does it fit, and is it cheapest?"""
+    for layers, room, ways in _CASES:
+        what = f"{layers} layer{'s' * (layers > 1)}, room {room:g}, a whole layer keeps {ways['keep'][0]:g}"
+        least = _cost(_best(layers, room, ways), ways)
+        outcome = holds(
+            what, f"fits, for {least:.2f} forwards of a layer", lambda c=(layers, room, ways): _planned(answer, *c)
+        )
+        yield replace(outcome, reason=reason_of(outcome.got))
+
+
+def _planned(answer: Any, layers: int, room: float, ways: Ways) -> bool | str:
+    found = plain(answer(layers, room, dict(ways)))
+    if not isinstance(found, list) or len(found) != layers or not set(map(str, found)) <= set(ways):
+        return f"{shown(found)}: this is not a list with one of the words {', '.join(ways)} for each layer"
+    peak, kept = _peak(found, ways), sum(ways[name][0] for name in found)
+    if kept > room:
+        return f"{kept:g} are kept when forward ends: forward alone does not fit; recompute more"
+    if peak > room:
+        return f"peak {peak:g}: forward fits, but backward makes a layer's tensors again while the earlier ones wait"
+    more = _cost(found, ways) - _cost(_best(layers, room, ways), ways)
+    return more < 1e-9 or f"fits, and costs {more:.2f} forwards more than needed: {_dear(found, room, ways)}"
+
+
+def _dear(found: list[str], room: float, ways: Ways) -> str:
+    """Say how a plan that fits could be cheaper."""
+    if set(found) == {"full"}:
+        return "not every layer needs full recomputation"
+    if found[:-1] != sorted(found[:-1], key=["full", "selective", "keep"].index):
+        return "what is recomputed at the end meets all that waits; begin with the layers that keep least"
+    for name in ("keep", "selective"):
+        if ways[name][2] < ways[found[-1]][2] and _peak([*found[:-1], name], ways) <= room:
+            return "the last layer is needed again at once, so keep of it what there is room for"
+    return "with one full layer more, several others may keep more: try every number of full and selective ones"
+
+
+# ---- a paper's number ----
+
+ask(
+    "05.paper",
+    "Selective recomputation computes the core of attention twice. For GPT-3 (h = 12,288, s = 2,048), by how much do "
+    "the operations of a step grow? The paper says 2.7 %.",
+    choices={
+        "by a third of that": "Backward of a product is two products, so of the core's three shares of a step only "
+        "one, its forward, is computed again. 2.7 % is the share of all three.",
+        "by what it says": "2.7 % is the share that the core's products have in a step, forward and backward "
+        "together. But backward isn't done twice: only the core's forward is.",
+        "by three times that": "That would be so if everything of the core ran three times more. Only its forward runs "
+        "once more.",
+    },
+)

@@ -74,7 +74,7 @@ ask(
     misread=lambda: {
         "That is the difference of our two tables, 25.5 steps instead of 33. But with 128 pipelines, each of them gets "
         "4 of the 512 sequences, not 8.": 100 * (1 - 25.5 / 33),
-        "That is 1F1B's whole bubble with 4 microbatches, 3/7. Some of it is left.": 300 / 7,
+        "That is 1F1B's whole bubble with 4 microbatches, 3/7 of the pipeline's time. Some of it is left.": 300 / 7,
         "That is 1F1B's whole bubble with 8 microbatches, 3/11.": 300 / 11,
     },
     because="The batch is the same on more GPUs, so each pipeline gets fewer microbatches, and the bubble is a larger "
@@ -120,14 +120,14 @@ ask(
 )
 ask(
     "12.pairs",
-    "Rank 1 of two runs its backwards in the order 1B1, 1B0, and rank 0 waits for 0B0, 0B1. How many of the two "
-    "gradients meet the receive of the other one?",
+    "Rank 1 of two runs its backwards in the order 1B1, 1B0, 1B2, and rank 0 waits for 0B0, 0B1, 0B2. How many of the "
+    "three gradients meet the receive of another one?",
     choices={
         "none": "Each receive says from which rank it wants a message, but not which message. The first one takes what "
         "comes first.",
-        "one": "If one message is in the place of another, the other one must be somewhere else.",
-        "both": "The first message meets the first receive, the second one the second: both are wrong, and no shape "
-        "tells.",
+        "two": "The first message meets the first receive, the second one the second: both are wrong, and no shape "
+        "tells. The third one is in its place.",
+        "all three": "A message in the wrong place doesn't shift the ones after it: the third meets the third receive.",
     },
 )
 ask(

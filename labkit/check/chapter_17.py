@@ -85,10 +85,8 @@ ask(
     "17.second",
     "Both forwards have replayed one pair of graphs, then the first backward. Is the second backward right?",
     choices={
-        "right": "The activations of microbatch 1 were written last by a forward. But the first backward has been "
-        "replayed since, and a backward writes, too.",
-        "wrong": "A backward's own tensors take memory that its capture saw autograd drop, so the first replay has "
-        "written over what the second one reads.",
+        "right": "The forward of microbatch 1 was the last one. But a backward has been replayed since.",
+        "wrong": "Though the forward of microbatch 1 was the last one. A backward has been replayed since.",
     },
 )
 ask(
@@ -124,8 +122,8 @@ ask(
     choices={
         "what forwards save": "Autograd drops what a forward has saved while its backward runs, with the rules and "
         "without them. A later capture takes this memory.",
-        "gradients of weights": "A layer's weights do not shrink with the microbatch, and without rule 1 each backward "
-        "graph keeps gradients of its own for all of them.",
+        "gradients of weights": "A layer's weights do not shrink with the microbatch, and without the rules each "
+        "backward graph keeps gradients of its own for all of them.",
         "outputs and dx": "They are kept, too. But each is only as large as one input of a layer.",
     },
 )

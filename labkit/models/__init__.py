@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from labkit.models.convert import full_state_to_hugging_face as full_state_to_hugging_face
     from labkit.models.convert import gather_full_state as gather_full_state
     from labkit.models.convert import load_full_state as load_full_state
+    from labkit.models.footprint import Footprint as Footprint
     from labkit.models.gpt import GPTModel as GPTModel
     from labkit.models.hugging_face_config import config_to_hugging_face as config_to_hugging_face
     from labkit.models.hugging_face_config import model_config_from_hugging_face as model_config_from_hugging_face
     from labkit.models.hugging_face_config import moe_config_from_hugging_face as moe_config_from_hugging_face
     from labkit.models.lifetimes import Lifetimes as Lifetimes
+    from labkit.models.live_bytes import LiveBytes as LiveBytes
     from labkit.models.saved_tensors import SavedTensors as SavedTensors
     from labkit.models.synthetic_load import SleepingStage as SleepingStage
     from labkit.models.synthetic_load import sleep_through as sleep_through

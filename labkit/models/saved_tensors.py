@@ -30,7 +30,7 @@ class SavedTensors:
 
     def __enter__(self) -> SavedTensors:
         self._own = {
-            tensor.untyped_storage().data_ptr()
+            tensor.untyped_storage()._cdata
             for model in self._models
             for tensor in (*model.parameters(), *model.buffers())
         }
@@ -56,9 +56,14 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         known = self._kept.get(storage._cdata)
-        if storage.data_ptr() not in self._own and (known is None or known[0].expired()):
-            self._kept[storage._cdata] = StorageWeakRef(storage), self._inside[-1] if self._inside else ""
+        if storage._cdata not in self._own and (known is None or known[0].expired()):
+            self._kept[storage._cdata] = StorageWeakRef(storage), self.inside
         return tensor if tensor.is_leaf else tensor.detach()  # an operation must not keep its own output alive
+
+    @property
+    def inside(self) -> str:
+        """The innermost module whose forward runs now; "" outside all."""
+        return self._inside[-1] if self._inside else ""
 
     @property
     def by_module(self) -> dict[str, int]:

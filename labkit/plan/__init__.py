@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from labkit.plan.stages import stage_layers as stage_layers
     from labkit.plan.timed_layer import is_between as is_between
     from labkit.plan.timed_layer import layer_timeline as layer_timeline
+    from labkit.plan.timed_layer import unhidden as unhidden
     from labkit.plan.traffic import AllToAllBytes as AllToAllBytes
     from labkit.plan.traffic import all_to_all_bytes as all_to_all_bytes
     from labkit.plan.traffic import dedup_factor as dedup_factor

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from labkit.comm.rank_generator import AXES as LAYOUT_AXES
-from labkit.comm.rank_generator import RankGenerator, rank_generators
+from labkit.comm.rank_generator import DEFAULT_ORDER, RankGenerator, rank_generators
 
 KINDS = ("tp", "cp", "ep", "dp", "edp", "pp")
 """Kinds of groups that the model counts."""
@@ -75,6 +75,35 @@ def bytes_between_nodes(
     a model without experts.
     """
     dense, expert = _generators(model, sizes, world_size)
+    return _crossing(model, dense, expert, np.arange(world_size) // gpus_per_node)
+
+
+def placement_traffic(
+    model: TransformerTraffic, placement: Sequence[Mapping[str, int]], nodes: Sequence[int]
+) -> dict[str, float]:
+    """Return kind of group -> bytes that cross from node to node in one step, if ranks are placed one by one.
+
+    placement: for each GPU, node after node, the digits of its rank, such as {"tp": 3, "dp": 0, "pp": 1}. nodes: GPUs
+        of each node. Rings follow the digits, wherever the ranks are. Dense models only.
+
+    Raises ValueError if there is no GPU, or more than one, for some digits.
+    """
+    axes = [axis for axis in LAYOUT_AXES if axis in placement[0]]
+    sizes = {axis: 1 + max(digits[axis] for digits in placement) for axis in axes}
+    generator = RankGenerator(**sizes, order=DEFAULT_ORDER)
+    ranks = [sum(digits[axis] * generator.strides[axis] for axis in axes) for digits in placement]
+    if sorted(ranks) != list(range(generator.world_size)) or len(ranks) != sum(nodes):
+        shape = " ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(f"{shape} on {sum(nodes)} GPUs: each combination of digits must be on one GPU")
+    node_of = np.empty(len(ranks), dtype=int)
+    node_of[ranks] = np.repeat(np.arange(len(nodes)), nodes)
+    return _crossing(model, generator, None, node_of)
+
+
+def _crossing(
+    model: TransformerTraffic, dense: RankGenerator, expert: RankGenerator | None, node_of: np.ndarray
+) -> dict[str, float]:
+    """Return kind of group -> bytes between nodes; `node_of` has the node of each rank, counted from 0."""
     tp, cp, dp, pp = (dense.sizes[axis] for axis in ("tp", "cp", "dp", "pp"))
     samples = dp * model.micro_batch_size
     if model.global_batch_size % samples:
@@ -89,7 +118,7 @@ def bytes_between_nodes(
     own = model.dense_parameters / (tp * pp) * model.gradient_bytes
 
     def nodes(generator: RankGenerator, token: str) -> np.ndarray:
-        return (generator.rank_array(token) - generator.rank_offset) // gpus_per_node
+        return node_of[generator.rank_array(token) - generator.rank_offset]
 
     crossing = {
         "tp": _ring(nodes(dense, "tp")) * 4 * passes * _all_reduce(activation, tp),

@@ -19,6 +19,7 @@ from labkit.plan.layer_times import layer_passes
 from labkit.plan.layout import layout_of
 from labkit.plan.machine import load_machine
 from labkit.plan.terms import Term
+from labkit.plan.what_if import without_nvls
 from labkit.plan.workload import Workload
 
 _FORWARD = (
@@ -37,10 +38,11 @@ _BACKWARD = (
 )  # fmt: skip
 
 
-def layer_timeline(config: RunConfig, gpus: int, machine: str = "h100") -> list[Event]:
+def layer_timeline(config: RunConfig, gpus: int, machine: str = "h100", *, nvls: bool = True) -> list[Event]:
     """Return what a rank does in forward and backward of one layer and one microbatch; times in seconds from 0.
 
-    Of a model with experts it is a layer without them.
+    Of a model with experts it is a layer without them. `nvls=False` takes the machine's switches without their adding
+    (NCCL's `NCCL_NVLS_ENABLE=0`), so that an all-reduce takes the ring.
 
     A message is an Event of kind `collective`: its name is `all_reduce`, `all_gather` or `reduce_scatter`, and its
     bytes are those of the whole tensor. The other Events are named as the plan names kernels.
@@ -48,7 +50,7 @@ def layer_timeline(config: RunConfig, gpus: int, machine: str = "h100") -> list[
     Raises ValueError for a layer whose order is not known here: with context parallelism, recomputation, unfused
     attention or products in fp8.
     """
-    target = load_machine(machine)
+    target = load_machine(machine) if nvls else without_nvls(load_machine(machine))
     workload = Workload(config, gpus, software=target.default_software)
     passes = layer_passes(workload.config.model, None, layout_of(workload), target)
     line = _Line()
@@ -61,6 +63,16 @@ def layer_timeline(config: RunConfig, gpus: int, machine: str = "h100") -> list[
             "parallelism and recomputation; leave these away"
         )
     return line.events
+
+
+def unhidden(events: Sequence[Event]) -> list[Event]:
+    """Return the messages of a line beside which nothing runs: the rank waits for the whole of them."""
+    kernels = [event for event in events if event.kind != "collective"]
+    return [
+        message for message in events
+        if message.kind == "collective"
+        and not any(max(message.start, one.start) + 1e-9 < min(message.end, one.end) for one in kernels)
+    ]  # fmt: skip
 
 
 def is_between(event: Event) -> bool:

@@ -1,4 +1,4 @@
-"""What if one constant of a machine were another: bits for bytes, or a data sheet's sparse peak. No torch."""
+"""What if one constant of a machine were another: bits for bytes, a data sheet's sparse peak, no NVLS. No torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def scaled(machine: Machine, constant: str, factor: float) -> Machine:
     if not factor > 0:
         raise ValueError(f"factor = {factor}: give a number above 0")
     return CONSTANTS[constant](machine, factor)
+
+
+def without_nvls(machine: Machine) -> Machine:
+    """Return the machine with switches that don't add: an all-reduce takes the ring, as with `NCCL_NVLS_ENABLE=0`."""
+    return replace(machine, levels=tuple(replace(each, all_reduce_bandwidth=each.bandwidth) for each in machine.levels))
 
 
 def _peak(machine: Machine, factor: float) -> Machine:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from labkit.train.parity.comparison import ParityReport as ParityReport
     from labkit.train.parity.comparison import ParityRow as ParityRow
     from labkit.train.parity.comparison import compare as compare
+    from labkit.train.parity.layer_runs import all_tensor_parallel as all_tensor_parallel
+    from labkit.train.parity.layer_runs import errors_by_name as errors_by_name
+    from labkit.train.parity.layer_runs import float64_layer as float64_layer
+    from labkit.train.parity.layer_runs import run_cut_mlp as run_cut_mlp
+    from labkit.train.parity.layer_runs import run_sublayer as run_sublayer
     from labkit.train.pretraining import TrainResult as TrainResult
     from labkit.train.pretraining import build_optimizer as build_optimizer
     from labkit.train.pretraining import layer_spec as layer_spec

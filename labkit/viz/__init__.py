@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from labkit.plan.node_traffic import bytes_between_nodes as bytes_between_nodes
     from labkit.plan.node_traffic import order_traffic as order_traffic
     from labkit.viz.activations import Kept as Kept
-    from labkit.viz.activations import memory_and_work as memory_and_work
     from labkit.viz.activations import saved_waterfall as saved_waterfall
     from labkit.viz.attention_ring import context_mask as context_mask
     from labkit.viz.attention_ring import measured_ring as measured_ring
@@ -54,12 +53,18 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
+    from labkit.viz.held_weights import weight_parts as weight_parts
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
+    from labkit.viz.layer_gradients import gradient_table as gradient_table
+    from labkit.viz.layer_memory import TensorArea as TensorArea
+    from labkit.viz.layer_memory import layer_areas as layer_areas
+    from labkit.viz.layer_memory import memory_over_time as memory_over_time
     from labkit.viz.layer_messages import layer_timelines as layer_timelines
     from labkit.viz.layout.expert_costs import expert_costs as expert_costs
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid
     from labkit.viz.layout.folding import folded_digits as folded_digits
+    from labkit.viz.layout.node_placements import placed_ranks as placed_ranks
     from labkit.viz.layout.order_comparison import compare_orders as compare_orders
     from labkit.viz.layout.rank_grids import explore_layout as explore_layout
     from labkit.viz.layout.rank_grids import rank_grid as rank_grid
@@ -91,7 +96,8 @@ if TYPE_CHECKING:
     from labkit.viz.text_scores import token_choices as token_choices
     from labkit.viz.tp_layer import split_sequence as split_sequence
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
-    from labkit.viz.vocabulary import loss_costs as loss_costs
+    from labkit.viz.vocabulary import added_rows as added_rows
+    from labkit.viz.vocabulary import memory_of_losses as memory_of_losses
     from labkit.viz.vocabulary import split_softmax as split_softmax
     from labkit.viz.vocabulary import vocabulary_shards as vocabulary_shards
 

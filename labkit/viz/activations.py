@@ -1,4 +1,4 @@
-"""Activation memory: the bytes that each way of saving memory removes, and the operations that it costs."""
+"""Activation memory: the bytes that each way of saving memory removes."""
 
 from __future__ import annotations
 
@@ -112,39 +112,3 @@ def _sentence(rows: Sequence[Kept], unit: float, unit_name: str, what: str) -> s
     else:
         verdict = "; measured within 1% of it"
     return f"{what + ': ' if what else ''}{unit_name}: {steps}{verdict}."
-
-
-def memory_and_work(predicted: Mapping[str, tuple[float, float]], counted: Mapping[str, tuple[float, float]]) -> Figure:
-    """Draw the bytes that each way of recomputing keeps, next to the operations of its step.
-
-    Bars are predicted numbers, diamonds counted ones, and the number at a bar is the counted one.
-
-    predicted, counted: way -> (bytes in units of s b h, operations of forward and backward). Operations are drawn as
-    multiples of those of the first way.
-
-    Raises ValueError if the two do not name the same ways.
-    """
-    if not predicted or list(predicted) != list(counted):
-        raise ValueError(f"predicted {list(predicted)} and counted {list(counted)} must name the same ways")
-    once = next(iter(predicted.values()))[1]
-    titles = ("kept for backward: bytes / s b h", "operations / those of the first row")
-    places = range(len(predicted))
-    with styled():
-        fig = new_figure(8.2, 1.2 + 0.42 * len(predicted))
-        panels = fig.subplots(1, 2, sharey=True)
-        for column, (axes, title) in enumerate(zip(panels, titles)):
-            unit = once if column else 1.0
-            bars, dots = ([pair[column] / unit for pair in way.values()] for way in (predicted, counted))
-            axes.barh(places, bars, height=0.6, color=SEQUENCE[0], label="predicted")
-            axes.plot(dots, places, "D", color="#000000", markeredgecolor="#FFFFFF", markersize=6, label="counted")
-            for place, value in enumerate(dots):
-                end = max(value, bars[place]) + 0.03 * max(bars)
-                axes.text(end, place, f"{value:.{2 * column or 1}f}", va="center", fontsize=8)
-            axes.set(xlabel=title, xlim=(0, 1.18 * max(*bars, *dots)))
-        panels[0].set_yticks(places, list(predicted))
-        panels[0].invert_yaxis()
-        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    words = [
-        f"{name} {kept:.1f} s b h and {work / once:.2f} of the operations" for name, (kept, work) in counted.items()
-    ]
-    return Figure(fig, f"Kept bytes against work, counted: {'; '.join(words)}.")

@@ -11,10 +11,12 @@ from matplotlib.ticker import MaxNLocator
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled
 
-_LINES = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4))
+_LINES: Any = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4), ((0, (1, 6)), 2.4))
 """Line style and width by curve. The first curve is broad, so that its edges show under a curve on top of it."""
 _RINGS = (8.5, 5.5, 3.0)
 """Size of a curve's marks in points. Each curve has smaller marks than the one before, so that all marks show."""
+_SIDESTEP = 0.2
+"""Steps between the marks of two runs that are drawn side by side."""
 _LEAST = 1e-17
 """Start of the logarithmic axis of differences; exact agreement is drawn at this value."""
 
@@ -25,6 +27,7 @@ def loss_curves(
     levels: Mapping[str, float] | None = None,
     tolerance: float | None = None,
     last: int = 1,
+    side_by_side: bool = False,
     title: str = "Training loss",
 ) -> Figure:
     """Draw losses by step, one line per run; below them each run's relative difference from the first.
@@ -34,6 +37,7 @@ def loss_curves(
     tolerance: largest relative difference that counts as the same; the lower panel shows it, and the sentence says
         whether it holds. None draws no lower panel.
     last: how many losses from the end the sentence averages for its comparison with the levels; one batch is noisy.
+    side_by_side: move each run's marks in the lower panel a little sideways, for runs that are about equally far off.
     Raises ValueError without curves, for an empty curve, and if a tolerance is given for curves that cannot be
     compared step by step.
     """
@@ -48,7 +52,7 @@ def loss_curves(
         panels = fig.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
         _draw_curves(panels[0], curves, levels or {}, title)
         if compared:
-            _draw_differences(panels[1], compared, list(curves), tolerance or 0.0)
+            _draw_differences(panels[1], compared, list(curves), tolerance or 0.0, _SIDESTEP if side_by_side else 0.0)
         panels[-1].set_xlabel("optimizer step")
         panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return Figure(fig, _sentence(curves, levels or {}, compared, tolerance, last, title))
@@ -69,7 +73,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mappi
         style, width = _LINES[number % len(_LINES)]
         marker = "o" if len(losses) == 1 else None
         axes.plot(
-            range(1, len(losses) + 1), losses, style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name
+            range(1, len(losses) + 1), losses, ls=style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name
         )
     for name, value in levels.items():
         _mark_level(axes, value, f"{name}\n{value:.2f}")
@@ -80,12 +84,16 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mappi
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.0))
 
 
-def _draw_differences(axes: Any, differences: Mapping[str, np.ndarray], names: list[str], tolerance: float) -> None:
+def _draw_differences(
+    axes: Any, differences: Mapping[str, np.ndarray], names: list[str], tolerance: float, sidestep: float
+) -> None:
     largest = tolerance
     for name, values in differences.items():
         number = names.index(name)
         mark: dict[str, Any] = {"ls": "", "marker": "o", "color": SEQUENCE[number % 8], "mew": 0}
-        axes.plot(range(1, len(values) + 1), np.maximum(values, _LEAST), ms=_RINGS[(number - 1) % len(_RINGS)], **mark)
+        steps = np.arange(1, len(values) + 1) + sidestep * (number - len(names) / 2)
+        size = min(_RINGS) + 2 if sidestep else _RINGS[(number - 1) % len(_RINGS)]
+        axes.plot(steps, np.maximum(values, _LEAST), ms=size, **mark)
         largest = max(largest, float(values.max()))
     _mark_level(axes, tolerance, f"tolerance\n{tolerance:.0e}")
     floor = min((float(v[v > 0].min()) for v in differences.values() if (v > 0).any()), default=_LEAST)

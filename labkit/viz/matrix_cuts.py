@@ -8,48 +8,63 @@ from typing import Any
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, box, color, new_figure, styled, text_color
 
-PARTS = {"mlp": ("A", 4, "GeLU", "B", 4), "attention": ("q, k, v", 3, "heads", "P", 1)}
-"""Part of a layer -> (first matrix, its columns in units of h, what follows, second matrix, its rows in units of h)."""
+PARTS = {
+    ("mlp", False): ("A", 4, "GeLU", "B", 4), ("attention", False): ("q, k, v", 3, "heads", "P", 1),
+    ("mlp", True): ("$B^T$", 4, "GeLU'", "$A^T$", 4),
+}  # fmt: skip
+"""Part of a layer, and whether backward -> (first matrix, its columns in units of h, what follows, second matrix, its
+rows in units of h)."""
 
 _GAP = 0.62
 _TOKENS = 0.7  # height of [tokens, ..] in units of h: the same in all pictures, for any number of tokens
 
 
-def cut_matrices(part: str, tokens: int, hidden: int, ranks: int) -> Figure:
+def cut_matrices(part: str, tokens: int, hidden: int, ranks: int, *, backward: bool = False) -> Figure:
     """Draw X, a matrix cut by columns, the product, a matrix cut by rows, and the sum; each rank has a colour.
 
     part: `mlp` (hidden to 4 hidden and back) or `attention` (q, k and v, then the projection P).
     tokens: rows of X. The picture draws equal sides with equal length, but tokens and hidden not to one scale.
+    backward: draw the way from dY to dX, for `mlp` alone: the transposed matrices, with g first and f at the end.
 
     Raises ValueError for another part, or if the ranks do not divide hidden.
     """
-    if part not in PARTS:
-        raise ValueError(f"no part {part!r} of a layer; choose {' or '.join(PARTS)}")
+    if (part, backward) not in PARTS:
+        known = " or ".join(name for name, back in PARTS if back == backward)
+        raise ValueError(f"no part {part!r} of a layer; choose {known}")
     if hidden % ranks:
         raise ValueError(f"{ranks} ranks do not divide {hidden} columns")
-    first, wide, between, second, deep = PARTS[part]
-    sizes = {"X": (tokens, hidden), first: (hidden, wide * hidden), between: (tokens, deep * hidden),
-             second: (deep * hidden, hidden), "Y": (tokens, hidden)}  # fmt: skip
+    first, wide, between, second, deep = PARTS[part, backward]
+    start, end = ("dY", "dX") if backward else ("X", "Y")
+    sizes = {start: (tokens, hidden), first: (hidden, wide * hidden), between: (tokens, deep * hidden),
+             second: (deep * hidden, hidden), end: (tokens, hidden)}  # fmt: skip
     with styled():
         top, x = max(deep, 1.2), 0.0
         right = 3 + wide + deep + 4 * _GAP
         fig = new_figure(9.0, 9.0 * (top + 1.2) / (right + 0.6))
         axes = fig.subplots()
         for index, (name, cut) in enumerate(zip(sizes, (_whole, _columns, _columns, _rows, _sum))):
-            width = {"X": 1.0, first: wide, between: deep, second: 1.0, "Y": 1.0}[name]
-            height = {"X": _TOKENS, first: 1.0, between: _TOKENS, second: deep, "Y": _TOKENS}[name]
+            width = {start: 1.0, first: wide, between: deep, second: 1.0, end: 1.0}[name]
+            height = {start: _TOKENS, first: 1.0, between: _TOKENS, second: deep, end: _TOKENS}[name]
             cut(axes, x, (top - height) / 2, width, height, ranks)
-            _label(axes, x + width / 2, (top - height) / 2, height, name, _shapes(sizes[name], cut, ranks))
-            if name != "Y":
+            _label(
+                axes,
+                x + width / 2,
+                (top - height) / 2,
+                height,
+                name,
+                _shapes(sizes[name], cut, ranks),
+                last=name == end,
+            )
+            if name != end:
                 axes.text(x + width + _GAP / 2, top / 2, "→" if name in (first, second) else "x", ha="center",
                           va="center", fontsize=11)  # fmt: skip
-            for operator, at in (("f", 0), ("g", 3)):
+            for operator, at in (("g" if backward else "f", 0), ("f" if backward else "g", 3)):
                 if index == at:
                     _operator(axes, x + width + _GAP / 2, top / 2 + 0.25, operator)
             x += width + _GAP
         axes.set(xlim=(-0.3, right + 0.3), ylim=(-0.7, top + 0.5), aspect="equal")
         axes.axis("off")
-    return Figure(fig, _sentence(part, sizes, first, second, between, ranks))
+    return Figure(fig, _sentence(f"{part}, backward," if backward else part, sizes, first, second, ranks, start))
 
 
 def _whole(axes: Any, x: float, y: float, width: float, height: float, ranks: int) -> None:
@@ -90,9 +105,9 @@ def _draw(axes: Any, x: float, y: float, width: float, height: float, face: str,
     box(axes, (x, y), width, height, face, text if fits else "", size=7)
 
 
-def _label(axes: Any, x: float, y: float, height: float, name: str, shapes: str) -> None:
-    axes.text(x, y + height + 0.08, name if name != "Y" else "", ha="center", va="bottom", fontsize=9)
-    axes.text(x, y - 0.08, ("Y " if name == "Y" else "") + shapes, ha="center", va="top", fontsize=7, linespacing=1.2)
+def _label(axes: Any, x: float, y: float, height: float, name: str, shapes: str, *, last: bool) -> None:
+    axes.text(x, y + height + 0.08, "" if last else name, ha="center", va="bottom", fontsize=9)
+    axes.text(x, y - 0.08, (f"{name} " if last else "") + shapes, ha="center", va="top", fontsize=7, linespacing=1.2)
 
 
 def _operator(axes: Any, x: float, y: float, operator: str) -> None:
@@ -101,8 +116,9 @@ def _operator(axes: Any, x: float, y: float, operator: str) -> None:
     axes.text(x, y, operator, ha="center", va="bottom", fontsize=9, style="italic", color=text_color(face), bbox=box)
 
 
-def _sentence(part: str, sizes: dict[str, tuple[int, int]], first: str, second: str, between: str, ranks: int) -> str:
-    (h, wide), (deep, _), (tokens, _) = sizes[first], sizes[second], sizes["X"]
+def _sentence(part: str, sizes: dict[str, tuple[int, int]], first: str, second: str, ranks: int,
+              start: str) -> str:  # fmt: skip
+    (h, wide), (deep, _), (tokens, _) = sizes[first], sizes[second], sizes[start]
     return (
         f"{part} over {ranks} ranks: a rank has {wide // ranks:,} of {wide:,} columns of {first} and {deep // ranks:,} "
         f"of {deep:,} rows of {second}; after {second} the sum has [{tokens}, {h}] numbers."

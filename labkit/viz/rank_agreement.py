@@ -93,4 +93,4 @@ def _shared(share: np.ndarray) -> str:
     if not len(rows):
         return "no two positions have the same mask"
     distances = ", ".join(f"{distance}" for distance in np.unique(columns - rows))
-    return f"{len(rows)} pairs of positions have the same mask, {distances} apart"
+    return f"{len(rows)} pairs of positions have the same mask, {distances} positions apart"

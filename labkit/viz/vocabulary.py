@@ -1,8 +1,7 @@
-"""A vocabulary cut over ranks: which rank owns an id, the softmax of one token in parts, and the costs of a loss."""
+"""A vocabulary cut over ranks: which rank owns an id, the softmax of one token in parts, and the memory of a loss."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +9,11 @@ import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, box, name_cells, name_rows, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, name_cells, new_figure, styled, text_color
 
 _WIDTH = 7.4
 _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
+_OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": "#333333", "linestyle": (0, (4, 2))}
 _FOREIGN = "#F0F0F0"
 
 
@@ -151,53 +151,56 @@ def _softmax_sentence(parts: Any, sums: Any, label: int, gradient: Any) -> str:
     )
 
 
-# ---- costs of a loss ----
-
-Cost = tuple[float, float]
-"""(predicted, counted) bytes."""
+# ---- what a reader's lookup adds ----
 
 
-def loss_costs(ways: Mapping[str, Mapping[str, Cost]]) -> Figure:
-    """Draw bars of predicted bytes, with a diamond for the counted ones; a panel for each quantity, on one axis.
+def added_rows(yours: Sequence[Sequence[int]], ids: Sequence[int], rows: int) -> Figure:
+    """Draw which row of the table each rank adds for each id, as the reader's lookup has it, and as it should be.
 
-    ways: name of a way to the loss -> quantity -> (predicted, counted), with the same quantities for every way.
+    yours: for each rank and id the row that it adds, or -1 for zeros. rows: rows of each rank's part.
 
-    Raises ValueError without a way, for quantities that differ, and for a number that is not positive.
+    A wrong cell has a red frame.
     """
-    quantities = list(next(iter(ways.values()), {}))
-    if not quantities or any(list(costs) != quantities for costs in ways.values()):
-        raise ValueError("loss_costs needs at least one way, and the same quantities for each")
-    numbers = [number for costs in ways.values() for cost in costs.values() for number in cost]
-    if min(numbers) <= 0:
-        raise ValueError(f"{min(numbers):g} bytes cannot be drawn on a logarithmic axis")
+    right = [[each if each // rows == rank else -1 for each in ids] for rank in range(len(yours))]
+    wrong = sum(mine != own for line, lines in zip(yours, right) for mine, own in zip(line, lines))
     with styled():
-        fig = new_figure(_WIDTH, 1.1 + 0.62 * len(ways))
-        panels = fig.subplots(1, len(quantities), sharex=True, sharey=True, squeeze=False)[0]
-        for axes, quantity in zip(panels, quantities):
-            _draw_costs(axes, [costs[quantity] for costs in ways.values()])
-            axes.set_title(quantity, loc="left")
-        low, high = np.log10(min(numbers)), np.log10(max(numbers))
-        panels[0].set(xlim=(10 ** (np.floor(low) - 0.5), 10 ** (high + 0.35 * (high - low + 1.5))))
-        name_rows(panels[0], list(ways), bars=True)
-    return Figure(fig, _costs_sentence(ways, quantities))
+        fig = new_figure(_WIDTH, 0.9 + 0.26 * len(yours))
+        for axes, title, table in zip(fig.subplots(1, 2), ("yours", "right"), (yours, right)):
+            for rank, line in enumerate(table):
+                for column, row in enumerate(line):
+                    look: dict[str, Any] = {"edgecolor": "#FFFFFF", "linewidth": 1.0}
+                    if row != right[rank][column]:
+                        look = {"edgecolor": "#D40000", "linewidth": 2.0, "zorder": 3}
+                    shade, ink = (_FOREIGN, "#777777") if row < 0 else (_shade(rank), "")
+                    box(axes, (column, rank), 1, 1, shade, f"{max(row, 0)}", size=8, ink=ink, **look)
+            name_cells(axes, [f"{each}" for each in ids], [f"rank {rank}" for rank in range(len(yours))])
+            axes.set_title(f"{title}: row that is added, by id", loc="left", fontsize=9)
+    return Figure(fig, f"Of {len(ids)} ids on {len(yours)} ranks {wrong or 'no'} cells are wrong.")
 
 
-def _draw_costs(axes: Any, costs: Sequence[Cost]) -> None:
-    for place, (predicted, counted) in enumerate(costs):
-        axes.barh(place, predicted, height=0.55, color=_shade(place))
-        axes.plot(counted, place, color="#000000", marker="D", markersize=5, markeredgecolor="#FFFFFF")
-        axes.annotate(f"{counted:,.0f}", (max(predicted, counted), place), xytext=(7, 0), textcoords="offset points",
-                      va="center", fontsize=8)  # fmt: skip
-    axes.set(xscale="log", xlabel="bytes; bar predicted, diamond counted")
-    axes.tick_params(axis="y", length=0)
+# ---- memory of a loss ----
 
 
-def _costs_sentence(ways: Mapping[str, Mapping[str, Cost]], quantities: Sequence[str]) -> str:
-    parts = [
-        f"{quantity}: {', '.join(f'{way} {costs[quantity][1]:,.0f}' for way, costs in ways.items())}"
-        for quantity in quantities
-    ]
-    apart = max(abs(counted / predicted - 1) for costs in ways.values() for predicted, counted in costs.values())
-    percent = math.ceil(round(1000 * apart, 6)) / 10
-    verdict = "as predicted" if apart == 0 else f"within {percent:.1f}% of the prediction"
-    return f"Bytes of a rank, {'; '.join(parts)}; {verdict}."
+def memory_of_losses(ways: Mapping[str, Sequence[float]], predicted: Mapping[str, float], unit: str) -> Figure:
+    """Draw what is in memory after each operation, a panel for each way to compute the same, on one axis.
+
+    ways: name -> what is in memory after each operation, forward and backward. predicted: name -> its peak. unit: what
+    both are counted in.
+    """
+    with styled():
+        fig = new_figure(8.6, 3.1)
+        panels = fig.subplots(1, len(ways), sharey=True, squeeze=False)[0]
+        for number, (axes, (name, moments)) in enumerate(zip(panels, ways.items())):
+            axes.fill_between(range(len(moments)), moments, step="post", color=_shade(number), linewidth=0)
+            axes.add_patch(Rectangle((0, 0), len(moments), predicted[name], linewidth=1.2, **_OUTLINE))
+            axes.set(xlim=(0, len(moments)), xticks=[])
+            axes.set_title(f"{name}\npeak {max(moments):.2f}", loc="left", fontsize=9)
+            axes.set_xlabel("operations, first to last")
+            axes.grid(axis="y")
+        highest = max(*predicted.values(), *(max(moments) for moments in ways.values()))
+        panels[0].set(ylabel=unit, ylim=(0, 1.06 * highest))
+        fig.legend(handles=[Patch(facecolor="#999999", label="measured, after each operation"),
+                            Patch(label="predicted peak", **_OUTLINE)],
+                   loc="outside lower center", ncols=2)  # fmt: skip
+    said = ", ".join(f"{name} {max(moments):.2f} of {predicted[name]:.2f} predicted" for name, moments in ways.items())
+    return Figure(fig, f"Peaks in {unit}: {said}.")

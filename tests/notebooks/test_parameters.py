@@ -61,15 +61,13 @@ CASES = {
             "of 40,000 to 1,200,000 bytes": "of 30,000 to 900,000 bytes",
         },
     ),
-    # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one;
-    # ep 8 has stride 1 and fills a node of 8, so nodes of 4 split it
+    # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one
     "02_rank_groups": Case(
         {"gpus_per_node": 4},
         {
             "16 ranks on 2 nodes of 8: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all inside a node": (
                 "16 ranks on 4 nodes of 4: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all across nodes"
             ),
-            "ep 2 groups of 8, all inside a node": "ep 2 groups of 8, all across nodes",
             "dp [1, 5] on 1 node": "dp [1, 5] on 2 nodes",
         },
     ),
@@ -103,27 +101,26 @@ CASES = {
             "2 backward (f) of 16,384 bytes each": "2 backward (f) of 32,768 bytes each",
         },
     ),
-    # 2,000 words padded to a multiple of 8 x 4 are 2,016, 504 for each rank; of 64 tokens a ring sends 3 pieces of 64 x
-    # 504 numbers of 4 bytes to gather logits, and for three numbers a token 2 x 3/4 x 3 x 64 x 4 bytes, as before
+    # 2,000 words padded to a multiple of 8 x 4 are 2,016, 504 for each rank; a rank's own logits are in
+    # memory twice, 2 x 504 / 2,000 of the gathered ones
     "04_vocabulary_and_loss": Case(
         {"vocab_size": 2000},
         {
             "1,000 words in a table of 1,024 rows over 4 ranks: 256 rows each, 24 of them padding": (
                 "2,000 words in a table of 2,016 rows over 4 ranks: 504 rows each, 16 of them padding"
             ),
-            "sent forward: gather 196,608, parallel loss 1,152, fused 1,152": (
-                "sent forward: gather 387,072, parallel loss 1,152, fused 1,152"
-            ),
+            "parallel 0.52 of 0.51 predicted": "parallel 0.51 of 0.50 predicted",
         },
     ),
-    # at hidden 128 the probabilities weigh 5 a s / h = 20 s b h instead of 40, so 34 + 20, and means of norms 0.06; its
-    # products add 4 s to the 3 (24 h + 4 s) operations of a step: 256 / (3 x 3,328) = 2.6%, not 256 / (3 x 1,792)
+    # with 512 tokens core attention weighs 5 a s / h = 40 s b h instead of 80, so 34 + 40 = 74, and s b h is half of
+    # what it was: 12 x 74 x 25.2 MB = 22.3 GB; full 12 x 2 + 72 = 96, 2.4 GB. The core's products add 4 s to the
+    # 3 (24 h + 4 s) operations of a step: 2,048 / (3 x 20,480) = 3.3%
     "05_memory_and_recomputation": Case(
-        {"hidden": 128},
+        {"seq_length": 512},
         {
-            "everything kept 74.1 s b h and 1.00 of the operations; selective 34.1 s b h and 1.05 of the operations": (
-                "everything kept 54.1 s b h and 1.00 of the operations; selective 34.1 s b h and 1.03 of the operations"
-            ),
+            "tensors are kept: 114.0 s b h, of which 80.0": "tensors are kept: 74.0 s b h, of which 40.0",
+            "keep does not fit, peak 68.9 GB": "keep does not fit, peak 22.4 GB",
+            "full fits, peak 6.8 GB": "full fits, peak 2.4 GB",
         },
     ),
     # at hidden 128 the probabilities weigh 5 a s / h = 20 instead of 40: 34 + 20, over 2 ranks 10 + 24/2 + 20/2, then
@@ -361,8 +358,8 @@ FURTHER = {
     "06_sequence_parallel": Case(
         {"world_size": 4},
         {
-            "seed 1234 on every rank: 32 pairs of positions have the same mask, 32 apart": (
-                "seed 1234 on every rank: 96 pairs of positions have the same mask, 16, 32, 48 apart"
+            "seed 1234 on every rank: 32 pairs of positions have the same mask, 32 positions apart": (
+                "seed 1234 on every rank: 96 pairs of positions have the same mask, 16, 32, 48 positions apart"
             ),
         },
     ),
@@ -394,24 +391,24 @@ EXTREMES = [
     ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100, "fault": 99}),
     ("01_collectives", {"world_size": 2, "latency_ms": 1, "link_mb": 1, "fault": 0}),
     ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50, "fault": 99}),
-    ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "hunt": 0}),
-    ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "hunt": 99}),
+    ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "fault": 0}),
+    ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "fault": 99}),
     ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "hunt": 0}),
     ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256, "hunt": 99}),
-    ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
-    ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512}),
-    ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "hunt": 0}),
+    ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8, "fault": 0}),
+    ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512, "fault": 99}),
+    ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "fault": 0}),
     (
         "04_vocabulary_and_loss",
-        {"world_size": 2, "vocab_size": 4096, "hidden": 256, "tokens": 1024, "steps": 100, "hunt": 2},
+        {"world_size": 2, "vocab_size": 4096, "hidden": 256, "tokens": 1024, "steps": 100, "fault": 99},
     ),
     (
         "05_memory_and_recomputation",
-        {"world_size": 4, "hidden": 64, "seq_length": 8, "dropout": 0.05},
+        {"world_size": 4, "hidden": 64, "seq_length": 128, "dropout": 0.05, "fault": 0},
     ),
     (
         "05_memory_and_recomputation",
-        {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9},
+        {"world_size": 2, "hidden": 1024, "seq_length": 2048, "dropout": 0.9, "fault": 99},
     ),
     ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0.05, "fault": 0}),
     ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "fault": 99}),

@@ -17,25 +17,25 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.events import EventRecorder, watching
+from labkit.events import EventRecorder, recording, watching
 from labkit.launch import RankError, Ranks
-from labkit.models import GPTModel, SavedTensors, sleep_through
+from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
 from labkit.models.synthetic_load import sleeping_ring
-from labkit.parallel import initialize_model_parallel, model_parallel_seed, zigzag_split
+from labkit.parallel import initialize_model_parallel, model_parallel_seed, vocab_parallel_cross_entropy, zigzag_split
 from labkit.parallel.context.ring_attention import ring_attention
 from labkit.schedules import Costs, simulate
-from labkit.train import compare, follows, pretrain
+from labkit.train import compare, float64_layer, follows, pretrain
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
     {"model.hidden": 32, "model.seq_length": 16, "global_batch_size": 4, "train.eval_steps": 0}
 )
 SPLIT = {"parallel.tp": 2, "parallel.pp": 1, "parallel.sequence_parallel": True}
+FULL = {"model.recompute_granularity": "full", "model.attention_backend": "unfused"}
 PIPELINE = {"parallel.pp": 2}
+PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
-OF_OUTPUTS = ("positions", "forward sum", "mask of the plain cut", "one buffer")
-"""Faults of a forward."""
 MARK = 30
 """Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
 their fault."""
@@ -49,6 +49,11 @@ def ranks():
 
 ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
+LOSS_MOVES = (
+    "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
+    "other copy", "mask of the plain cut", "one buffer",
+)  # fmt: skip
+"""Faults with which the loss of the first step is another one."""
 
 
 def names(chapter: str) -> list[str]:
@@ -81,6 +86,22 @@ def of_00(config: RunConfig, observer: Any) -> Any:
     return train_marked("00", config, None, observer)
 
 
+def of_02(config: RunConfig, observer: Any) -> Any:
+    return train_marked("02", config, None, observer)
+
+
+def of_03(config: RunConfig, observer: Any) -> Any:
+    return train_marked("03", config, None, observer)
+
+
+def of_04(config: RunConfig, observer: Any) -> Any:
+    return train_marked("04", config, None, observer)
+
+
+def of_05(config: RunConfig, observer: Any) -> Any:
+    return train_marked("05", config, None, observer)
+
+
 def of_06(config: RunConfig, observer: Any) -> Any:
     return train_marked("06", config, None, observer)
 
@@ -101,6 +122,10 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     ("chapter", "config", "layout", "steps", "train"),
     [
         ("00", SMALL.override({"model.layers": 4}), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_00),
+        ("02", SMALL.override({"model.layers": 1}), {"parallel.tp": 2, "world_size": 4}, 1, of_02),
+        ("03", SMALL.override({"model.layers": 2}), {"parallel.tp": 2, "parallel.pp": 1}, 2, of_03),
+        ("04", SMALL.override(PADDED), {"parallel.tp": 2, "parallel.pp": 2}, 1, of_04),
+        ("05", SMALL.override({"model.layers": 2, **FULL}), {"parallel.tp": 2, "parallel.pp": 1}, 1, of_05),
         ("06", SMALL.override({"model.layers": 2}), SPLIT, 1, of_06),
         ("07", SMALL.override({"model.layers": 2}), {"parallel.cp": 2, "parallel.pp": 1}, 1, of_07),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
@@ -114,7 +139,8 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        assert (row.loss_diff > 0) == (fault.name in OF_OUTPUTS), "only outputs change the loss"
+        moves = fault.name in LOSS_MOVES or chapter == "03"  # of which the second loss is compared as well
+        assert (row.loss_diff > 1e-12) == moves, "only outputs, the loss itself, and groups that log it, change it"
 
 
 # ---- 00 ----
@@ -182,6 +208,169 @@ def test_01_each_fault_has_its_own_evidence(ranks) -> None:
     assert (last["sent too early"] - last[CLEAN]).norm() < 0.1 * last[CLEAN].norm(), "hardly to be seen at the end"
     waited = [run[3] for run in found["straggler"]]
     assert waited[0] > 40 * 0.015 and waited[0] > waited[1] + 0.3, "who comes late does not wait"
+
+
+# ---- 02 ----
+
+
+def met_and_given() -> tuple[list[int], list[int], dict[tuple[str, str], set[int]]]:
+    """Whom this rank meets in dp and in dp_cp, and the sizes of the groups of its calls, by operation and kind."""
+    config = SMALL.override({"model.layers": 1, "parallel.tp": 2, "parallel.pp": 1, "train.steps": 1})
+    groups = initialize_model_parallel(config.parallel)
+    mine = torch.tensor([groups.rank])
+    dp, dp_cp = (collectives.all_gather(mine, group).tolist() for group in (groups.dp, groups.dp_cp))
+    sizes: dict[tuple[str, str], set[int]] = {}
+    with CommLedger() as ledger:
+        pretrain(config)
+    for record in ledger.records:
+        sizes.setdefault((record.operation, record.group), set()).add(record.group_size)
+    return dp, dp_cp, sizes
+
+
+def test_02_each_fault_shows_in_whom_rank_1_meets_or_in_the_ledger() -> None:
+    with Ranks(4, device="cpu", backend="gloo") as four:
+        found = {name: runs[1] for name, runs in with_each_fault(four, "02", met_and_given).items()}
+    assert {name: (dp, dp_cp) for name, (dp, dp_cp, _) in found.items()} == {
+        "whole world": ([1, 3], [0, 1, 2, 3]),
+        "order from its end": ([0, 1], [0, 1]),
+        "samples of neighbours": ([0, 1], [1, 3]),
+        "alone": ([1, 3], [1]),
+        "neighbours": ([1, 3], [0, 1]),
+        CLEAN: ([1, 3], [1, 3]),
+    }
+    for fault in hunt_of("02").faults:
+        assert search(fault.answers["meets"], ", ".join(map(str, found[fault.name][1]))), fault.name
+    sums = {name: sizes.get(("all_reduce", "dp_cp"), set()) for name, (_, _, sizes) in found.items()}
+    assert {name: size for name, size in sums.items() if size != {2}} == {"whole world": {4}, "alone": set()}
+
+
+# ---- 03 ----
+
+
+def two_layers() -> tuple[dict[str, torch.Tensor], Counter[str], list[str]]:
+    """Gradients by name, number of messages by phase, and products that run beside a message of an MLP's backward."""
+    groups = initialize_model_parallel(SMALL.override({"parallel.tp": 2, "parallel.pp": 1}).parallel)
+    blocks = [float64_layer(SMALL, groups, index) for index in range(2)]
+    model = torch.nn.Sequential(*blocks)
+    x = torch.linspace(-1, 1, 8 * 2 * 32, dtype=torch.float64).reshape(8, 2, 32).requires_grad_()
+    with CommLedger() as ledger:
+        model(x).square().sum().backward()
+    named = [("x", x), *model.named_parameters()]
+    gradients = {name: tensor.grad.clone() for name, tensor in named if tensor.grad is not None}
+    with delayed(0.05), recording(groups.rank) as recorder:
+        blocks[0].mlp(x).sum().backward()
+    sums = [event for event in recorder.events if event.kind == "collective"]
+    beside = [e.name for e in recorder.events if any(s.start < e.start < s.end for s in sums) and e.kind != "wait"]
+    return gradients, Counter(str(record.phase) for record in ledger.records), beside
+
+
+def test_03_each_fault_has_its_own_evidence(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "03", two_layers).items()}
+    right, sent, beside = found[CLEAN]
+    assert sent == {"forward": 4, "backward": 4} and beside == ["layers.0.mlp.fc1 weight_grad"]
+    messages = {name: dict(run[1]) for name, run in found.items() if run[1] != sent}
+    assert messages == {
+        "g both ways": {"forward": 4, "backward": 8}, "f lost": {"forward": 4, "backward": 3},
+    }  # fmt: skip
+    assert {name for name, run in found.items() if not run[2]} == {"awaited f"}
+    wrong = {
+        name: {key for key, grad in run[0].items() if not torch.allclose(grad, right[key], rtol=1e-9, atol=1e-12)}
+        for name, run in found.items()
+    }
+    before_attention = {"0.attention.norm.weight", "0.attention.norm.bias", "x"}
+    assert {name: names for name, names in wrong.items() if len(names) < 8} == {
+        CLEAN: set(), "early bias": set(), "awaited f": set(), "f lost": before_attention,
+    }  # fmt: skip
+    torch.testing.assert_close(found["g both ways"][0]["1.mlp.fc2.bias"], 2 * right["1.mlp.fc2.bias"])
+    torch.testing.assert_close(found["mean in f"][0]["1.mlp.norm.weight"], right["1.mlp.norm.weight"] / 2)
+    assert not {"1.mlp.fc1.weight", "1.mlp.fc2.weight"} & wrong["mean in f"], "these are before f in backward"
+
+
+# ---- 04 ----
+
+
+def loss_alone() -> tuple[float, list[tuple[str, int]]]:
+    """By how much this rank's loss is too large, and the operations of the loss with their numbers."""
+    group = initialize_model_parallel(SMALL.override({"parallel.tp": 2, "parallel.pp": 1}).parallel).tp
+    logits = 8 * torch.randn(16, 96, generator=torch.Generator().manual_seed(0))  # 90 words and 6 columns of padding
+    labels = torch.arange(16)
+    right = torch.nn.functional.cross_entropy(logits[:, :90], labels)
+    with CommLedger() as ledger:
+        own = logits.chunk(2, 1)[group.rank]
+        loss = vocab_parallel_cross_entropy(own, labels, group, vocab_size=90, padded_vocab_size=96)
+    return float(loss.mean() - right), [(each.operation, each.bytes // 4) for each in ledger.records]
+
+
+class Copies:
+    """Keeps this rank's copy of the table after each step."""
+
+    def on_model(self, groups: Any, chunks: Any, schedule: Any) -> None:
+        self.noted: list[torch.Tensor] = []
+
+    def on_gradients(self, step: int, chunks: Any) -> None:
+        pass
+
+    def on_update(self, step: int, chunks: Any) -> None:
+        weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        self.noted += [w.detach().clone() for w in weights if w.full_name == "embedding.word.weight"]
+
+
+def copies() -> torch.Tensor:
+    observer = Copies()
+    pretrain(SMALL.override(PADDED | PIPELINE | {"train.steps": 2}), observer=observer)
+    return torch.stack(observer.noted)
+
+
+def test_04_each_fault_has_its_own_evidence(ranks) -> None:
+    found = with_each_fault(ranks, "04", loss_alone)
+    off = {name: [run[0] for run in runs] for name, runs in found.items()}
+    assert {name for name, each in off.items() if max(map(abs, each)) > 1e-5} == {"own maximum", "padding counts"}
+    assert off["own maximum"][0] != off["own maximum"][1] and off["padding counts"][0] == off["padding counts"][1] > 0
+    given = {name: runs[0][1] for name, runs in found.items()}
+    assert given[CLEAN] == [("all_reduce", 16), ("all_reduce", 32)]
+    assert given["own maximum"] == [("all_reduce", 32)]
+    assert given["logits gathered"] == [("all_gather", 16 * 48), *given[CLEAN]]
+    assert all(given[name] == given[CLEAN] for name in ("padding counts", "mean of copies", "other copy"))
+    tables = with_each_fault(ranks, "04", copies)
+    apart = {name: [float(x) for x in (a - b).norm(dim=(1, 2)) / a.norm(dim=(1, 2))] for name, (a, b) in tables.items()}
+    assert {name for name, each in apart.items() if any(each)} == {"other copy"}
+    assert min(apart["other copy"]) > 1.5 and abs(apart["other copy"][0] - apart["other copy"][1]) < 0.2
+
+
+# ---- 05 ----
+
+
+def vital_signs() -> tuple[Counter[str], int, int, bool]:
+    """All-reduces by phase, bytes kept after forward, operations, and whether gradients are those of keeping all."""
+    sent: Counter[str] = Counter()
+    gradients, kept, operations = [], 0, 0
+    for change in ({"model.attention_backend": "unfused"}, FULL):
+        rates = {"model.attention_dropout": 0.1, "model.hidden_dropout": 0.1}
+        config = SMALL.override({"parallel.tp": 2, "parallel.pp": 1, "model.layers": 2, **rates, **change})
+        groups = initialize_model_parallel(config.parallel)
+        stage = GPTModel(config.model, groups, layers=range(2), seed=0, pre_process=False, post_process=False)
+        stage.set_input_tensor(torch.linspace(-1, 1, 1024).view(16, 2, 32).requires_grad_())
+        with CommLedger() as ledger, Footprint(stage) as run:
+            y = stage(None)
+            kept = run.kept
+            y.square().sum().backward()
+        sent, operations = Counter(record.phase or "" for record in ledger.records), run.operations
+        gradients.append([p.grad for p in stage.parameters()])
+    return sent, kept, operations, all(map(torch.equal, *gradients))
+
+
+def test_05_each_fault_has_its_own_vital_sign(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "05", vital_signs).items()}
+    sent, kept, operations, same = found[CLEAN]
+    assert sent == {"forward": 4, "recompute": 4, "backward": 4} and kept == 2 * 16 * 2 * 32 * 4 and same
+    assert {name for name in found if found[name][0] != sent} == {"sum left out"}
+    assert found["sum left out"][0]["recompute"] == 3
+    assert {name for name in found if found[name][1] != kept} == {"graph kept"}
+    assert found["graph kept"][1] > 5 * kept
+    more = {name: each[2] for name, each in found.items() if each[2] != operations}
+    assert more == {"core again": operations + 2 * 4 * 16 * 16 * 2 * 16}, "two layers, q k and probs v, half the heads"
+    wrong = {name for name in found if not found[name][3]}
+    assert wrong == {"sum left out", "new numbers", "input overwritten"}
 
 
 # ---- 06 ----

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from labkit.comm.ledger import CommRecord
-from labkit.viz import cut_matrices, split_sequence, tensor_parallel_block
+from labkit.viz import cut_matrices, gradient_table, split_sequence, tensor_parallel_block, weight_parts
 
 
 def records(size: int) -> list[CommRecord]:
@@ -80,8 +81,43 @@ def test_cut_matrices_have_the_shapes_of_a_rank_s_weights(part: str, first: tupl
     assert len(boxes) == 2 + ranks * 4, "X and the sum are whole; two matrices, the inner result and the sheets are cut"
 
 
+def test_backward_cuts_the_transposed_matrices_and_ends_at_f() -> None:
+    figure = cut_matrices("mlp", 32, 64, 2, backward=True)
+    written = {text.get_text(): text.get_position()[0] for text in figure.fig.axes[0].texts}
+    assert {"dY", "$B^T$", "$A^T$", "g", "f"} <= set(written) and written["g"] < written["$B^T$"] < written["f"]
+    assert written["$A^T$"] < written["f"], "the sum of dX is at the end"
+    assert "[64, 256]\nper rank: [64, 128]" in written, "the transpose of B [256, 64], cut by columns"
+    with pytest.raises(ValueError, match=r"no part 'attention' of a layer; choose mlp$"):
+        cut_matrices("attention", 32, 64, 2, backward=True)
+
+
 def test_cut_matrices_refuses_what_does_not_divide() -> None:
     with pytest.raises(ValueError, match="3 ranks do not divide 64 columns"):
         cut_matrices("mlp", 32, 64, 3)
     with pytest.raises(ValueError, match="choose mlp or attention"):
         cut_matrices("norm", 32, 64, 2)
+
+
+# ---- gradients and weights ----
+
+
+def test_a_table_of_gradients_has_the_order_of_forward_and_counts_what_is_wrong() -> None:
+    names = ("attention.qkv.weight", "mlp.fc1.weight", "mlp.norm.weight")
+    figure = gradient_table({"x": 0.25} | {f"{layer}.{name}": 0.0 for layer in (0, 1) for name in names} | {
+        "0.mlp.norm.weight": 0.5, "1.mlp.fc1.weight": 1e-12,
+    })  # fmt: skip
+    assert figure.sentence == "2 of 7 gradients are wrong, most of all 0.mlp.norm.weight, by 50%."
+    written = {text.get_text(): text.get_position()[0] for text in figure.fig.axes[0].texts}
+    assert written["norm\nweight"] < written["fc1\nweight"], "the norm comes before the MLP"
+    assert written["50%"] == written["norm\nweight"]
+    with pytest.raises(ValueError, match="no gradients of numbered layers among x"):
+        gradient_table({"x": 1.0})
+
+
+def test_parts_of_weights_are_compared_with_the_formula() -> None:
+    def columns(fc1: np.ndarray, fc2: np.ndarray, rank: int, t: int) -> list[np.ndarray]:
+        return [np.split(fc1, t)[rank], np.split(fc2, t)[rank]]
+
+    figure = weight_parts(columns, 2)
+    assert figure.sentence == "2 ranks: A as it should be, B otherwise."
+    assert {len(axes.patches) for axes in figure.fig.axes} == {2 * 8}, "A [2, 8] and B [8, 2], twice"

@@ -216,7 +216,7 @@ def test_a_solution_is_shown_with_its_helpers_and_without_its_decorator() -> Non
 
 
 def test_a_page_shows_what_the_reader_wrote_as_text() -> None:
-    page = ScorePage(score("02.order", lambda *case: "<b>"), attempted=True, solved_for_you=True)
+    page = ScorePage(score("02.groups", lambda *case: "<b>"), attempted=True, solved_for_you=True)
     assert "&lt;b&gt;" in page._repr_html_() and "<b>" not in page._repr_html_()
 
 

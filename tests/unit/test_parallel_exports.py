@@ -26,7 +26,7 @@ def test_every_promised_name_exists_and_hides_no_module(name: str) -> None:
 def test_light_names_come_without_torch() -> None:
     code = (
         "import sys; from labkit.parallel import RankGenerator, rank_generators, all_groups, groups_of_rank;"
-        "from labkit.viz import rank_grid, compare_orders; from labkit.check import check; check('02.order', None);"
+        "from labkit.viz import rank_grid, compare_orders; from labkit.check import check; check('02.place', None);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -10,12 +10,14 @@ from labkit.check.scoring import MAX_SHOWN, ONLY_FIRST, Outcome, Score, compare,
 
 
 def test_score_of_a_right_answer_and_its_repr() -> None:
-    def answer(inner: str, outer: str) -> str:
-        middle = ({"tp", "dp", "pp"} - {inner, outer}).pop()
-        return f"{inner}-{middle}-{outer}"
+    def answer(rank: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
+        digits: dict[str, int] = {}
+        for axis in order.split("-"):
+            rank, digits[axis] = divmod(rank, sizes[axis])
+        return digits
 
-    found = score("02.order", answer)
-    assert bool(found) and repr(found) == "02.order: 4/4"
+    found = score("02.digits", answer)
+    assert bool(found) and repr(found) == "02.digits: 5/5"
 
 
 def test_failed_cases_are_sentences() -> None:
@@ -26,7 +28,7 @@ def test_failed_cases_are_sentences() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, 3, "tp", lambda: None, [], exit, lambda *a: 1 / 0, lambda *a: exit(3)])
-@pytest.mark.parametrize("name", ["02.groups", "02.order"])
+@pytest.mark.parametrize("name", ["02.groups", "02.place"])
 def test_nonsense_scores_zero_and_never_raises(name: str, answer: object) -> None:
     found = score(name, answer)
     assert not found.ok and found.passed == 0
@@ -110,7 +112,7 @@ def test_a_score_without_cases_is_no_pass() -> None:
 
 
 def test_exercises_of_one_chapter() -> None:
-    assert set(exercises("02")) == {"02.digits", "02.groups", "02.order"}
+    assert set(exercises("02")) == {"02.digits", "02.groups", "02.place"}
 
 
 def test_each_module_holds_the_exercises_of_the_chapter_whose_number_it_bears() -> None:

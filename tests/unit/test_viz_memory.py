@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from labkit.viz import Kept, mask_agreement, memory_and_work, replica_drift, saved_waterfall, tensor_lifetimes
+from labkit.viz import (
+    Kept,
+    TensorArea,
+    layer_areas,
+    mask_agreement,
+    memory_over_time,
+    replica_drift,
+    saved_waterfall,
+    tensor_lifetimes,
+)
 
 ROWS = [
     Kept("everything", {"norms": 40.0, "MLP": 160.0}, 200.5),
@@ -38,24 +47,34 @@ def test_a_measurement_that_is_off_is_named() -> None:
         saved_waterfall([])
 
 
-def test_memory_and_work_name_what_was_counted() -> None:
-    figure = memory_and_work({"all": (8.0, 300.0), "full": (2.0, 400.0)}, {"all": (8.1, 300.0), "full": (2.0, 450.0)})
+def test_areas_are_bytes_and_a_tensor_on_which_the_reader_is_wrong_is_red() -> None:
+    tensors = [TensorArea("x", 1, 2), TensorArea("probs", 8, 2, inside=True), TensorArea("mask", 8, 1, inside=True)]
+    figure = layer_areas(tensors, ["x", "probs"], ["probs", "mask"])
+    assert repr(figure) == "2 of 3 tensors are kept: 18.0 s b h, of which 16.0 inside core attention; wrong: x, mask."
+    x, probs, mask = figure.fig.axes[0].patches
+    assert [each.get_width() for each in (x, probs, mask)] == [1, 8, 8]
+    assert probs.get_height() == 2 * mask.get_height()
+    assert x.get_edgecolor() == mask.get_edgecolor() != probs.get_edgecolor()
+    texts = [text.get_text() for text in figure.fig.axes[0].texts]
+    assert texts == ["2 is not kept", "16", "(8) is missing"]
+
+
+def test_memory_over_time_says_what_fits_and_what_it_costs() -> None:
+    mountain = [(0.0, 0.0), (2.0, 5e9), (6.0, 0.0)]
+    figure = memory_over_time({"keep": mountain, "full": [(0.0, 1e9), (8.0, 0.0)]}, 3e9, 2.0, {"keep": mountain})
     assert repr(figure) == (
-        "Kept bytes against work, counted: all 8.1 s b h and 1.00 of the operations; full 2.0 s b h and 1.50 of the "
-        "operations."
+        "Room for 3.0 GB: keep does not fit, peak 5.0 GB, operations +0.0%; full fits, peak 1.0 GB, operations +33.3%."
     )
-    kept, work = figure.fig.axes
-    assert [bar.get_width() for bar in kept.patches] == [8.0, 2.0]
-    assert work.lines[0].get_xdata().tolist() == [1.0, 1.5]
-    with pytest.raises(ValueError, match="must name the same ways"):
-        memory_and_work({"all": (1.0, 1.0)}, {})
+    first, second = figure.fig.axes
+    assert first.lines[0].get_xdata().tolist() == [0, 1, 3] and len(second.lines) == 1, "only one is predicted"
 
 
 def test_masks_say_which_positions_share_one() -> None:
     own = np.random.default_rng(0).random((4, 64)) < 0.8
     figure = mask_agreement({"one seed": np.concatenate([own[:2], own[:2]]), "own seeds": own}, 2)
     assert repr(figure) == (
-        "one seed: 2 pairs of positions have the same mask, 2 apart; own seeds: no two positions have the same mask."
+        "one seed: 2 pairs of positions have the same mask, 2 positions apart; "
+        "own seeds: no two positions have the same mask."
     )
     first, second, _bar = figure.fig.axes
     shares = [axes.images[0].get_array() for axes in (first, second)]

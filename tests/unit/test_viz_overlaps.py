@@ -161,9 +161,15 @@ def paddings(experts: int) -> Any:
     return viz.padding_costs(made)
 
 
-def kept_and_work(ways: int) -> Any:
-    found = {f"norms and core attention, {i}": (1234.5 / 3**i, 1e9 * (1 + i / 10)) for i in range(ways)}
-    return viz.memory_and_work(found, found)
+def kept_areas(ash: float) -> Any:
+    tensors = [viz.TensorArea("mask of proj dropped", 1, 1), viz.TensorArea("probs", ash, 2, True)]
+    tensors += [viz.TensorArea(f"normed {i}", 1 + i % 4, 2) for i in range(18)]
+    return viz.layer_areas(tensors, ["probs", "normed 3"], ["normed 3", "normed 4"])
+
+
+def kept_over_time(names: list[str], room: float) -> Any:
+    line = [(0.0, 0.0), (1.0, 7e10), (2.0, 3.5e10), (4.0, 0.0)]
+    return viz.memory_over_time(dict.fromkeys(names, line), room, 1.0, {names[0]: line})
 
 
 def maps(ranks: int, tokens: int, experts: int, top_k: int) -> list[np.ndarray]:
@@ -194,7 +200,29 @@ def slept(schedule: Any) -> Any:
 LAYER = layer_timeline(
     presets.get("llama3_8b").override({"parallel.tp": 8, "parallel.pp": 1, "parallel.sequence_parallel": True}), 8
 )
+PARAMETERS = [
+    f"{sublayer}.{module}.{kind}"
+    for sublayer, modules in (("attention", ("norm", "qkv", "proj")), ("mlp", ("fc1", "fc2", "norm")))
+    for module in modules
+    for kind in ("weight", "bias")
+]
+RECORDED = [
+    Event(0, "layers.0.mlp.fc1 input_grad", "input_grad", 1.0, 1.03),
+    Event(0, "all_reduce tp", "collective", 1.03, 1.06),
+    Event(0, "wait all_reduce tp", "wait", 1.05, 1.06),
+    Event(0, "dA", "weight_grad", 1.04, 1.05),
+]
+
+
+def placed() -> list[dict[str, int]]:
+    return [{"tp": i % 4, "dp": i // 4 % 2, "pp": i // 8} for i in range(16)]
+
+
 DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "added_rows": (
+        lambda: viz.added_rows([[0, -1], [-1, 4]], [0, 4], 4),
+        lambda: viz.added_rows([[0, 0, -1, 1000]] * 3, [0, 5, 1111, 4], 1000),
+    ),
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
         lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
@@ -235,6 +263,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.cut_matrices("attention", 32, 8, 8),
         lambda: viz.cut_matrices("mlp", 32, 512, 8),
     ),
+    "cut_matrices of backward": (
+        lambda: viz.cut_matrices("mlp", 32, 8, 2, backward=True),
+        lambda: viz.cut_matrices("mlp", 32, 512, 8, backward=True),
+    ),
     "dispatch_steps": (lambda: viz.dispatch_steps(maps(2, 1, 2, 2)), lambda: viz.dispatch_steps(maps(8, 2, 16, 2))),
     "expert_costs": (
         lambda: viz.expert_costs(expert_bytes(1, 32)),
@@ -259,31 +291,43 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.launch_timeline({"graph": predict_launches([3.0], 8.0, graph=True)}),
         lambda: viz.launch_timeline({"one by one": predict_launches([12.0] * 10, 8.0)}),
     ),
+    "layer_areas": (lambda: kept_areas(0.5), lambda: kept_areas(32)),
     "layer_placement": (lambda: placement(8, 2, 1), lambda: placement(32, 4, 4)),
     "load_over_training": (
         lambda: viz.load_over_training({"nothing": np.ones((1, 2))}),
         lambda: viz.load_over_training({name: np.ones((100, 16)) for name in ("nothing", "aux loss", "expert bias")}),
     ),
-    "loss_costs": (
-        lambda: viz.loss_costs({"gather": {"sent forward": (10, 10), "kept for backward": (10, 10)}}),
-        lambda: viz.loss_costs({way: {"sent forward": (10 ** (9 - 2 * i), 10 ** (9 - 2 * i)), "kept": (10, 10)}
-                                for i, way in enumerate(("gather", "parallel loss", "fused"))}),
-    ),
     "loss_curves": (lambda: curves(2, 2, 0.0), lambda: curves(100, 4, 1e-6)),
     "loss_curves with levels": (lambda: tour(3, 1), lambda: tour(100, 8)),
     "measured_ring": (lambda: ring_events(2), lambda: ring_events(8)),
-    "memory_and_work": (lambda: kept_and_work(1), lambda: kept_and_work(6)),
+    "memory_of_losses": (
+        lambda: viz.memory_of_losses({"parallel": [0, 1, 0.5]}, {"parallel": 1}, "tensors [n, V]"),
+        lambda: viz.memory_of_losses({name: [0, 0.1, 16.72, 3] for name in ("gathered", "parallel", "chunk by chunk")},
+                                     dict.fromkeys(("gathered", "parallel", "chunk by chunk"), 16.7), "tensors [n, V]"),
+    ),
+    "memory_over_time": (
+        lambda: kept_over_time(["keep"], 1e9),
+        lambda: kept_over_time(["keep", "selective", "full", "a best plan"], 6.9e10),
+    ),
     "named_curves": (
         lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
                                  x="optimizer step", y="validation perplexity", log=True),
     ),
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
+    "placed_ranks": (
+        lambda: viz.placed_ranks({"one": placed()[:4]}, [2, 2]),
+        lambda: viz.placed_ranks(dict.fromkeys(("order tp-dp-pp, 2,848.4 GB", "yours, 770.5 GB"), placed()), [6, 6, 4]),
+    ),
     "play_table": (
         lambda: viz.play_table(Schedule("stuck", 2, 2, [["0F0", "0B0"], ["1F0", "1F1"]]), {"1F1B": 9}),
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "gradient_table": (
+        lambda: viz.gradient_table({"0.mlp.fc1.weight": 0.0}),
+        lambda: viz.gradient_table({"x": 1.0} | {f"{layer}.{name}": 7.0 for layer in range(16) for name in PARAMETERS}),
+    ),
     "gradient_errors": (
         lambda: viz.gradient_errors({"layers.0.w": 1e-3}, {"loss": 1e-5}, stressed="w"),
         lambda: viz.gradient_errors({f"layers.{n // 12}.attention.norm.weight": 1e-3 * (n % 90) for n in range(192)},
@@ -353,6 +397,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.layer_timelines({"f and g": LAYER[:2]}),
         lambda: viz.layer_timelines({"f and g": LAYER, "f_s and g_s": LAYER}),
     ),
+    "layer_timelines of recorded events": (
+        lambda: viz.layer_timelines({"healthy": RECORDED[:3]}),
+        lambda: viz.layer_timelines({"g, then the norm": RECORDED, "f starts, dA, f ends": RECORDED}),
+    ),
     "tensor_lifetimes": (
         lambda: viz.tensor_lifetimes({"a product": [("mm", ("x",))] * 2}, ["fc1", "fc1"], 1, "tensors"),
         lambda: viz.tensor_lifetimes(
@@ -386,6 +434,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "distance_buckets": (
         lambda: viz.distance_buckets({"one": [[0]]}),
         lambda: viz.distance_buckets({"encoder": np.full((16, 16), 31), "decoder": np.full((16, 16), 31)}),
+    ),
+    "weight_parts": (
+        lambda: viz.weight_parts(lambda fc1, fc2, rank, t: (fc1[:0], fc2), 1),
+        lambda: viz.weight_parts(lambda fc1, fc2, rank, t: (fc1[rank::t], fc2[:, :rank]), 8),
     ),
     "zero_stages": (
         lambda: viz.zero_stages(param_dtype="fp32", grad_dtype="fp32", dp=1, parameters=1e5),

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from matplotlib.patches import Rectangle
 
-from labkit.viz import loss_costs, split_softmax, vocabulary_shards
+from labkit.viz import added_rows, memory_of_losses, split_softmax, vocabulary_shards
 
 
 def test_each_id_stands_in_the_row_of_its_owner():
@@ -36,15 +36,18 @@ def test_the_lower_panel_is_the_gradient_of_torch_and_the_sentence_has_its_loss(
     assert "label 4 on rank 2 has 1.50" in figure.sentence
 
 
-def test_costs_share_an_axis_and_the_sentence_says_how_far_they_are_from_the_prediction():
-    ways = {"gather": {"sent": (1000, 1000), "kept": (5e6, 5.1e6)}, "fused": {"sent": (12, 12), "kept": (4e5, 4e5)}}
-    figure = loss_costs(ways)
-    panels = figure.fig.axes
-    assert [axes.get_title(loc="left") for axes in panels] == ["sent", "kept"]
-    assert [[p.get_width() for p in axes.patches] for axes in panels] == [[1000, 12], [5e6, 4e5]]
-    assert panels[0].get_xlim() == panels[1].get_xlim() and panels[0].get_xscale() == "log"
-    assert figure.sentence == (
-        "Bytes of a rank, sent: gather 1,000, fused 12; kept: gather 5,100,000, fused 400,000; within 2.0% of the "
-        "prediction."
-    )
-    assert loss_costs({"a": {"b": (1, 1)}}).sentence == "Bytes of a rank, b: a 1; as predicted."
+def test_a_reader_sees_which_rows_of_the_lookup_are_wrong():
+    figure = added_rows([[0, 0], [4, 5]], [0, 5], 4)
+    yours, right = figure.fig.axes
+    assert [text.get_text() for text in yours.texts] == ["0", "0", "4", "5"]
+    assert [text.get_text() for text in right.texts] == ["0", "0", "0", "5"]
+    assert [p.get_linewidth() for p in yours.patches] == [1.0, 2.0, 2.0, 1.0]
+    assert figure.sentence == "Of 2 ids on 2 ranks 2 cells are wrong."
+
+
+def test_memory_is_drawn_on_one_axis_with_the_predicted_peak_as_an_outline():
+    figure = memory_of_losses({"gathered": [0, 3.1, 1], "parallel": [0.5, 0.4]}, {"gathered": 3, "parallel": 0.5}, "GB")
+    first, second = figure.fig.axes
+    assert first.get_ylim() == second.get_ylim() and first.get_yscale() == "linear"
+    assert [axes.patches[0].get_height() for axes in (first, second)] == [3, 0.5] and not first.patches[0].get_fill()
+    assert figure.sentence == "Peaks in GB: gathered 3.10 of 3.00 predicted, parallel 0.50 of 0.50 predicted."

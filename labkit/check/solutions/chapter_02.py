@@ -30,7 +30,11 @@ def groups_of(order, sizes, token):
     return list(groups.values())
 
 
-@solves("02.order")
-def order_for(inner, outer):
-    middle = next(axis for axis in ("tp", "dp", "pp") if axis not in (inner, outer))
-    return f"{inner}-{middle}-{outer}"
+@solves("02.place")
+def place(samples):
+    if samples < 16:  # few microbatches: gradients first, so dp is the fastest axis
+        return [digits(gpu, "dp-tp-pp", {"tp": 4, "dp": 2, "pp": 2}) for gpu in range(16)]
+    # (dp, pp) of whole tp groups. One digit changes at a time, as in a Gray code, so the second
+    # group, which is cut, has its copy on its first node and its other stage on its second.
+    groups = [(0, 0), (1, 0), (1, 1), (0, 1)]
+    return [{"tp": t, "dp": d, "pp": p} for d, p in groups for t in range(4)]

@@ -14,43 +14,25 @@ def own_rows(ids, part, rank):
     return np.where(own[:, None], part[np.where(own, local, 0)], 0)
 
 
-def _of_label(part, labels, rank):
-    """The label's logit where this rank owns it, else 0."""
-    local = labels - rank * part.shape[1]
-    own = (local >= 0) & (local < part.shape[1])
-    return np.where(own, part[np.arange(len(labels)), np.where(own, local, 0)], 0.0)
-
-
-def _real(logits, columns):
-    return [part[:, :count] for part, count in zip(logits, columns)]
-
-
 @solves("04.loss")
-def own_loss(logits, labels, columns, all_reduce):
-    """Three numbers per token: the maximum, the sum of exponentials, the label's logit."""
-    real = _real(logits, columns)
-    top = all_reduce([part.max(axis=1) for part in real], "max")
-    total = all_reduce([np.exp(part - most[:, None]).sum(axis=1) for part, most in zip(real, top)], "sum")
-    target = all_reduce([_of_label(part, labels, rank) for rank, part in enumerate(logits)], "sum")
-    return [np.log(each) + most - logit for each, most, logit in zip(total, top, target)]
-
-
-def _added(ranks, together):
-    """Sum of the gradients of the ranks that belong together, for each rank that holds
-    a copy."""
-    found = []
-    for rank in ranks:
-        parts = [other["grad"] for other in ranks if other["grad"] is not None and together(rank, other)]
-        found.append(None if rank["grad"] is None else [sum(column) for column in zip(*parts)])
-    return found
-
-
-def _one_pipeline(rank, other):
-    return (rank["tp"], rank["dp"]) == (other["tp"], other["dp"])
+def token_loss(logits, labels, first, real, all_reduce):
+    """Three numbers per token in two messages: the maximum, then both sums at once."""
+    words = logits[:, :real]
+    top = all_reduce(words.max(axis=1), "max")
+    total = np.exp(words - top[:, None]).sum(axis=1)
+    local = labels - first
+    own = (local >= 0) & (local < real)
+    target = np.where(own, words[np.arange(len(labels)), np.where(own, local, 0)], 0.0)
+    total, target = all_reduce(np.stack([total, target]), "sum")
+    log_sum = np.log(total) + top
+    return log_sum - target, log_sum
 
 
 @solves("04.tied")
-def tied_gradients(ranks):
-    """First and last stage of the same pipeline add up: equal in tp and dp, and both
-    have a gradient."""
-    return _added(ranks, _one_pipeline)
+def complete(grad, place, pp, all_reduce):
+    """First and last stage of one pipeline have the same rows: equal in t and d. Other
+    stages have no copy."""
+    t, d, p = place
+    if p not in (0, pp - 1):
+        return None
+    return all_reduce(grad, [(t, d, 0), (t, d, pp - 1)])

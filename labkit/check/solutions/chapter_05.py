@@ -4,18 +4,17 @@ from labkit.check.solution_source import solves
 
 
 @solves("05.kept")
-def kept_bytes(width, chain):
-    """Collect the tensors that derivatives name in a set, and count masks apart."""
-    widths = [width, *(result for _, result in chain)]
-    tensors, masks = set(), 0
-    for place, (operation, result) in enumerate(chain):
-        if operation in ("linear", "norm", "gelu"):
-            tensors.add(place)
+def kept(program):
+    """What the derivative of each operation is written with, each tensor once."""
+    found = set()
+    for result, operation, inputs in program:
+        if operation in ("linear", "matmul", "norm", "gelu"):
+            found |= set(inputs)
         elif operation in ("relu", "softmax"):
-            tensors.add(place + 1)
+            found.add(result)
         elif operation == "dropout":
-            masks += result
-    return 2 * sum(widths[tensor] for tensor in tensors) + masks
+            found.add(f"mask of {result}")
+    return found
 
 
 @solves("05.replay")
@@ -35,8 +34,25 @@ def input_gradient(blocks, x, dy, rng):
     return dy
 
 
-@solves("05.groups")
-def best_group(layers, input_bytes, layer_bytes):
-    """The divisor with the smallest sum of all groups' inputs and one group in full."""
-    sizes = [n for n in range(1, layers + 1) if layers % n == 0]
-    return min(sizes, key=lambda n: layers // n * input_bytes + n * layer_bytes)
+@solves("05.plan")
+def plan(layers, room, ways):
+    """Full before selective before keep, because backward adds most to a full layer and
+    least waits in front; of all numbers of full and selective layers, the cheapest."""
+
+    def peak(names):
+        before, most = 0, 0
+        for name in names:
+            after, during, _ = ways[name]
+            most = max(most, before + during)
+            before += after
+        return max(most, before)
+
+    best, least = None, float("inf")
+    for full in range(layers + 1):
+        for some in range(layers - full + 1):
+            rest = layers - full - some
+            names = ["full"] * full + ["selective"] * some + ["keep"] * rest
+            cost = sum(ways[name][2] for name in names)
+            if peak(names) <= room and cost < least:
+                best, least = names, cost
+    return best

@@ -41,9 +41,9 @@ def gradient_errors(
             axes.annotate(f"{name}\n{level:.1e}", (1, level), xycoords=("axes fraction", "data"), xytext=(4, 0),
                           textcoords="offset points", va="center", fontsize=9, color="#D40000")  # fmt: skip
         worst = max(wrong, key=lambda name: wrong[name])
-        axes.annotate(f"{worst}: {wrong[worst]:.0%}", (list(errors).index(worst), wrong[worst]), xytext=(-8, 0),
-                      textcoords="offset points", ha="right", va="center", fontsize=9)  # fmt: skip
-        axes.set(yscale="log", ylim=(floor / 3, max(wrong.values()) * 4), ylabel="relative error")
+        axes.annotate(f"{worst}: {wrong[worst]:.0%}", (list(errors).index(worst), wrong[worst]), xytext=(8, 9),
+                      textcoords="offset points", ha="right", va="bottom", fontsize=9)  # fmt: skip
+        axes.set(yscale="log", ylim=(floor / 3, max(wrong.values()) * 12), ylabel="relative error")
         axes.annotate(_EQUAL, (0, floor), xycoords=("axes fraction", "data"), xytext=(-4, 0),
                       textcoords="offset points", ha="right", va="center", fontsize=9)  # fmt: skip
         axes.axhspan(floor / 3, floor * 3, color="#EEEEEE", zorder=0)

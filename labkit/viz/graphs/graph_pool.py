@@ -31,8 +31,8 @@ _WRONG = {"fill": False, "edgecolor": "#D40000", "linewidth": 2.5}
 _TAKEN_OVER = "#000000"
 _THIN = 0.04
 """Part of a panel's height below which a frame gets an arrow."""
-_MOST_ARROWS = 3
-"""Most frames of a panel that get arrows."""
+_MOST_FRAMES = 3
+"""Most collisions that a panel frames; more of them hide each other."""
 _KIB = 1024
 
 
@@ -192,7 +192,7 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
 def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: str = "all rules kept") -> Figure:
     """Draw the blocks of a pool, and of pools with the same captures that give some blocks back too early.
 
-    A red frame is around memory that one block has taken while another still needs it.
+    A red frame is around memory that one block has taken while another still needs it, for the largest few of a panel.
 
     others: what was done differently -> its pool.
     what: name of the pool that is right.
@@ -212,9 +212,11 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
         for axes, (name, playback) in zip(grid.flat, panels.items()):
             _draw_blocks(axes, playback)
             axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, top))
-            for each in (overlaps := found.get(name, [])):
-                _draw_overwritten(axes, each, arrow=len(overlaps) <= _MOST_ARROWS)
-            axes.set_title(f"{name}: at most {_size(playback.peak_bytes)} held", loc="left")
+            overlaps = found.get(name, [])
+            for each in sorted(overlaps, key=_bytes_in_both, reverse=True)[:_MOST_FRAMES]:
+                _draw_overwritten(axes, each)
+            some = f", largest {_MOST_FRAMES} of {len(overlaps)} framed" if len(overlaps) > _MOST_FRAMES else ""
+            axes.set_title(f"{name}: at most {_size(playback.peak_bytes)}{some or ' held'}", loc="left")
             middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
             axes.set_xticks(middles, _thinned(names, MAX_LABELS // 2), fontsize=7, rotation=90)
             axes.tick_params(axis="x", length=0)
@@ -235,7 +237,11 @@ def _draw_blocks(axes: Any, playback: Playback) -> None:
         axes.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
 
 
-def _draw_overwritten(axes: Any, each: Overwritten, *, arrow: bool) -> None:
+def _bytes_in_both(each: Overwritten) -> int:
+    return min(each.block.end, each.taker.end) - max(each.block.offset, each.taker.offset)
+
+
+def _draw_overwritten(axes: Any, each: Overwritten) -> None:
     """Frame the bytes that both blocks have, from the second one's first moment until the first one is done with.
 
     An arrow points at a frame that is too low to be seen.
@@ -244,7 +250,7 @@ def _draw_overwritten(axes: Any, each: Overwritten, *, arrow: bool) -> None:
     corner, width = (each.taker.born, low), each.until - each.taker.born
     look: Any = _WRONG | {"linewidth": 1.5}
     axes.add_patch(Rectangle(corner, width, high - low, zorder=3, **look))
-    if arrow and high - low < _THIN * axes.get_ylim()[1]:
+    if high - low < _THIN * axes.get_ylim()[1]:
         axes.annotate(
             "",
             (each.taker.born, (low + high) / 2),

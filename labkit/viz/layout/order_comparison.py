@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from labkit.comm.rank_generator import AXES as LAYOUT_AXES
 from labkit.config import ParallelConfig
 from labkit.plan.node_traffic import KINDS, TransformerTraffic, every_order, order_traffic
 from labkit.viz.figure import Figure
-from labkit.viz.style import color, label, new_figure, styled
+from labkit.viz.style import color, hatch, label, new_figure, styled
 
 SHOWN = 4
 """Orders that are drawn from each end of the list."""
@@ -26,9 +26,9 @@ def compare_orders(
     world_size: int,
     gpus_per_node: int = 8,
 ) -> Figure:
-    """Draw `order_traffic` on one logarithmic axis: the 4 orders that send least and, below a line, the 4 of the most.
+    """Draw `order_traffic` on one axis that begins at 0: the 4 orders of the least and, below a line, of the most.
 
-    A row is an order. A mark for each kind of group is at its bytes, and a diamond at the sum, which the row names.
+    A row is an order: its bar has a part for each kind of group, and the sum at its end.
     """
     rows = order_traffic(model, sizes, orders, world_size=world_size, gpus_per_node=gpus_per_node)
     least, most = list(rows)[:SHOWN], list(rows)[SHOWN:][-SHOWN:]
@@ -36,46 +36,34 @@ def compare_orders(
     with styled():
         fig = new_figure(7.2, 1.1 + 0.28 * len(least + most))
         axes = fig.subplots()
-        _marks(axes, {order: rows[order] for order in least + most}, kinds)
+        _bars(axes, {order: rows[order] for order in least + most}, kinds)
         if most:
             axes.axhline(len(least) - 0.5, color="#333333", linewidth=0.8)
-        fig.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds) + 1)
+        fig.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds))
     tried = len(orders or every_order(model, sizes, world_size))
     place = f"{world_size} ranks on nodes of {gpus_per_node}, {_layout(sizes)}"
     return Figure(fig, f"{place}: {_verdict(rows, tried - len(rows))}")
 
 
-_SHAPES = ("s", "o", "^", "v", "P", "X")
-"""Marks of `KINDS`, so that kinds do not differ by colour alone."""
-
-
-def _marks(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[str]) -> None:
-    """Draw the marks of one row per order, with its sum in words at its right end."""
+def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[str]) -> None:
+    """Draw one stacked bar per order, with its sum in words at its right end."""
     totals = [sum(row.values()) for row in rows.values()]
-    positive = [amount / 1e9 for row in rows.values() for amount in row.values() if amount] or [1.0]
-    low, high = min(positive), max(max(totals) / 1e9, min(positive))
-    left, right = low / 1.5, high * (high / low * 3) ** 0.3
-    for place, total in enumerate(totals):
-        if total:
-            axes.plot([left, total / 1e9], [place, place], color="#BBBBBB", linewidth=1.2, zorder=1)
-            axes.annotate(_amount(total), (total / 1e9, place), xytext=(8, 0), textcoords="offset points", va="center",
-                          fontsize=8)  # fmt: skip
-        else:
-            axes.annotate(_amount(total), (left, place), xytext=(4, 0), textcoords="offset points", va="center",
-                          fontsize=8)  # fmt: skip
-    sums = [(total / 1e9, place) for place, total in enumerate(totals) if total]
-    axes.plot(*zip(*sums) if sums else ([], []), linestyle="", marker="D", markersize=7, color="#000000",
-              fillstyle="none", label="sum", zorder=3)  # fmt: skip
+    places = range(len(rows))
+    done = [0.0] * len(rows)
     for kind in kinds:
-        sent = [(row[kind] / 1e9, place) for place, row in enumerate(rows.values()) if row[kind]]
-        axes.plot(*zip(*sent) if sent else ([], []), linestyle="", marker=_SHAPES[KINDS.index(kind)], markersize=5,
-                  color=color(kind), label=f"{kind} ({label(kind)})", zorder=2)  # fmt: skip
-    axes.set(xscale="log", xlim=(left, right), xlabel="GB between nodes in one step (logarithmic)")
+        sent = [row[kind] / 1e9 for row in rows.values()]
+        axes.barh(places, sent, 0.7, left=done, color=color(kind), hatch=hatch(kind), edgecolor="#333333",
+                  linewidth=0.5, label=f"{kind} ({label(kind)})")  # fmt: skip
+        done = [start + size for start, size in zip(done, sent, strict=True)]
+    for place, total in zip(places, totals, strict=True):
+        axes.annotate(_amount(total), (total / 1e9, place), xytext=(6, 0), textcoords="offset points", va="center",
+                      fontsize=8)  # fmt: skip
+    axes.set(xlim=(0, 1.25 * max(max(totals) / 1e9, 1e-9)), xlabel="GB between nodes in one step")
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_yticks(places, list(rows))
     axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _amount(size: float) -> str:

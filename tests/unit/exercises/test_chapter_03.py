@@ -82,47 +82,45 @@ MLPS = {
     "one sum for all": (lambda x, dy, A, B, bias, reduce: reduce([x]), "all_reduce takes a list"),
 }
 
-# ---- 03.suspect ----
+# ---- 03.plan ----
 
 
-def suspect(place, operator=lambda kind: "g" if kind == "output" else "f"):
-    """An answer that makes a sub-layer of the name's place."""
+def plan(first, second, *, f=("f",)):
+    """Makes everything whole after each product, unless a misunderstanding is given."""
+    before = list(f) if first == "column" else ["split"]
+    whole = ["gather"] if first == "column" else ["g"]
+    return [before, whole, ["f"] if second == "column" else ["split"], ["gather"] if second == "column" else ["g"]]
 
-    def answer(name):
-        where, kind = name.split()
-        return place(where), operator(kind)
+
+def changed(slot, operators):
+    """The wasteful plan with another slot."""
+
+    def answer(first, second):
+        slots = plan(first, second)
+        slots[slot] = list(operators)
+        return slots
 
     return answer
 
 
-def sublayer(where):
-    return where.removesuffix(".norm.bias")
-
-
-def moved(by):
-    def place(where):
-        _, layer, part, *_ = where.split(".")
-        number = 2 * int(layer) + (part == "mlp") + by
-        return f"layers.{number // 2}.{('attention', 'mlp')[number % 2]}"
-
-    return place
-
-
-SUSPECTS = {
-    # Blames f for everything, although f does nothing forward.
-    "always f": (suspect(sublayer, lambda kind: "f"), "f does nothing forward"),
-    "always g": (suspect(sublayer, lambda kind: "g"), "g does nothing backward"),
-    # Takes the norm for a part of its own, and names it instead of the sub-layer that follows.
-    "the norm": (suspect(lambda where: where.removesuffix(".bias")), "f belongs to the sub-layer of this norm"),
-    "the parameter": (suspect(lambda where: where), "this has the name of a parameter"),
-    "the layer": (suspect(lambda where: ".".join(where.split(".")[:2])), "name the sub-layer, attention or mlp"),
-    # Thinks of forward: the norm follows the sub-layer before it, so its gradient is wrong because of that one.
-    "the one before": (suspect(moved(-1)), "right after the f of its own sub-layer"),
-    "the one after": (suspect(moved(1)), "this sub-layer comes later"),
+BEST = {
+    ("column", "row"): [["f"], [], [], ["g"]],
+    ("row", "row"): [["split"], ["g_split"], [], ["g"]],
+    ("column", "column"): [["f"], [], ["gather_f"], ["gather"]],
+    ("row", "column"): [["split"], ["g_split"], ["gather_f"], ["gather"]],
+}
+PLANS = {
+    "always whole": (plan, "an all-reduce whose result is then cut"),
+    "late sum": (changed(1, []), "the GeLU meets a partial sum"),
+    "no f": (lambda first, second: plan(first, second, f=()), "f is missing"),
+    "f twice": (lambda first, second: plan(first, second, f=("f", "f")), "t times too large"),
+    "no end": (changed(3, []), "every rank needs it whole"),
+    "a word": (lambda first, second: "f g", "a plan is four lists"),
+    "another operator": (changed(0, ["all_reduce"]), "is no operator"),
 }
 
-TABLES = {"03.parts": PARTS, "03.f_and_g": MLPS, "03.suspect": SUSPECTS}
-RIGHT = {"03.parts": split(0, 1), "03.f_and_g": mlp(), "03.suspect": suspect(sublayer)}
+TABLES = {"03.parts": PARTS, "03.f_and_g": MLPS, "03.plan": PLANS}
+RIGHT = {"03.parts": split(0, 1), "03.f_and_g": mlp(), "03.plan": lambda first, second: BEST[first, second]}
 
 
 def test_all_reduces_are_not_counted_in_a_group_of_one():

@@ -2,37 +2,41 @@
 
 # ---- 05.kept ----
 
-KEEPS = {"linear": 0, "norm": 0, "gelu": 0, "relu": 1, "softmax": 1, "dropout": "mask", "scale": None}
+KEEPS = dict.fromkeys(("linear", "matmul", "norm", "gelu"), "inputs") | dict.fromkeys(("relu", "softmax"), "result")
+KEEPS |= {"dropout": "mask", "scale": "", "add": ""}
 
 
-def kept(*, once=True, number=2, mask=1, **other):
-    """An answer; an argument that is not its default is a misunderstanding."""
+def kept(**other):
+    """An answer; an argument is an operation that it takes for another kind."""
 
-    def answer(width, chain):
-        keeps = KEEPS | other
-        widths = [width, *(result for _, result in chain)]
-        tensors = [i + keeps[name] for i, (name, _) in enumerate(chain) if keeps[name] in (0, 1)]
-        masks = sum(result for name, result in chain if keeps[name] == "mask")
-        return number * sum(widths[t] for t in (set(tensors) if once else tensors)) + mask * masks
+    def answer(program):
+        found = set()
+        for result, operation, inputs in program:
+            kind = (KEEPS | other)[operation]
+            found |= {"inputs": set(inputs), "first": {inputs[0]}, "result": {result}}.get(kind, set())
+            found |= {f"mask of {result}"} if kind == "mask" else set()
+        return found
 
     return answer
 
 
 KEPT = {
-    # Counts a tensor for each operation that keeps it, although the storage exists once.
-    "twice": (kept(once=False), "keeps the same tensor as input: count it once"),
-    "inputs": (kept(once=False, **dict.fromkeys(KEEPS, 0)), "each operation is counted with its input"),
-    # Lets ReLU and softmax keep their input: their derivatives can be written so, but autograd takes the result.
-    "relu": (kept(relu=0, softmax=0), "keeps the same tensor as input: count it once"),
-    "gelu": (kept(gelu=1), "gelu's derivative needs its input"),
-    "dropout": (kept(dropout=0), "dropout keeps its mask alone"),
-    "no mask": (kept(dropout=None), "the mask of dropout is missing"),
-    "wide mask": (kept(mask=2), "a mask has one byte"),
-    "scale": (kept(scale=0), "constant factor needs no tensor"),
-    # Counts every result, also those that no derivative names and that are freed at once.
-    "results": (lambda width, chain: 2 * sum(n for _, n in chain), "every result is counted"),
-    "tensors": (lambda width, chain: 2 * (width + sum(n for _, n in chain)), "every tensor is counted"),
-    "numbers": (kept(number=1), "a number has two bytes"),
+    # Believes that backward needs whatever forward has computed.
+    "results": (lambda program: {result for result, _, _ in program}, "that is every result"),
+    # Believes that every derivative needs the input, as that of a product does.
+    "inputs": (lambda program: {name for _, _, inputs in program for name in inputs}, "that is every input"),
+    "relu": (kept(relu="inputs", softmax="inputs"), "written with their results"),
+    "gelu": (kept(gelu="result"), "gelu's derivative needs its input"),
+    "dropout": (kept(dropout="inputs"), "dropout keeps its mask alone"),
+    "no mask": (kept(dropout=""), "dropout keeps a mask"),
+    # Keeps both terms of a residual addition, the commonest over-count of a layer.
+    "add": (kept(add="inputs"), "a sum passes the gradient on"),
+    "scale": (kept(scale="inputs"), "the derivative of a constant factor is the factor"),
+    # Thinks of a product as of a function of one tensor.
+    "first factor": (kept(matmul="first"), "both factors of this product are activations"),
+    "no product": (kept(linear=""), "the gradient of a weight needs"),
+    "norm": (kept(norm="result"), "a norm's derivative needs the input"),
+    "number": (lambda program: len(kept()(program)), "this is not a set of names"),
 }
 
 # ---- 05.replay ----
@@ -100,32 +104,56 @@ REPLAY = {
     "no second": (lambda blocks, x, dy, rng: dy, "by block: a forward, then a second one"),
 }
 
-# ---- 05.groups ----
+# ---- 05.plan ----
 
 
-def group(n, i, a):
-    sizes = [size for size in range(1, n + 1) if n % size == 0]
-    return min(sizes, key=lambda size: n // size * i + size * a)
+def peak(names, ways):
+    before, most = 0, 0
+    for name in names:
+        most, before = max(most, before + ways[name][1]), before + ways[name][0]
+    return max(most, before)
 
 
-GROUPS = {
-    # Looks at the layers that run again at once alone: one is least, but every layer's input is kept.
-    "one": (lambda n, i, a: 1, "the input of every layer is kept"),
-    # Looks at the inputs alone: one group keeps one, but then all layers run again at once.
-    "all": (lambda n, i, a: n, "all layers run again at once"),
-    "root": (lambda n, i, a: round(n**0.5), "the root of the layers is right where"),
-    # Takes Chen's root of the number of layers, which is right where a layer keeps no more than its input.
-    "divisor": (
-        lambda n, i, a: min((k for k in range(1, n + 1) if n % k == 0), key=lambda k: abs(k - n**0.5)),
-        "nearest divisor",
+def search(order=("full", "selective", "keep"), measure=peak):
+    """An answer that tries all numbers of layers, put in this order, and takes the cheapest that fits."""
+
+    def answer(layers, room, ways):
+        tried = []
+        for full in range(layers + 1):
+            for some in range(layers - full + 1):
+                number = {"full": full, "selective": some, "keep": layers - full - some}
+                names = [name for name in order for _ in range(number[name])]
+                if measure(names, ways) <= room:
+                    tried.append((sum(ways[name][2] for name in names), names))
+        return min(tried)[1] if tried else ["full"] * layers
+
+    return answer
+
+
+PLANS = {
+    # The usual cure everywhere: it fits, and is as dear as it can be.
+    "all full": (lambda layers, room, ways: ["full"] * layers, "not every layer needs full recomputation"),
+    "all kept": (lambda layers, room, ways: ["keep"] * layers, "forward alone does not fit"),
+    # Adds up what forward keeps, and forgets that it comes back.
+    "forward only": (
+        search(measure=lambda names, ways: sum(ways[name][0] for name in names)), "forward fits, but backward",
     ),
-    "balance": (lambda n, i, a: round((n * i / a) ** 0.5), "must divide the layers"),
-    "peak": (lambda n, i, a: n // group(n, i, a) * i + group(n, i, a) * a - i, "this is the peak"),
-    "count": (lambda n, i, a: n // group(n, i, a), "this is the number of groups"),
-    "larger": (
-        lambda n, i, a: min((k for k in range(n, 0, -1) if n % k == 0), key=lambda k: n // k * i + k * a),
-        "return the smaller",
+    # Recomputes at the end, where backward comes first.
+    "last ones": (search(order=("keep", "selective", "full")), "begin with the layers that keep least"),
+    # One full layer per layer too many, and nothing kept at the end.
+    "last one too": (
+        lambda layers, room, ways: [*search()(layers, room, ways)[:-1], "full"], "the last layer is needed again",
     ),
-}
+    # Knows one policy besides full recomputation.
+    "two ways": (
+        lambda layers, room, ways: next(
+            names for full in range(layers + 1)
+            if peak(names := ["full"] * full + ["keep"] * (layers - full), ways) <= room
+        ),
+        "fits, and costs",
+    ),
+    "numbers": (lambda layers, room, ways: [1, layers - 2, 1], "this is not a list with one of the words"),
+    "too few": (lambda layers, room, ways: ["full"], "this is not a list with one of the words"),
+}  # fmt: skip
 
-TABLES = {"05.kept": KEPT, "05.replay": REPLAY, "05.groups": GROUPS}
+TABLES = {"05.kept": KEPT, "05.replay": REPLAY, "05.plan": PLANS}
