@@ -43,7 +43,8 @@ ask(
 ask(
     "07.bytes",
     "Forward passes kv on. Backward needs the same keys and values again, and the gradients dk and dv have to get back "
-    "to their owners. How many bytes does a rank send in backward, compared with forward? (All numbers have 64 bits.)",
+    "to their owners. How many bytes must a rank send in backward at least, compared with forward? (All numbers have "
+    "64 bits, and no rank has room for all keys.)",
     choices={
         "as many": "Keys and values go round again, since no rank has kept those of others. The gradients come on top.",
         "twice as many": "kv goes round once more, and dkv, which is as large, follows it. In 16 bits it is three "
@@ -54,13 +55,13 @@ ask(
 )
 ask(
     "07.double",
-    "A text gets twice as long, and gets twice as many GPUs. On each GPU the part has the same length as before. Is it "
-    "harder now to hide the ring's messages behind computing?",
+    "A text gets twice as long, and gets twice as many GPUs, on links as fast as before. On each GPU the part has the "
+    "same length as before. Is it harder now to hide the ring's messages behind computing?",
     choices={
         "harder": "There are twice as many hops. But each has its own block to hide behind, as large as before.",
         "the same": "A hop carries the kv of one part, and a block is one part against one part. Neither knows how "
         "many parts there are. (Only the hop without a block to hide behind, the last one of backward, is there as "
-        "well, once.)",
+        "well, once.) A ring that leaves the node is another matter: its link is slower.",
         "easier": "The work of a GPU doubles, that's true. But so does the number of its hops.",
     },
 )

@@ -131,7 +131,8 @@ def _draw_strip(axes: Any, cut: Sequence[Sequence[int]]) -> None:
         if place + 1 == len(holder) or holder[place + 1][1] != rank:
             axes.barh(0, place + 1 - start, left=start, height=1, color=_shade(rank), edgecolor=INK, linewidth=0.3)
             start = place + 1
-    axes.set(xlim=(0, 1.01 * len(holder)), ylim=(-0.5, 0.5), xticks=[])
+    axes.set(xlim=(0, 2 * len(holder)), ylim=(-0.5, 0.5))  # half the width: this is no axis of time
+    axes.set_xticks([0.5, len(holder) - 0.5], ["0", str(len(holder) - 1)])
     axes.set_yticks([0], ["positions"])
     axes.tick_params(length=0)
     for side in ("left", "bottom"):
