@@ -83,16 +83,20 @@ def _late_gradients() -> AbstractContextManager[Any]:
         given = honest(self, forward_only)
         instructions: list[Instruction] = []
         held: list[Instruction] = []
+        left = len(given.steps)
         for each in given.instructions:
-            if isinstance(each, Communication) and each.verb == "send" and each.transfers[0].message.kind == "B":
+            is_gradient = (
+                isinstance(each, Communication) and each.verb == "send" and each.transfers[0].message.kind == "B"
+            )
+            if is_gradient and left:
                 held.append(each)
                 continue
             instructions.append(each)
             if isinstance(each, Compute):
+                left -= 1
                 instructions += held
                 held.clear()
-        ends = [i for i, each in enumerate(instructions) if isinstance(each, Compute)]
-        return Program(instructions[: ends[-1] + 1] + held + instructions[ends[-1] + 1 :], given.incoming)
+        return Program(instructions, given.incoming)
 
     return patch.object(PipelineRuntime, "_program", program)
 
