@@ -1,4 +1,4 @@
-"""Exercises of chapter 10: how many microbatches are enough, a row of 1F1B, a row with its messages.
+"""Exercises and bets of chapter 10: a row of 1F1B, how many microbatches are enough, a row with its messages.
 
 Wrong answers are compared with those of known misunderstandings. The score names the one that gives the same answer, or
 else the first place that differs, with its consequence.
@@ -10,8 +10,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from labkit.check.bets import ask
 from labkit.check.scoring import (
     ONLY_FIRST,
     Finding,
@@ -28,42 +29,64 @@ from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import simulate
 
-# ---- how many microbatches are enough ----
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
-_SHARES = ((5, 0.25), (4, 0.5), (8, 0.125), (8, 0.3), (2, 0.4), (4, 0.9), (1, 0.25))
-"""(stages, largest share of the step that may be bubble). Three shares are met exactly; one stage has no bubble at all.
+# ---- the bets ----
 
-The first pair comes first because each misunderstanding of an exact share gives another number there."""
-
-
-@exercise("10.enough", "Write enough(p, share) -> the fewest microbatches with which at most `share` is bubble.")
-def enough(answer: Any) -> Iterator[Outcome]:
-    """Judge seven pipelines, of one to eight stages."""
-    return asked(
-        _SHARES,
-        given="{} stages and a share of {}".format,
-        right=lambda p, share: max(1, math.ceil((p - 1) * (1 - share) / share)),
-        tried=answer,
-        misread=_misread_shares,
-    )
-
-
-def _misread_shares(p: int, share: float) -> Misreadings:
-    least = (p - 1) * (1 - share) / share
-    return {
-        "a step has at least one microbatch": 0,
-        "this compares the bubble with the work, (p - 1)/m; the exercise asks for its share of the step": max(
-            1, math.ceil((p - 1) / share)
-        ),
-        "this rounds down, and then the bubble is larger than the share": math.floor(least),
-        "p - 1 stages wait for the first microbatch, not p": max(1, math.ceil(p * (1 - share) / share)),
-        "the bubble may be exactly the share; one fewer is enough": math.floor(least) + 1,
-        "this compares the work, m/(m + p - 1), with the share; the exercise asks for the bubble": max(
-            1, math.ceil((p - 1) * share / (1 - share))
-        ),
-        "this many would do on a larger pipeline, too; fewer are enough here": math.ceil(p / share),
-    }
-
+ask(
+    "10.gigabytes",
+    "GPT-3 on 512 H100s, in 8 stages with 96 microbatches. With all forwards first the fullest GPU needs 689 GB, of "
+    "which 21 are weights, gradients and optimizer. How many GB does it need with 1F1B, by the plan?",
+    misread=lambda: {
+        "That divides everything by 12. Weights, gradients and optimizer stay as they are.": 57.4,
+        "That divides by the 8 stages. What counts is microbatches in flight: at most 8 instead of 96.": 86.1,
+        "That is the activations of 8 microbatches alone. Weights, gradients and optimizer come on top.": 55.7,
+        "That is a single microbatch. 1F1B's first rank keeps one for each stage, 8.": 28.0,
+        "The order doesn't change what a microbatch needs. But it does change how many are kept at once.": 689.0,
+    },
+    unit="GB",
+    because="A rank keeps at most 8 microbatches in flight instead of 96, and their activations shrink with that. The "
+    "21 GB of weights, gradients and optimizer stay.",
+)
+ask(
+    "10.bubble",
+    "1F1B starts its backwards as early as it can, GPipe only after all forwards. How long does a step take under "
+    "1F1B, compared with GPipe?",
+    choices={
+        "shorter": "Backwards start earlier on the last rank. But a step ends with rank 0's last backward, and that "
+        "one waits for the same chain: the last rank's work, without a pause, and then p - 1 backwards.",
+        "the same": "The last rank starts after p - 1 forwards, never pauses, and after it p - 1 backwards follow. "
+        "That is true for both orders.",
+        "longer": "Switching between F and B costs nothing here. The last rank never pauses in either order.",
+    },
+)
+ask(
+    "10.hang",
+    "The same loop runs both tables: receive, compute, send, and each send waits until the other side receives. "
+    "Which of the two tables comes to its end?",
+    choices={
+        "both": "A table that can run on paper can still hang, because a send that waits is a step of the row as well. "
+        "(With a single microbatch nothing ever meets, and both do.)",
+        "only GPipe": "In GPipe all messages of a phase go the same way, so somebody at the end of the line always "
+        "receives. In 1F1B an activation meets a gradient: both ranks send, and nobody receives.",
+        "only 1F1B": "It's the other way round: 1F1B mixes the two directions, and GPipe doesn't.",
+        "neither": "In GPipe all messages of a phase go the same way, so the last rank receives, and then the one "
+        "before it, and so on.",
+    },
+)
+ask(
+    "10.four",
+    "The ninth function sends an activation and a gradient in one call. On which ranks of a pipeline with one stage "
+    "per rank does your program need it?",
+    choices={
+        "on all ranks": "The first rank has nobody to send a gradient to, and the last one nobody for an activation.",
+        "on the middle ranks": "They send both kinds, but never at the same moment: between a forward and a backward "
+        "the result of only one of them is waiting.",
+        "nowhere": "A rank sends what it has just computed, and with one stage that is either an activation or a "
+        "gradient.",
+    },
+)
 
 # ---- a row of 1F1B ----
 
@@ -71,7 +94,21 @@ _ROWS = ((4, 3, 3), (4, 0, 5), (4, 2, 5), (2, 0, 1), (4, 0, 2), (1, 0, 3))
 """(pp, rank, microbatches); some have fewer microbatches than warm-up forwards."""
 
 
-@exercise("10.one_f_one_b", "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.")
+def draw_rows(answer: Any) -> Figure | None:
+    """Draw the answer's rows for 4 ranks and 8 microbatches, as far as they run; other things have no drawing."""
+    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
+
+    rows = [_parsed_row(answer(4, rank, 8), rank) for rank in range(4)]
+    if any(isinstance(row, str) or not row or len(set(row)) < len(row) for row in rows):
+        return None
+    return draw_played(PlayedTable(rows), {"the aim ": 3 * (8 + 4 - 1)})  # type: ignore[arg-type]
+
+
+@exercise(
+    "10.one_f_one_b",
+    "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.",
+    draw=draw_rows,
+)
 def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
     """Judge six rows, then two whole pipelines that must run in the time and the memory of 1F1B."""
     belief = _belief(answer)
@@ -210,6 +247,43 @@ def _parsed_row(row: Any, rank: int) -> list[Action] | str:
 
 def _units(time: float) -> str:
     return f"{time:g} units of time (F = 1, B = 2)"
+
+
+# ---- how many microbatches are enough ----
+
+_SHARES = ((5, 0.25), (4, 0.5), (8, 0.125), (8, 0.3), (2, 0.4), (4, 0.9), (1, 0.25))
+"""(stages, largest share of the step that may be bubble). Three shares are met exactly; one stage has no bubble at all.
+
+The first pair comes first because each misunderstanding of an exact share gives another number there."""
+
+
+@exercise("10.enough", "Write enough(p, share) -> the fewest microbatches with which at most `share` is bubble.")
+def enough(answer: Any) -> Iterator[Outcome]:
+    """Judge seven pipelines, of one to eight stages."""
+    return asked(
+        _SHARES,
+        given="{} stages and a share of {}".format,
+        right=lambda p, share: max(1, math.ceil((p - 1) * (1 - share) / share)),
+        tried=answer,
+        misread=_misread_shares,
+    )
+
+
+def _misread_shares(p: int, share: float) -> Misreadings:
+    least = (p - 1) * (1 - share) / share
+    return {
+        "a step has at least one microbatch": 0,
+        "this compares the bubble with the work, (p - 1)/m; the exercise asks for its share of the step": max(
+            1, math.ceil((p - 1) / share)
+        ),
+        "this rounds down, and then the bubble is larger than the share": math.floor(least),
+        "p - 1 stages wait for the first microbatch, not p": max(1, math.ceil(p * (1 - share) / share)),
+        "the bubble may be exactly the share; one fewer is enough": math.floor(least) + 1,
+        "this compares the work, m/(m + p - 1), with the share; the exercise asks for the bubble": max(
+            1, math.ceil((p - 1) * share / (1 - share))
+        ),
+        "this many would do on a larger pipeline, too; fewer are enough here": math.ceil(p / share),
+    }
 
 
 # ---- a row with its messages ----

@@ -64,7 +64,7 @@ ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
-    "other copy", "mask of the plain cut", "one buffer", "same samples",
+    "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -131,6 +131,10 @@ def of_09(config: RunConfig, observer: Any) -> Any:
     return train_marked("09", config, None, observer)
 
 
+def of_10(config: RunConfig, observer: Any) -> Any:
+    return train_marked("10", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -151,6 +155,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("07", SMALL.override({"model.layers": 2}), {"parallel.cp": 2, "parallel.pp": 1}, 1, of_07),
         ("08", SMALL.override(REPLICAS), {"parallel.pp": 1, "world_size": 2}, 1, of_08),
         ("09", SMALL.override({"model.layers": 2}), SHARDED | {"world_size": 2}, 2, of_09),
+        ("10", SMALL.override({"model.layers": 4}), PIPELINE, 1, of_10),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
     ],
@@ -561,6 +566,34 @@ def test_09_each_silent_fault_shows_in_the_ledger_in_the_time_line_or_in_the_mas
     assert more == {"gathered again"} and len({sent["reduce_scatter"] for sent, _, _ in found.values()}) == 1
     assert {name for name, (_, starts, _) in found.items() if not starts} == {"waits at once"}
     assert {name for name, (*_, rest) in found.items() if rest == 0} == {"masters made anew"}
+
+
+# ---- 10 ----
+
+
+def asleep_in_one_stage() -> list[Any]:
+    groups = initialize_model_parallel(SMALL.override(PIPELINE).parallel)
+    costs = Costs(forward=0.03, input_grad=0.03, weight_grad=0.03)
+    return sleep_through(groups, schedules.one_f_one_b(2, 6), costs)
+
+
+def test_10_each_silent_fault_shows_in_the_timeline(ranks) -> None:
+    table = schedules.one_f_one_b(2, 6)
+    seen = {
+        name: [event for events in runs for event in events if event.name[:1].isdigit()]
+        for name, runs in with_each_fault(ranks, "10", asleep_in_one_stage).items()
+    }
+    assert {name for name, events in seen.items() if not follows(events, table)} == {"all forwards first"}
+    peaks = {name: viz.gantt(events, memory=True).sentence for name, events in seen.items()}
+    assert {name for name, said in peaks.items() if "6 in flight" in said} == {"all forwards first"}
+
+    def wait_for_gradients(events: list[Any]) -> float:
+        """Median seconds from the end of a backward on rank 1 to the start of the one on rank 0 that needs it."""
+        at = {event.name: event for event in events}
+        return median(at[f"0B{i}"].start - at[f"1B{i}"].end for i in range(5))
+
+    waits = {name: wait_for_gradients(events) for name, events in seen.items() if name != "all forwards first"}
+    assert {name for name, wait in waits.items() if wait > 0.02} == {"late gradients"}, waits
 
 
 # ---- 12 ----

@@ -31,7 +31,7 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 
-CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "12", "17", "21")
+CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "17", "21")
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
