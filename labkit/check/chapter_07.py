@@ -42,9 +42,9 @@ ask(
 )
 ask(
     "07.bytes",
-    "Forward passes kv on. Backward needs the same keys and values again, and the gradients dk and dv have to get back "
-    "to their owners. How many bytes must a rank send in backward at least, compared with forward? (All numbers have "
-    "64 bits, and no rank has room for all keys.)",
+    "Forward passes kv on. Backward passes the same keys and values on again, and the gradients dk and dv have to get "
+    "back to their owners. How many bytes must a rank send in backward at least, compared with forward? (All numbers "
+    "have 64 bits, and no rank has room for all keys.)",
     choices={
         "as many": "Keys and values go round again, since no rank has kept those of others. The gradients come on top.",
         "twice as many": "kv goes round once more, and dkv, which is as large, follows it. In 16 bits it is three "
