@@ -364,6 +364,10 @@ def _fault_of_one(program: Sequence[Post], pp: int, rank: int, count: int) -> tu
     came: set[tuple[str, int]] = set()
     sent: set[tuple[str, int]] = set()
     for post in program:
+        ways = [way for way, _, _ in post]
+        if max(ways.count("send"), ways.count("recv")) > 1:
+            words = "a stage has one result to send at a time, so join at most one send and one receive"
+            return "joined", f"'{_post(post)}' on rank {rank} needs a function that isn't there: {words}"
         for op in post:
             way, kind, m = op
             at_end = not 0 <= _peer(op, rank) < pp

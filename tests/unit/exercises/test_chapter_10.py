@@ -71,6 +71,17 @@ def at_once(*case):
     return [step + step.replace("send F", " + recv B") if "send F" in step else step for step in steps]
 
 
+def two_receives(*case):
+    """Awaits the first gradient together with the activation before it: in time, but no function receives both."""
+    posts = joined(with_messages(*case))
+    at = next((i for i, post in enumerate(posts) if post.endswith("+ recv B0")), None)
+    before = [i for i, post in enumerate(posts[:at]) if " + recv F" in post]
+    if at is not None and before:
+        posts[before[-1]] += " + recv B0"
+        posts[at] = posts[at].removesuffix(" + recv B0")
+    return posts
+
+
 def swapped(pp, rank, count):
     """Rank 0 sends its first two activations in the other order."""
     steps = joined(with_messages(pp, rank, count))
@@ -92,6 +103,7 @@ MESSAGES = {
     "crossed": (swapped, "messages carry no name"),
     "twice": (lambda *case: [*(s := joined(with_messages(*case))), *[x for x in s if x[:4] == "send"]], "twice"),
     "row": (lambda pp, rank, m: ["F0", "B0"], "other actions than 1F1B's"),
+    "two receives": (two_receives, "join at most one send and one receive"),
     "form": (lambda pp, rank, m: ["F0 + B0"], "a program is a list of texts"),
     "ahead": (
         lambda *case: sorted(with_messages(*case), key=lambda step: step[:6] != "recv F"),
