@@ -176,7 +176,7 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
 
 def test_00_the_silent_fault_shows_in_the_forwards_of_the_last_stage(ranks) -> None:
     found = with_each_fault(ranks, "00", train_two_stages)
-    forwards = {name: [median(seconds) for seconds in runs] for name, runs in found.items()}
+    forwards = {name: [min(seconds) for seconds in runs] for name, runs in found.items()}  # other work only adds
     ratios = {name: last / first for name, (first, last) in forwards.items()}
     slow = ratios.pop("slow forward")
     assert slow > 2.5 * max(ratios.values()), (slow, ratios)
