@@ -321,9 +321,9 @@ ask(
     "that?",
     choices={
         "as much": "The launches cost as much as before. But the host has eight times as long for each of them.",
-        "about half": "The kernels are about six to eight times as long, not twice.",
-        "next to nothing": "The kernels are about six to eight times as long and the launches are not, so after the "
-        "first one the host is always ahead. A graph only removes waiting.",
+        "about half": "Eight samples make the kernels five to eight times as long, not twice.",
+        "next to nothing": "The kernels are five to eight times as long and the launches are not, so after the first "
+        "one the host is always ahead. A graph only removes waiting.",
     },
 )
 ask(
@@ -349,10 +349,10 @@ ask(
 )
 ask(
     "16.grads",
-    "Two microbatches, a forward and a backward each; g0 and g1 are their right gradients. What does `.grad` hold?",
+    "Two microbatches, a forward and a backward each. g0 and g1 are their right gradients, and `.grad` should be g0 + "
+    "g1. What is it?",
     choices={
-        "g0 + g1": "Autograd would add them up. But `.grad` is the graph's own memory, and the second replay writes "
-        "there before autograd adds.",
+        "2 g0": "Nobody wrote g0 a second time. The second replay wrote g1.",
         "g1": "The second replay wrote g1 over g0, which is half of it. Then autograd added g1 once more.",
         "2 g1": "Autograd kept the first gradient without a copy, so the second replay wrote g1 over it. Then autograd "
         "added g1 to what it took for g0.",
