@@ -360,7 +360,9 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "pool_choices": (
         lambda: viz.pool_choices({"yours": [HeldBytes(0, 1, 0, 1)]}),
-        lambda: viz.pool_choices(dict.fromkeys(("yours", "best"), [HeldBytes(8192 * i, 8192, i, 14) for i in range(14)])),
+        lambda: viz.pool_choices(
+            {name: [HeldBytes(8192 * i, 8192, i, 14) for i in range(14)] for name in ("yours", "as small as it can be")}
+        ),
     ),
     "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
     "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),
