@@ -250,7 +250,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.bandwidth_by_size(
             {f"{8**i} GPUs, InfiniBand": ([2**k for k in range(10, 36)], [1e6 * k for k in range(10, 36)])
              for i in range(4)},
-            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}),
+            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}, links={"one adapter, InfiniBand": 1.2e7}),
     ),
     "bucket_map": (lambda: bucket_map(2, 1, 64), lambda: bucket_map(8, 60, 1024)),
     "bucket_meetings": (lambda: meetings(2, 1), lambda: meetings(4, 3)),
