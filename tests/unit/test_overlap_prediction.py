@@ -146,8 +146,7 @@ def test_buckets_that_meet_are_counted_and_another_number_of_ranks_is_refused():
     waits = [("arrives", "b"), ("arrives", "a"), ("starts", "a"), ("starts", "b")]
     figure = bucket_meetings({"when full": [full, other], "in order": [full, waits]})
     assert (
-        figure.sentence
-        == "when full: 2 of 2 all-reduces mix two buckets; in order: 0 of 2 all-reduces mix two buckets."
+        figure.sentence == "when full: 2 of 2 starts meet something else; in order: 0 of 2 starts meet something else."
     )
     red = [line for line in figure.fig.axes[0].lines if line.get_color() == "#D40000"]
     assert len(red) == 2 and len(figure.fig.axes[0].lines) == 4

@@ -29,7 +29,8 @@ def bucket_meetings(runs: Mapping[str, Sequence[Step]]) -> Figure:
     below (above) the gradient after which it happens. A red line joins two starts of different buckets, whose gradients
     are then added up.
 
-    The sentence says how many all-reduces mix two buckets. Raises ValueError if a run does not have two ranks.
+    The sentence says how many starts meet another bucket or collective. Raises ValueError if a run does not
+    have two ranks.
     """
     for name, ranks in runs.items():
         if len(ranks) != 2:
@@ -87,4 +88,4 @@ def _draw_pair(axes: Any, ranks: Sequence[Step], fills: Mapping[str, str], top: 
 def _words(ranks: Sequence[Step]) -> str:
     pairs = [(mine, theirs) for (mine, _), (theirs, _) in zip(*map(_starts, ranks))]
     mixed = sum(mine != theirs for mine, theirs in pairs)
-    return f"{mixed} of {len(pairs)} all-reduces {'mixes' if mixed == 1 else 'mix'} two buckets"
+    return f"{mixed} of {len(pairs)} starts {'meets' if mixed == 1 else 'meet'} something else"
