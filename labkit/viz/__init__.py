@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from labkit.viz.attention_ring import context_mask as context_mask
     from labkit.viz.attention_ring import measured_ring as measured_ring
     from labkit.viz.attention_ring import ring_timeline as ring_timeline
+    from labkit.viz.band_curves import band_curves as band_curves
     from labkit.viz.box_map import stored_boxes as stored_boxes
     from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.data_parallel.bucket_maps import bucket_map as bucket_map
