@@ -326,7 +326,7 @@ def _reported(case: Sequence[Array], chosen: Callable[[Array], int]) -> tuple[fl
 
 
 def _middle(dev: Array) -> int:
-    return int(np.argsort(dev, kind="stable")[(len(dev) - 1) // 2])
+    return int(np.flatnonzero(dev == np.sort(dev)[(len(dev) - 1) // 2])[0])
 
 
 def _summed(logits: Array, labels: Array) -> float:

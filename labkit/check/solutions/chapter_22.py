@@ -48,6 +48,6 @@ def report(dev_logits, dev_labels, test_logits, test_labels):
     """The development set chooses the run in the middle, and the test set has no say."""
     dev = (dev_logits.argmax(-1) == dev_labels).mean(-1)  # by seed
     test = (test_logits.argmax(-1) == test_labels).mean(-1)
-    middle = np.argsort(dev, kind="stable")[(len(dev) - 1) // 2]
+    middle = list(dev).index(sorted(dev)[(len(dev) - 1) // 2])
     ensemble = (test_logits.sum(0).argmax(-1) == test_labels).mean()
     return dev[middle], test[middle], ensemble
