@@ -76,9 +76,7 @@ def _misread_similarity(a: str, b: str) -> Misreadings:
         "capitals count here; make the text lower case first": _jaccard(
             _grams(re.findall(r"\w+", a)), _grams(re.findall(r"\w+", b))
         ),
-        "punctuation counts here; take the words alone": _jaccard(
-            _grams(a.lower().split()), _grams(b.lower().split())
-        ),
+        "punctuation counts here; take the words alone": _jaccard(_grams(a.lower().split()), _grams(b.lower().split())),
         "this is the share of the smaller set; divide by what at least one of them has": (
             both / min(len(set(one)), len(set(other)))
         ),
@@ -188,7 +186,9 @@ def _judged_bands(found: Any, hashes: int, threshold: float, most_missed: float)
     elif r == 1:
         why = "bands of one row let nearly every pair in; more rows make the curve steeper"
     else:
-        why = "this misses few enough, and compares more pairs than it has to; can a band have more rows, or be left out?"
+        why = (
+            "this misses few enough, and compares more than it has to; can a band have more rows, or be left out?"
+        )
     return why, f"{said}, which miss {missed:.2%}: {why}"
 
 
@@ -207,7 +207,7 @@ _CORPORA = (
     (["abcd", "efgh"], ["abc"]),
     (["abcd", "abcde", "abcdef", "abcdefg"], ["abc"]),
 )
-"""(documents, test documents). Two are similar if their lengths differ by at most 1 and the shorter begins the other."""
+"""(documents, test documents). Two are similar if one begins the other and has at most one letter more."""
 
 
 def _alike(a: str, b: str) -> bool:

@@ -243,7 +243,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "band_curves": (
         lambda: viz.band_curves({"a": (1, 1)}, threshold=0.3),
         lambda: viz.band_curves(
-            {"the least work": (25, 5), "yours": (125, 1)}, threshold=0.9, measured=[(each / 10, 0.5) for each in range(11)]
+            {"the least work": (25, 5), "yours": (125, 1)}, threshold=0.9, measured=[(n / 10, 0.5) for n in range(11)]
         ),
     ),
     "before_and_after": (

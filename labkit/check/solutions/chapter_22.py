@@ -3,8 +3,6 @@
 import math
 import re
 
-import numpy as np
-
 from labkit.check.solution_source import solves
 
 

@@ -78,7 +78,8 @@ def kept(documents, tests, similar, is_short, *, first_short=True, removing="kep
         short, copy = is_short(document), any(similar(document, other) for other in others)
         if not (short and first_short) and not copy:
             found.append(number)
-        if removing == "all" or not (short or copy) or (removing == "short" and short) or (removing == "copies" and copy):
+        which = {"short": short, "copies": copy, "all": True, "kept": False}
+        if which[removing] or not (short or copy):
             others.append(document)
     return found
 
