@@ -186,9 +186,7 @@ def _judged_bands(found: Any, hashes: int, threshold: float, most_missed: float)
     elif r == 1:
         why = "bands of one row let nearly every pair in; more rows make the curve steeper"
     else:
-        why = (
-            "this misses few enough, and compares more than it has to; can a band have more rows, or be left out?"
-        )
+        why = "this misses few enough, and compares more than it has to; can a band have more rows, or be left out?"
     return why, f"{said}, which miss {missed:.2%}: {why}"
 
 
