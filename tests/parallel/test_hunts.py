@@ -20,6 +20,7 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
+from labkit.data import load_tokenizer
 from labkit.data.cleaning import Cleaner, Rules
 from labkit.events import EventRecorder, recording, span, watching
 from labkit.finetune import Settings, repeated_runs
@@ -676,7 +677,7 @@ PAGES = (" ".join(WORDS[:50]), " ".join(WORDS), "read more")
 
 def audited(settings: Settings) -> dict[str, Any]:
     """What the rehearsal of the chapter's hunt shows: a value for each part that a verdict can name."""
-    cleaner = Cleaner(Rules(min_tokens=110), [])
+    cleaner = Cleaner(Rules(min_tokens=len(load_tokenizer().encode(PAGES[1]).ids)), [])
     kept = [number for number, text in enumerate(PAGES) if cleaner(text) is not None]
     prepared = prepare(settings)
     runs = [train_and_predict(prepared, prepared.row, seed) for seed in (1, 2, 3)]
