@@ -140,7 +140,7 @@ def _bands(hashes: int, threshold: float, most_missed: float) -> tuple[int, int]
 
 def draw_bands(answer: Any) -> Figure | None:
     """Draw the curve of the answer next to the best one."""
-    from labkit.viz.band_curves import band_curves  # matplotlib, which a score does without
+    from labkit.viz.sketch_bands import band_curves  # matplotlib, which a score does without
 
     hashes, threshold, most_missed = _SKETCHES[0]
     b, r = (int(each) for each in plain(answer(hashes, threshold, most_missed)))

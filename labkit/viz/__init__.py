@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from labkit.viz.attention_ring import context_mask as context_mask
     from labkit.viz.attention_ring import measured_ring as measured_ring
     from labkit.viz.attention_ring import ring_timeline as ring_timeline
-    from labkit.viz.band_curves import band_curves as band_curves
     from labkit.viz.box_map import stored_boxes as stored_boxes
     from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.data_parallel.bucket_maps import bucket_map as bucket_map
@@ -94,6 +93,7 @@ if TYPE_CHECKING:
     from labkit.viz.rank_chunks import before_and_after as before_and_after
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
+    from labkit.viz.sketch_bands import band_curves as band_curves
     from labkit.viz.text_scores import named_curves as named_curves
     from labkit.viz.text_scores import scoring_windows as scoring_windows
     from labkit.viz.text_scores import token_choices as token_choices
