@@ -286,6 +286,16 @@ CASES = {
             "7 predictions: the winner": "4 predictions: the winner",
         },
     ),
+    # the curves of section 5 are those of the exercise, at 0.7; 96 questions in steps of 16 do not depend on the ranks
+    "22_cleaning_and_fine_tuning": Case(
+        {"world_size": 4, "seeds": 3},
+        {
+            "bands of the sketch, 25 bands of 5: 99.0% of the pairs with similarity 0.7 become candidates, 12.3%": (
+                "bands of the sketch, 25 bands of 5: 99.0% of the pairs with similarity 0.7 become candidates, 12.3%"
+            ),
+            "accuracy, % by number of seeds: dev, best run": "accuracy, % by number of seeds: dev, best run",
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "10_p2p_and_1f1b": Case(
         {"microbatches": 16},
@@ -484,6 +494,8 @@ EXTREMES = [
         "21_scaling_laws_of_the_machine",
         {"world_size": 2, "machine": "a100", "gpus": 128, "preset": "table1_4_2b", "fault": 99},
     ),
+    ("22_cleaning_and_fine_tuning", {"world_size": 2, "threshold": 0.3, "seeds": 3, "fault": 0}),
+    ("22_cleaning_and_fine_tuning", {"world_size": 4, "threshold": 0.9, "seeds": 9, "fault": 99}),
     ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6, "hunt": 0}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6, "hunt": 2}),
     (

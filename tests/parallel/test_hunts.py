@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from re import search
 from statistics import median
 from typing import Any
@@ -18,7 +20,11 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
+from labkit.data import load_tokenizer
+from labkit.data.cleaning import Cleaner, Rules
 from labkit.events import EventRecorder, recording, span, watching
+from labkit.finetune import Settings, repeated_runs
+from labkit.finetune.finetuning import prepare, train_and_predict
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
 from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
@@ -33,6 +39,9 @@ from labkit.parallel.context.ring_attention import ring_attention
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.schedules import Costs, simulate
 from labkit.train import build_optimizer, compare, float64_layer, follows, pretrain
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from task_folders import write_task
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
@@ -662,3 +671,47 @@ def test_17_each_silent_fault_shows_in_the_pool_or_in_the_replays(ranks) -> None
     assert {name for name, peak in pools.items() if peak > pools[CLEAN]} == {"nothing given back"}
     static = {name: runs[0][1]["static_input_bytes"][1] for name, runs in found.items()}
     assert {name for name, size in static.items() if size < static[CLEAN]} == {"input given away"}
+
+
+# ---- 22 ----
+
+WORDS = [f"word{number}" for number in range(60)]
+PAGES = (" ".join(WORDS[:50]), " ".join(WORDS), "read more")
+"""A preview, the article that it is from, and a page that is short and like no other."""
+
+
+def audited(settings: Settings) -> dict[str, Any]:
+    """What the rehearsal of the chapter's hunt shows: a value for each part that a verdict can name."""
+    cleaner = Cleaner(Rules(min_tokens=len(load_tokenizer().encode(PAGES[1]).ids)), [])
+    kept = [number for number, text in enumerate(PAGES) if cleaner(text) is not None]
+    prepared = prepare(settings)
+    runs = [train_and_predict(prepared, prepared.row, seed) for seed in (1, 2, 3)]
+    about = {"task": "race", "checkpoint": "", "batch": 8, "lr": 1.0, "epochs": 1}
+    dev = (0.5, 0.7, 0.6)
+    results = [about | {"seed": seed, "scores": {"dev_accuracy": score}} for seed, score in enumerate(dev, 1)]
+    together = repeated_runs.added([run.logits for run in runs])["dev"]
+    return {
+        "cleaned": kept,
+        "sample": int(prepared.samples("train").make(0)["types_BCS"].sum()) > 0,
+        "steps": [len(run.losses) for run in runs],
+        "row": repeated_runs.summary("race", results)["median"]["dev_accuracy"],
+        "logits": float(abs(together - sum(run.logits["dev"] for run in runs)).max()) < 1e-5,
+    }
+
+
+def test_22_each_fault_shows_in_the_part_that_its_verdict_names(tmp_path, one_thread) -> None:
+    bert = {"layers": 1, "hidden": 32, "heads": 2, "seq_length": 80, "global_batch_size": 1, "steps": 1}
+    pretrain(presets.bert_tiny().override(bert | {"checkpoint.dir": str(tmp_path / "bert")}))
+    race = str(write_task("race", tmp_path / "race", train=16, dev=8))
+    settings = Settings(
+        task="race", path=race, checkpoint=str(tmp_path / "bert"), batch=8, epochs=1, seq_length=40, micro_batch_size=8
+    )
+    clean = audited(settings)
+    assert clean == {"cleaned": [1], "sample": True, "steps": [2, 2, 2], "row": 0.6, "logits": True}
+    other = {"cleaned": [], "sample": False, "steps": [3, 3, 3], "row": 0.7, "logits": False}
+    for number, fault in enumerate(hunt_of("22").faults):
+        found = Planted("22", number, audited)(settings)
+        shown = fault.answers["shown_by"]
+        assert found == clean | {shown: other[shown]}, fault.name
+    assert {fault.answers["shown_by"] for fault in hunt_of("22").faults} == set(other)
+    assert audited(settings) == clean

@@ -240,6 +240,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.added_rows([[0, -1], [-1, 4]], [0, 4], 4),
         lambda: viz.added_rows([[0, 0, -1, 1000]] * 3, [0, 5, 1111, 4], 1000),
     ),
+    "band_curves": (
+        lambda: viz.band_curves({"a": (1, 1)}, threshold=0.3),
+        lambda: viz.band_curves(
+            {"the least work": (25, 5), "yours": (125, 1)}, threshold=0.9, measured=[(n / 10, 0.5) for n in range(11)]
+        ),
+    ),
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
         lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
