@@ -45,7 +45,9 @@ CASES = {
             "your order, 2 stages, 4 microbatches: both stages ran": (
                 "your order, 4 stages, 4 microbatches: all 4 stages ran"
             ),
-            "tp2 pp2 dp1 6.96 to": "tp1 pp4 dp1 6.96 to",
+            "tp2 pp2 dp1 6.95 to": "tp1 pp4 dp1 6.95 to",
+            # without tensor parallelism no rank has half of a layer, so there is no sum to lose
+            "a sum lost differs from one process by up to 4.5e-03": "no step differs by more than 1e-05",
             "tp 2 groups of 2": "tp 4 groups of 1",
         },
     ),
