@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from labkit.viz.activations import saved_waterfall as saved_waterfall
     from labkit.viz.attention_ring import context_mask as context_mask
     from labkit.viz.attention_ring import measured_ring as measured_ring
+    from labkit.viz.attention_ring import ring_box as ring_box
     from labkit.viz.attention_ring import ring_timeline as ring_timeline
     from labkit.viz.box_map import stored_boxes as stored_boxes
     from labkit.viz.curves import loss_curves as loss_curves
