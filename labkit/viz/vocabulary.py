@@ -218,8 +218,8 @@ def memory_of_losses(
             axes.set_xlabel("operations, first to last")
             axes.grid(axis="y")
         panels[0].set(ylabel=unit, ylim=(0, 1.06 * highest))
-        handles = [Patch(facecolor="#999999", label="measured, after each operation"),
-                   Patch(label="predicted peak", **_OUTLINE)]  # fmt: skip
+        measured = Patch(facecolor="#999999", label="measured, after each operation")
+        handles: list[Any] = [measured, Patch(label="predicted peak", **_OUTLINE)]
         if forward:
             handles.append(Line2D([], [], color=INK, linestyle=":", linewidth=1.2, label="end of forward"))
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
