@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
+    from labkit.viz.graphs.pool_choices import pool_choices as pool_choices
     from labkit.viz.held_weights import weight_parts as weight_parts
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
     from labkit.viz.layer_gradients import gradient_table as gradient_table

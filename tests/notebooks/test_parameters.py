@@ -474,8 +474,11 @@ EXTREMES = [
         "14_moe_layer",
         {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 1000, "steps": 100, "hunt": 2},
     ),
-    ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
-    ("16_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
+    ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8, "fault": 0}),
+    (
+        "16_cuda_graphs",
+        {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100, "fault": 99},
+    ),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4, "fault": 0}),
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 32, "steps": 40, "fault": 99}),
     ("19_bert_and_t5", {"world_size": 2, "split": 1, "layers": 24, "steps": 12}),

@@ -25,6 +25,7 @@ from labkit.data.cleaning import Cleaner, Rules
 from labkit.events import EventRecorder, recording, span, watching
 from labkit.finetune import Settings, repeated_runs
 from labkit.finetune.finetuning import prepare, train_and_predict
+from labkit.graphs import make_graphed_callables
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
 from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
@@ -650,6 +651,43 @@ def test_12_a_run_with_late_gradients_hangs_and_every_rank_waits_in_a_receive() 
         own.run(Planted("12", number, asleep))
     for rank in (0, 1):
         assert f"rank {rank}: waiting in recv pp" in str(report.value)
+
+
+# ---- 16 ----
+
+
+def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor], bool, bool, int]:
+    """What the chapter's `measure` gives: outputs, gradients, two masks alike, two evaluations alike, replays."""
+    torch.manual_seed(1)
+    batches = [torch.randn(4, 8) for _ in range(2)]
+
+    def made(dropout: float) -> tuple[torch.nn.Module, Any]:
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(dropout))
+        return layer, make_graphed_callables(layer, (torch.randn(4, 8),), impl="emulated") if graphs else layer
+
+    (plain, first), (dropping, second) = made(0.0), made(0.5)
+    with recording(0) as recorder:
+        outputs = [first(batch).detach().clone() for batch in batches]
+        for batch in batches:
+            (first(batch) ** 2).mean().backward()
+        masks = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
+        dropping.eval()
+        evaluations = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
+    replays = sum(event.kind == "graph_replay" for event in recorder.events)
+    return outputs, [p.grad.clone() for p in plain.parameters()], masks, evaluations, replays
+
+
+def test_16_each_fault_of_a_captured_layer_shows_in_its_own_entry() -> None:
+    faults = hunt_of("16").faults
+    found = {fault.name: Planted("16", i, measured)() for i, fault in enumerate(faults)} | {CLEAN: measured()}
+    eager = measured(graphs=False)
+    alike = lambda run, entry: all(map(torch.equal, run[entry], eager[entry]))  # noqa: E731
+    assert {name for name, run in found.items() if not alike(run, 0)} == {"input left"}
+    assert {name for name, run in found.items() if not alike(run, 1)} == {"input left", "gradients shared"}
+    assert {name for name, run in found.items() if run[2]} == {"same dice"}
+    assert {name for name, run in found.items() if not run[3]} == {"mode not asked"}
+    counts = {name: run[4] for name, run in found.items() if run[4] != 8}
+    assert counts == {"mode not asked": 10, "never replayed": 0}
 
 
 # ---- 17 ----

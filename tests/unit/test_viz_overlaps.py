@@ -23,6 +23,7 @@ from labkit.config import presets
 from labkit.events import Event
 from labkit.graphs import plan_buffers, play_back
 from labkit.graphs.study.call_trace import Call
+from labkit.graphs.study.free_ranges import Held as HeldBytes
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
@@ -362,6 +363,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "pool_collisions": (
         lambda: viz.pool_collisions(pool(2, 2), {"again": pool(2, 2)}),
         lambda: viz.pool_collisions(pool(4, 64), {f"rule {i} broken": pool(4, 64) for i in (1, 2, 3)}),
+    ),
+    "pool_choices": (
+        lambda: viz.pool_choices({"yours": [HeldBytes(0, 1, 0, 1)]}),
+        lambda: viz.pool_choices(dict.fromkeys(("yours", "best"), [HeldBytes(8192 * i, 8192, i, 14) for i in range(14)])),
     ),
     "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
     "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),
