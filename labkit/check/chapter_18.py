@@ -44,7 +44,7 @@ ask(
     "18.hooks",
     "Graphs replace the layers from step 3 on (the first step is 0), and nobody calls the hooks. Which step is the "
     "first with a wrong loss?",
-    unit="(number of the step)",
+    unit="",
     misread=lambda: {
         "That step replays first, but its parameters are right: the capture before it has waited for all gathers.": 3,
         "That one is too late: after step 4's update somebody has noticed.": 5,
@@ -54,8 +54,8 @@ ask(
 )
 ask(
     "18.price",
-    "Two GPTs learn the same text with a balanced router. One drops what doesn't fit at factor 1, the other one drops "
-    "nothing. How much higher is the first one's loss on text that neither has seen?",
+    "Two GPTs learn the same language with the balancing loss. One drops what doesn't fit at factor 1, the other one "
+    "drops nothing. How much higher is the first one's loss on samples that neither has seen?",
     choices={
         "less than 1 %": "At this size the limit costs no more than another seed does. It doesn't follow that it is "
         "free: Table 1 of the Switch Transformer has 0.5 % for one expert per token and 1.6 % for two.",
@@ -390,16 +390,14 @@ def _flat(program: Program) -> list[float | str]:
 def _misread_clock(program: Program, launch: float) -> Misreadings:
     work = sum(x for x in _flat(program) if not isinstance(x, str))
     launches = sum(not isinstance(entry, str) for entry in program)
-    each_waits = [x for entry in program for x in (entry, WAIT)]
     return {
         "this never waits; at a wait the host stands still until the device has ended all its work": run_program(
             [entry for entry in program if entry != WAIT], launch
         ).end,
         "this launches each operation of a graph; a graph is launched once": run_program(_flat(program), launch).end,
-        "this lets the host wait for each operation; it launches on while the device works": run_program(
-            each_waits, launch
-        ).end,
-        "this adds up launches and operations; while the device works the host launches on": launches * launch + work,
+        "this adds everything up, as if the host waited for each operation; it launches on while the device works": (
+            launches * launch + work
+        ),
         "this leaves the launches out": work,
         "this gives the time of the host, not of the device": _host_ends(program, launch),
         "this waits by a launch; the host waits for the device, and that may take no time or long": run_program(

@@ -92,8 +92,8 @@ _LAYER = {
 HUNT = Hunt(
     chapter="18",
     scene=(
-        "Train with it, with graphs up to the permutation, for three steps or more (two are eager). You have the losses, "
-        "the gradient of every parameter in the first step that replays, and the line of metrics about the graphs."
+        "Train with it, with graphs up to the permutation, for three steps or more (two are eager). You have the "
+        "losses, the gradient of every parameter in the first step that replays, and the metrics of the graphs."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -107,20 +107,22 @@ HUNT = Hunt(
         Fault(
             "weights cut off",
             _weights_cut_off,
-            {"family": "wrong data|wrong scale", "layer": "1", "what": "prob|weight", "first": r"layers\.1\.mlp\.router"},
+            {"family": "wrong data|wrong scale", "layer": "1", "what": "prob|weight",
+             "first": r"layers\.1\.mlp\.(router|norm)"},
             {
-                "family": {"": "The loss is right, so the forward is. A gradient is 0 that should not be."},
+                "family": {"": "The loss is right, so the forward is. A gradient lacks most of its length."},
                 "layer": _LAYER,
                 "what": {
                     "row|hidden": "The norm would lose nearly all of its gradient then. How much does it lose?",
                     "residual|^x": "Attention would lose most of its gradient then.",
-                    "": "A router learns only through one tensor. Which one?",
+                    "": "Through which tensor does a router learn from the model's loss?",
                 },
                 "first": _FIRST,
             },
-            "In layer 1 the weights of the rows went into the store without their history. The loss is right to the bit. "
-            "A router learns only through these weights, so its gradient is 0 there; the norm below it lacks the "
-            "router's share, and so does everything further down.",
+            "In layer 1 the weights of the rows went into the store without their history. The loss is right to the "
+            "bit. Only through these weights does a router learn from the model's loss, so what is left of its "
+            "gradient is the z loss's. The norm below it lacks the router's share, and so does all that is further "
+            "down.",
         ),
         Fault(
             "residual cut off",
@@ -137,9 +139,9 @@ HUNT = Hunt(
                 },
                 "first": _FIRST,
             },
-            "In layer 0 the residual left the graph without its history. Experts, router and norm have right gradients; "
-            "attention gets only what comes back through the norm, and that is the smaller part. The loss is right to "
-            "the bit.",
+            "In layer 0 the residual left the graph without its history. Experts, router and norm have right "
+            "gradients; attention gets only what comes back through the norm, and that is the smaller part. The loss "
+            "is right to the bit.",
         ),
         Fault(
             "first tokens",
@@ -147,11 +149,11 @@ HUNT = Hunt(
             {"family": "wrong data|reused memory", "layer": "1", "what": "token|metadata|permutation|map",
              "first": r"final_norm|norm\.bias|embedding"},
             {
-                "family": {"": "The loss itself is wrong from the first replay on, so a forward reads something wrong."},
+                "family": {"": "The loss itself is wrong from step 3 on, so a forward reads something wrong."},
                 "layer": {
                     "0": "Even the gradients above layer 1 are wrong, so the output of layer 1 is.",
-                    "": "The loss is wrong, and with it every gradient. Look at which errors are largest: which layer's "
-                    "experts get the gradients of other tokens?",
+                    "": "The loss is wrong, and with it every gradient. Look at which errors are largest: which "
+                    "layer's experts get the gradients of other tokens?",
                 },
                 "what": {
                     "count|split": "Then the experts would get rows of their neighbours, and their gradients would be "
@@ -159,32 +161,31 @@ HUNT = Hunt(
                     "": "Which integers does a graph hand on that say where a row came from?",
                 },
                 "first": {
-                    "": "The loss is wrong, so the last thing before it is: whatever the microscope reads first, such as "
-                    "the final norm's gradient.",
+                    "": "The loss is wrong, so the last gradient before it is: the final norm's.",
                 },
             },
-            "In layer 1 the rows of every replay returned to the tokens of the first one: a list of the metadata stayed "
-            "as it was, as an attribute does that no graph gives out. Shapes and sums fit, so nothing raised, and this "
-            "early in the training the loss moves little.",
+            "In layer 1 the rows of every replay returned to the tokens of the first one: a list of the metadata "
+            "stayed as it was, as an attribute does that no graph gives out. Shapes and sums fit, so nothing raised, "
+            "and this early in the training the loss moves little.",
         ),
         Fault(
             "start of the capture",
             _start_of_the_capture,
             {"family": "wrong scale", "layer": "both|1", "what": "aux|balanc|load|z.?loss|own loss|start|scale",
-             "first": r"layers\.1\.mlp\.router"},
+             "first": r"layers\.1\.mlp\.(router|norm)"},
             {
                 "family": {"": "The loss is right, and no gradient is missing. Both routers' gradients have another "
                            "length."},
                 "layer": {"0": "The router of layer 1 is wrong as well, and above it everything is right."},
                 "what": {
-                    "prob": "Then the router's gradient would be 0. How long is it?",
+                    "prob": "Then only one router would be wrong, and it would lack most of its gradient.",
                     "": "Which losses does a router have of its own, and from which number do their gradients start?",
                 },
                 "first": _FIRST,
             },
-            "The captured backwards started the gradients of the routers' own losses (balancing and z) at 1, as a number "
-            "that Python had at the capture. The value of the step is 1 divided by the microbatches, so these losses "
-            "pulled too strongly at both routers. The model's loss does not contain them, and is right.",
+            "The captured backwards started the gradients of the routers' own losses (balancing and z) at 1, as a "
+            "number that Python had at the capture. The value of the step is 1 divided by the microbatches, so these "
+            "losses pulled too strongly at both routers. The model's loss does not contain them, and is right.",
         ),
         Fault(
             "ends after the router",
@@ -197,14 +198,14 @@ HUNT = Hunt(
                     "": "Every number is right, and every graph replays. Compare the pool with a healthy one.",
                 },
                 "layer": {"1": "That is a good guess. Ask which layer's graph gives out fewer rows.",
-                          "both": "Then the pool would have shrunk by twice as much: your function of section 3 says by "
-                          "how much."},
+                          "both": "Then the pool would have shrunk by twice as much: your function of section 3 says "
+                          "by how much."},
                 "what": {"": "Which step makes k rows of each token? Without it a graph gives out less."},
                 "first": {"": _RIGHT},
             },
-            "The graph of layer 0 ended after the router, so counting and sorting were launched one by one. Every digit "
-            "is right and the replays are as many as before. What tells is the pool: without k rows per token it is "
-            "smaller.",
+            "The graph of layer 0 ended after the router, so counting and sorting were launched one by one. Every "
+            "digit is right and the replays are as many as before. What tells is the pool: without k rows per token it "
+            "is smaller.",
         ),
     ),
 )  # fmt: skip
