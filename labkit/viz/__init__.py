@@ -53,9 +53,11 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.launch_costs import by_call as by_call
     from labkit.viz.graphs.launch_costs import graph_memory as graph_memory
     from labkit.viz.graphs.launch_costs import launch_timeline as launch_timeline
+    from labkit.viz.graphs.launch_costs import times_by_duration as times_by_duration
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
+    from labkit.viz.graphs.partial_graphs import values_at_the_end as values_at_the_end
     from labkit.viz.graphs.pool_choices import pool_choices as pool_choices
     from labkit.viz.held_weights import weight_parts as weight_parts
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes

@@ -58,6 +58,14 @@ PIPELINE = {"parallel.pp": 2}
 PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
+PARTIAL = presets.tiny_moe().override(
+    {
+        "model.layers": 2, "model.hidden": 32, "model.seq_length": 16, "moe.layer_freq": [1], "moe.ffn_hidden": 64,
+        "global_batch_size": 8, "graph.cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"], **GRAPHS,
+        "train.micro_batch_size": 2,
+    }
+)  # fmt: skip
+EXPERTS = {"parallel.ep": 2, "parallel.pp": 1}
 REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
 MARK = 30
 """Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
@@ -75,6 +83,7 @@ ENDLESS = "gradients last"
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
     "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
+    "first tokens",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -153,6 +162,10 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     return train_marked("17", config, None, observer)
 
 
+def of_18(config: RunConfig, observer: Any) -> Any:
+    return train_marked("18", config, None, observer)
+
+
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
@@ -168,6 +181,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("10", SMALL.override({"model.layers": 4}), PIPELINE, 1, of_10),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
+        ("18", PARTIAL, EXPERTS, 3, of_18),
     ],
 )
 def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config, layout, steps, train) -> None:
@@ -709,6 +723,24 @@ def test_17_each_silent_fault_shows_in_the_pool_or_in_the_replays(ranks) -> None
     assert {name for name, peak in pools.items() if peak > pools[CLEAN]} == {"nothing given back"}
     static = {name: runs[0][1]["static_input_bytes"][1] for name, runs in found.items()}
     assert {name for name, size in static.items() if size < static[CLEAN]} == {"input given away"}
+
+
+# ---- 18 ----
+
+
+def partly_graphed() -> tuple[int, dict[str, Any]]:
+    """Replays of this rank in the third step, and the line of metrics about the graphs."""
+    result = pretrain(PARTIAL.override(EXPERTS))
+    replays = sum(event.kind == "graph_replay" for event in result.events)
+    return replays, next(line["graphs"] for line in result.metrics if "graphs" in line)
+
+
+def test_18_a_graph_that_ends_early_shows_in_the_pool_alone(ranks) -> None:
+    found = with_each_fault(ranks, "18", partly_graphed)
+    assert {count for runs in found.values() for count, _ in runs} == {2 * 2 * 2}, "2 L m on each rank"
+    pools = {name: runs[0][1]["pool_peak_bytes"] for name, runs in found.items()}
+    assert {name for name, peak in pools.items() if peak != pools[CLEAN]} == {"ends after the router"}
+    assert pools["ends after the router"][1] < pools[CLEAN][0]
 
 
 # ---- 22 ----

@@ -17,6 +17,7 @@ from matplotlib.path import Path
 from matplotlib.transforms import Bbox
 
 from labkit import viz
+from labkit.check import chapter_18
 from labkit.comm.ledger import CommRecord
 from labkit.comm.motion import Held, Moment, Motion, Move
 from labkit.config import presets
@@ -174,7 +175,7 @@ def calls(count: int) -> Any:
 
 def paddings(experts: int) -> Any:
     made = [viz.PaddingCost(f"padded, factor {f:g}", int(1e6 * f), int(1e5 * f),
-                            {"break points": 0, "graphs, the rest": int(1e4 * f), "eager experts": 100}, 0.1 / f, 0.3)
+                            int(1e4 * f), 0.1 / f)
             for f in sorted({1, min(2, experts / 2), experts / 2})]  # fmt: skip
     return viz.padding_costs(made)
 
@@ -350,6 +351,18 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "values_at_the_end": (
+        lambda: viz.values_at_the_end([("double", ["x"], ["y"])], 1, [], ["y"]),
+        lambda: viz.values_at_the_end(chapter_18.LAYER, 5, ["map", "counts", "x"], ["x", "shared", "counts"]),
+    ),
+    "times_by_duration": (
+        lambda: viz.times_by_duration({"no graphs": [2.0, 3.0], "partial": [1.0, 3.0]}, [1, 2], launch=8),
+        lambda: viz.times_by_duration(
+            {name: [i * f for i in range(1, 41)] for name, f in
+             (("no graphs", 1), ("partial graphs", 0.9), ("padded, factor 1", 0.5), ("padded, factor 1.5", 32.0))},
+            list(range(1, 41)), launch=8,
+        ),
+    ),
     "gradient_table": (
         lambda: viz.gradient_table({"0.mlp.fc1.weight": 0.0}),
         lambda: viz.gradient_table({"x": 1.0} | {f"{layer}.{name}": 7.0 for layer in range(16) for name in PARAMETERS}),
@@ -366,7 +379,9 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "pool_choices": (
         lambda: viz.pool_choices({"yours": [HeldBytes(0, 1, 0, 1)]}),
-        lambda: viz.pool_choices(dict.fromkeys(("yours", "best"), [HeldBytes(8192 * i, 8192, i, 14) for i in range(14)])),
+        lambda: viz.pool_choices(
+            {name: [HeldBytes(8192 * i, 8192, i, 14) for i in range(14)] for name in ("yours", "best")}
+        ),
     ),
     "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
     "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),
