@@ -98,9 +98,8 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "layer": "Which layer has it?",
-        "what": "What is cut off, stale, too strong or missing: one of the tensors that cross the end of a graph, a "
-        "loss, or a step?",
-        "first": "Which gradient is the first that is wrong, from the output back to the input? Or none.",
+        "what": "What is treated wrongly: one of the tensors that cross the end of a graph, a loss, or a step?",
+        "first": "What is the first that is wrong, from the loss back to the input: the loss, which gradient, or none?",
     },
     choices={"layer": ("0", "1", "both")},
     faults=(
@@ -147,7 +146,7 @@ HUNT = Hunt(
             "first tokens",
             _first_tokens,
             {"family": "wrong data|reused memory", "layer": "1", "what": "token|metadata|permutation|map",
-             "first": r"final_norm|norm\.bias|embedding"},
+             "first": "loss|final_norm"},
             {
                 "family": {"": "The loss itself is wrong from step 3 on, so a forward reads something wrong."},
                 "layer": {
@@ -161,7 +160,7 @@ HUNT = Hunt(
                     "": "Which integers does a graph hand on that say where a row came from?",
                 },
                 "first": {
-                    "": "The loss is wrong, so the last gradient before it is: the final norm's.",
+                    "": "Look at the losses before you look at a gradient.",
                 },
             },
             "In layer 1 the rows of every replay returned to the tokens of the first one: a list of the metadata "
