@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from re import search
 from statistics import median
 from typing import Any
@@ -18,7 +20,11 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
+from labkit.data import load_tokenizer
+from labkit.data.cleaning import Cleaner, Rules
 from labkit.events import EventRecorder, recording, span, watching
+from labkit.finetune import Settings, repeated_runs
+from labkit.finetune.finetuning import prepare, train_and_predict
 from labkit.graphs import make_graphed_callables
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
@@ -35,6 +41,9 @@ from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptim
 from labkit.schedules import Costs, simulate
 from labkit.train import build_optimizer, compare, float64_layer, follows, pretrain
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from task_folders import write_task
+
 CLEAN = "clean"
 SMALL = presets.tiny().override(
     {"model.hidden": 32, "model.seq_length": 16, "global_batch_size": 4, "train.eval_steps": 0}
@@ -49,6 +58,14 @@ PIPELINE = {"parallel.pp": 2}
 PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
+PARTIAL = presets.tiny_moe().override(
+    {
+        "model.layers": 2, "model.hidden": 32, "model.seq_length": 16, "moe.layer_freq": [1], "moe.ffn_hidden": 64,
+        "global_batch_size": 8, "graph.cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"], **GRAPHS,
+        "train.micro_batch_size": 2,
+    }
+)  # fmt: skip
+EXPERTS = {"parallel.ep": 2, "parallel.pp": 1}
 REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
 MARK = 30
 """Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
@@ -66,6 +83,7 @@ ENDLESS = "gradients last"
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
     "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
+    "first tokens",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -144,6 +162,10 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     return train_marked("17", config, None, observer)
 
 
+def of_18(config: RunConfig, observer: Any) -> Any:
+    return train_marked("18", config, None, observer)
+
+
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
@@ -159,6 +181,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("10", SMALL.override({"model.layers": 4}), PIPELINE, 1, of_10),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
+        ("18", PARTIAL, EXPERTS, 3, of_18),
     ],
 )
 def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config, layout, steps, train) -> None:
@@ -192,8 +215,8 @@ def train_two_stages() -> list[float]:
 # ---- 01 ----
 
 
-def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], float]:
-    """Weights of this rank after one and after 40 steps, bytes given to each operation, seconds in collectives."""
+def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], dict[str, float]]:
+    """Weights of this rank after one and after 40 steps, bytes given to each operation, seconds in each."""
     group = initialize_model_parallel(presets.tiny().override({"parallel.pp": 1}).parallel).world
     inputs, targets = samples(group.rank)
     weight, first, recorder = torch.zeros(8), None, EventRecorder(group.rank)
@@ -207,7 +230,11 @@ def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], float]:
     for record in ledger.records:
         given[record.operation] += record.bytes
     assert first is not None
-    return first, weight, given, sum(event.duration for event in recorder.events if event.kind == "collective")
+    waited: dict[str, float] = {}
+    for event in recorder.events:
+        name = event.name.split()[0]
+        waited[name] = waited.get(name, 0.0) + event.duration
+    return first, weight, given, waited
 
 
 def samples(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,8 +263,9 @@ def test_01_each_fault_has_its_own_evidence(ranks) -> None:
         "padded sum": {"reduce_scatter": 40 * 32, "all_reduce": 40 * 32},
     }
     assert (last["sent too early"] - last[CLEAN]).norm() < 0.1 * last[CLEAN].norm(), "hardly to be seen at the end"
-    waited = [run[3] for run in found["straggler"]]
-    assert waited[0] > 40 * 0.015 and waited[0] > waited[1] + 0.3, "who comes late does not wait"
+    waited, other = (run[3]["reduce_scatter"] for run in found["straggler"])
+    assert waited > 40 * 0.015 and waited > other + 0.3, "who comes late does not wait"
+    assert waited > found["straggler"][0][3]["all_gather"] + 0.3, "and nobody waits in the other operation"
 
 
 # ---- 02 ----
@@ -695,3 +723,65 @@ def test_17_each_silent_fault_shows_in_the_pool_or_in_the_replays(ranks) -> None
     assert {name for name, peak in pools.items() if peak > pools[CLEAN]} == {"nothing given back"}
     static = {name: runs[0][1]["static_input_bytes"][1] for name, runs in found.items()}
     assert {name for name, size in static.items() if size < static[CLEAN]} == {"input given away"}
+
+
+# ---- 18 ----
+
+
+def partly_graphed() -> tuple[int, dict[str, Any]]:
+    """Replays of this rank in the third step, and the line of metrics about the graphs."""
+    result = pretrain(PARTIAL.override(EXPERTS))
+    replays = sum(event.kind == "graph_replay" for event in result.events)
+    return replays, next(line["graphs"] for line in result.metrics if "graphs" in line)
+
+
+def test_18_a_graph_that_ends_early_shows_in_the_pool_alone(ranks) -> None:
+    found = with_each_fault(ranks, "18", partly_graphed)
+    assert {count for runs in found.values() for count, _ in runs} == {2 * 2 * 2}, "2 L m on each rank"
+    pools = {name: runs[0][1]["pool_peak_bytes"] for name, runs in found.items()}
+    assert {name for name, peak in pools.items() if peak != pools[CLEAN]} == {"ends after the router"}
+    assert pools["ends after the router"][1] < pools[CLEAN][0]
+
+
+# ---- 22 ----
+
+WORDS = [f"word{number}" for number in range(60)]
+PAGES = (" ".join(WORDS[:50]), " ".join(WORDS), "read more")
+"""A preview, the article that it is from, and a page that is short and like no other."""
+
+
+def audited(settings: Settings) -> dict[str, Any]:
+    """What the rehearsal of the chapter's hunt shows: a value for each part that a verdict can name."""
+    cleaner = Cleaner(Rules(min_tokens=len(load_tokenizer().encode(PAGES[1]).ids)), [])
+    kept = [number for number, text in enumerate(PAGES) if cleaner(text) is not None]
+    prepared = prepare(settings)
+    runs = [train_and_predict(prepared, prepared.row, seed) for seed in (1, 2, 3)]
+    about = {"task": "race", "checkpoint": "", "batch": 8, "lr": 1.0, "epochs": 1}
+    dev = (0.5, 0.7, 0.6)
+    results = [about | {"seed": seed, "scores": {"dev_accuracy": score}} for seed, score in enumerate(dev, 1)]
+    together = repeated_runs.added([run.logits for run in runs])["dev"]
+    return {
+        "cleaned": kept,
+        "sample": int(prepared.samples("train").make(0)["types_BCS"].sum()) > 0,
+        "steps": [len(run.losses) for run in runs],
+        "row": repeated_runs.summary("race", results)["median"]["dev_accuracy"],
+        "logits": float(abs(together - sum(run.logits["dev"] for run in runs)).max()) < 1e-5,
+    }
+
+
+def test_22_each_fault_shows_in_the_part_that_its_verdict_names(tmp_path, one_thread) -> None:
+    bert = {"layers": 1, "hidden": 32, "heads": 2, "seq_length": 80, "global_batch_size": 1, "steps": 1}
+    pretrain(presets.bert_tiny().override(bert | {"checkpoint.dir": str(tmp_path / "bert")}))
+    race = str(write_task("race", tmp_path / "race", train=16, dev=8))
+    settings = Settings(
+        task="race", path=race, checkpoint=str(tmp_path / "bert"), batch=8, epochs=1, seq_length=40, micro_batch_size=8
+    )
+    clean = audited(settings)
+    assert clean == {"cleaned": [1], "sample": True, "steps": [2, 2, 2], "row": 0.6, "logits": True}
+    other = {"cleaned": [], "sample": False, "steps": [3, 3, 3], "row": 0.7, "logits": False}
+    for number, fault in enumerate(hunt_of("22").faults):
+        found = Planted("22", number, audited)(settings)
+        shown = fault.answers["shown_by"]
+        assert found == clean | {shown: other[shown]}, fault.name
+    assert {fault.answers["shown_by"] for fault in hunt_of("22").faults} == set(other)
+    assert audited(settings) == clean
