@@ -16,6 +16,9 @@ from labkit.comm.fault_injection import Dropped
 from labkit.data import batches
 from labkit.events import watchers_of
 from labkit.graphs import cuda_graph_helper
+from labkit.models.bert import bert_model
+from labkit.models.blocks import TransformerLayer
+from labkit.models.core_attention import CoreAttention
 from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
 from labkit.parallel import layers, random, recompute
@@ -30,14 +33,16 @@ from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
+from labkit.train import bert_step
+from labkit.train.lr_schedule import LearningRate
 
-CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "17", "21")
+CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "17", "19", "21")
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
     recompute.RandomStates, recompute._Again, Recomputation, ring_attention, ring_attention._Ring, batches,
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
-    distributed_optimizer._Shard,
+    distributed_optimizer._Shard, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
 )  # fmt: skip
 """Everything that a fault may change."""
 

@@ -333,6 +333,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
                                  x="optimizer step", y="validation perplexity", log=True),
     ),
+    "named_curves of many": (
+        lambda: viz.named_curves({f"{n} layers, post": [(1, n)] for n in range(4)}, x="optimizer step", y="loss"),
+        lambda: viz.named_curves({f"{n} layers, post": [(1, 9), (9, 9)] for n in range(4)}, x="optimizer step", y="%"),
+    ),
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
     "placed_ranks": (
         lambda: viz.placed_ranks({"one": placed()[:4]}, [2, 2], ring=(0, 0)),
@@ -446,6 +450,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.masked_words(["word", "##s"] * 40, ["word", "[MASK]"] * 40, [[n] for n in range(80)], "[MASK]"),
     ),
     "norm_layouts": (lambda: viz.norm_layouts(1), lambda: viz.norm_layouts(24)),
+    "step_sizes": (
+        lambda: viz.step_sizes({3: 0.2}, {3: 0.4}, (0.15, 0.3)),
+        lambda: viz.step_sizes(dict.fromkeys((3, 6, 12, 24, 48), 1.9), dict.fromkeys((3, 6, 12, 24, 48), 1.9), (0, 1)),
+    ),
     "split_stages": (
         lambda: viz.split_stages([1], [1], {"words": [0, 1], "positions": [0, 1]}),
         lambda: viz.split_stages([1] * 4, [1] * 4, {"words": [0, 4, 7], "positions": [0, 4]}),
