@@ -229,7 +229,7 @@ def _judged_branch(answer: Any, layers: int, found: dict[int, float]) -> bool | 
     """Return True, or the reason and by how much the output moves. found: factors of the depths before this one."""
     factor = float(answer(layers))
     if not np.isfinite(factor) or factor <= 0:
-        return "a factor is a positive number", f"the factor {factor:g}"
+        return "a factor is a positive number", f"{factor:g}: a factor is a positive number"
     moves = step_moves(layers, factor)
     if _LEAST <= moves <= _MOST:
         found[layers] = factor
