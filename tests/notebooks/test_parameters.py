@@ -263,6 +263,15 @@ CASES = {
         {"layers": 12},
         {"49 norms in 24 layers": "25 norms in 12 layers", "passes 49 of them": "passes 25 of them"},
     ),
+    # 8 stages of one layer: the decoder's first is stage 2, and its last, which scores the words, is stage 7
+    "24_encoder_decoders": Case(
+        {"world_size": 8, "split": 2},
+        {
+            "4 stages, the decoder from stage 1 on: words on stages 0, 1 and 3; positions on stages 0 and 1": (
+                "8 stages, the decoder from stage 2 on: words on stages 0, 2 and 7; positions on stages 0 and 2"
+            ),
+        },
+    ),
     # 2,173 tokens: behind the first 64 labels 2,172 - 64 = 2,108 are left, 263 strides of 8 and 4 labels more, or 131
     # of 16 and 12 more
     "20_evaluation_and_generation": Case(
@@ -462,6 +471,8 @@ EXTREMES = [
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 32, "steps": 40, "fault": 99}),
     ("19_bert_and_layernorm", {"world_size": 2, "layers": 12, "steps": 60, "rate": 0.002, "fault": 0}),
     ("19_bert_and_layernorm", {"world_size": 4, "layers": 24, "steps": 200, "rate": 0.006, "fault": 99}),
+    ("24_encoder_decoders", {"world_size": 4, "split": 1, "fault": 0}),
+    ("24_encoder_decoders", {"world_size": 8, "split": 2, "fault": 99}),
     (
         "20_evaluation_and_generation",
         {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "hunt": 1},

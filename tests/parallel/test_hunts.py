@@ -51,6 +51,8 @@ PADDED = {"model.layers": 2, "model.vocab_size": 1100}
 GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 2, "train.steps": 3}
 GRAPHS |= {"train.micro_batch_size": 1}
 REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
+T5 = {"model.hidden": 32, "model.heads": 4, "model.layers": 1, "model.decoder_layers": 3, "train.eval_steps": 0}
+T5 |= {"global_batch_size": 4, "micro_batch_size": 2}
 BERT = {"model.init_std": 0.11, "optim.precision": "fp64", "train.steps": 20}
 BERT |= {"optim.lr": 1.0, "optim.warmup_steps": 4, "optim.lr_schedule": "constant"}
 MARK = 30
@@ -68,7 +70,7 @@ ENDLESS = "gradients last"
 """A fault with which a run does not end; it is the last one of its hunt."""
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
-    "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
+    "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire", "padding read",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -147,6 +149,10 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     return train_marked("17", config, None, observer)
 
 
+def of_24(config: RunConfig, observer: Any) -> Any:
+    return train_marked("24", config, None, observer)
+
+
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
@@ -162,6 +168,7 @@ def of_17(config: RunConfig, observer: Any) -> Any:
         ("10", SMALL.override({"model.layers": 4}), PIPELINE, 1, of_10),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
+        ("24", presets.t5_tiny().override(T5), {"parallel.pp": 4, "parallel.split_rank": 1}, 1, of_24),
     ],
 )
 def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config, layout, steps, train) -> None:

@@ -21,6 +21,8 @@ from labkit.models.blocks import TransformerLayer
 from labkit.models.core_attention import CoreAttention
 from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
+from labkit.models.t5.t5_layers import CrossAttention
+from labkit.models.t5.t5_model import T5Model
 from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
 from labkit.parallel.data_parallel import distributed_data_parallel, distributed_optimizer, gradients
@@ -36,13 +38,14 @@ from labkit.schedules.runtime import PipelineRuntime
 from labkit.train import bert_step
 from labkit.train.lr_schedule import LearningRate
 
-CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "17", "19", "21")
+CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "17", "19", "21", "24")
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
     recompute.RandomStates, recompute._Again, Recomputation, ring_attention, ring_attention._Ring, batches,
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
+    CrossAttention, T5Model,
 )  # fmt: skip
 """Everything that a fault may change."""
 
