@@ -104,7 +104,9 @@ def named_curves(curves: Mapping[str, Points], *, x: str, y: str, log: bool = Fa
             axes.plot(*zip(*points), lw=1.8, ms=4, label=name, ls=("-", "--", "-.", ":")[number % 4], **style)
         axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
         axes.grid(axis="y")
-        if len(curves) > 1:
+        if len(curves) > 3:
+            fig.legend(loc="outside lower center", ncols=4)  # next to the curves there may be no room for so many
+        elif len(curves) > 1:
             axes.legend(loc="best")
     ends = [
         f"{name} {points[0][1]:.3g} at {points[0][0]:g}"

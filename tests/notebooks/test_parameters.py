@@ -259,14 +259,17 @@ CASES = {
             "padded, factor 4 4.00 times the work": "padded, factor 8 8.00 times the work",
         },
     ),
-    # 2 L + 1 norms: 13 in 6 layers; of 2 stages the decoder's only one is also the last, so both tables have two copies
-    "19_bert_and_t5": Case(
-        {"world_size": 2, "layers": 6, "steps": 12},
+    # 2 L + 1 norms: 25 in 12 layers
+    "19_bert_and_layernorm": Case(
+        {"layers": 12},
+        {"49 norms in 24 layers": "25 norms in 12 layers", "passes 49 of them": "passes 25 of them"},
+    ),
+    # 8 stages of one layer: the decoder's first is stage 2, and its last, which scores the words, is stage 7
+    "24_encoder_decoders": Case(
+        {"world_size": 8, "split": 2},
         {
-            "49 norms in 24 layers": "13 norms in 6 layers",
-            "passes 49 of them in post, and 1 in pre": "passes 13 of them in post, and 1 in pre",
             "4 stages, the decoder from stage 1 on: words on stages 0, 1 and 3; positions on stages 0 and 1": (
-                "2 stages, the decoder from stage 1 on: words on stages 0 and 1; positions on stages 0 and 1"
+                "8 stages, the decoder from stage 2 on: words on stages 0, 2 and 7; positions on stages 0 and 2"
             ),
         },
     ),
@@ -477,8 +480,10 @@ EXTREMES = [
     ),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4, "fault": 0}),
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 32, "steps": 40, "fault": 99}),
-    ("19_bert_and_t5", {"world_size": 2, "split": 1, "layers": 24, "steps": 12}),
-    ("19_bert_and_t5", {"world_size": 8, "split": 4, "layers": 6, "steps": 200}),
+    ("19_bert_and_layernorm", {"world_size": 2, "layers": 12, "steps": 60, "rate": 0.002, "fault": 0}),
+    ("19_bert_and_layernorm", {"world_size": 4, "layers": 24, "steps": 200, "rate": 0.006, "fault": 99}),
+    ("24_encoder_decoders", {"world_size": 4, "split": 1, "fault": 0}),
+    ("24_encoder_decoders", {"world_size": 8, "split": 2, "fault": 99}),
     (
         "20_evaluation_and_generation",
         {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "hunt": 1},

@@ -27,19 +27,21 @@ from labkit.finetune import Settings, repeated_runs
 from labkit.finetune.finetuning import prepare, train_and_predict
 from labkit.graphs import make_graphed_callables
 from labkit.launch import RankError, Ranks
-from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
+from labkit.models import Footprint, GPTModel, SavedTensors, build_model_chunks, sleep_through
 from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
 from labkit.parallel import (
     DistributedDataParallel,
     initialize_model_parallel,
     model_parallel_seed,
+    single_process_groups,
     vocab_parallel_cross_entropy,
     zigzag_split,
 )
 from labkit.parallel.context.ring_attention import ring_attention
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.schedules import Costs, simulate
-from labkit.train import build_optimizer, compare, float64_layer, follows, pretrain
+from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain
+from labkit.train.lr_schedule import build_lr_schedule
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from task_folders import write_task
@@ -67,6 +69,10 @@ PARTIAL = presets.tiny_moe().override(
 )  # fmt: skip
 EXPERTS = {"parallel.ep": 2, "parallel.pp": 1}
 REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
+T5 = {"model.hidden": 32, "model.heads": 4, "model.layers": 1, "model.decoder_layers": 3, "train.eval_steps": 0}
+T5 |= {"global_batch_size": 4, "micro_batch_size": 2}
+BERT = {"model.init_std": 0.11, "optim.precision": "fp64", "train.steps": 20}
+BERT |= {"optim.lr": 1.0, "optim.warmup_steps": 4, "optim.lr_schedule": "constant"}
 MARK = 30
 """Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
 their fault."""
@@ -83,7 +89,7 @@ ENDLESS = "gradients last"
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
     "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
-    "first tokens",
+    "first tokens", "padding read",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -166,6 +172,10 @@ def of_18(config: RunConfig, observer: Any) -> Any:
     return train_marked("18", config, None, observer)
 
 
+def of_24(config: RunConfig, observer: Any) -> Any:
+    return train_marked("24", config, None, observer)
+
+
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
@@ -182,6 +192,7 @@ def of_18(config: RunConfig, observer: Any) -> Any:
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
         ("18", PARTIAL, EXPERTS, 3, of_18),
+        ("24", presets.t5_tiny().override(T5), {"parallel.pp": 4, "parallel.split_rank": 1}, 1, of_24),
     ],
 )
 def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config, layout, steps, train) -> None:
@@ -785,3 +796,44 @@ def test_22_each_fault_shows_in_the_part_that_its_verdict_names(tmp_path, one_th
         assert found == clean | {shown: other[shown]}, fault.name
     assert {fault.answers["shown_by"] for fault in hunt_of("22").faults} == set(other)
     assert audited(settings) == clean
+
+
+# ---- 19 ----
+
+
+def check_up() -> tuple[list[float], list[float], float, torch.Tensor]:
+    """Size of the stream after each layer, rates of six steps, the weight of a wrong label, and who sees whom."""
+    config = presets.bert_tiny().override({"model.hidden": 32, "model.seq_length": 8, "model.layers": 3, **BERT})
+    (bert,) = build_model_chunks(config, single_process_groups())
+    stream: list[float] = []
+    for layer in bert.layers.values():
+        layer.register_forward_hook(lambda layer, given, made: stream.append(float(made.detach().std())))
+    tokens, chosen = torch.arange(5, 13)[None].repeat(9, 1), torch.zeros(9, 8)
+    padding = torch.ones(9, 8, dtype=torch.long)
+    padding[:, 6:], chosen[:, 2] = 0, 1
+    losses = []
+    for labels in (tokens, torch.where(chosen == 1, tokens, 7)):
+        output = bert(tokens, None, padding, labels)
+        loss, _ = bert_step.bert_loss(chosen, torch.zeros(9, dtype=torch.long), output)
+        losses.append(float(loss.detach()))
+    for place in range(8):
+        tokens[place + 1, place] = 40
+    logits = bert(tokens, None, padding)[0].detach()
+    seen = (logits - logits[:, :1]).abs().amax(-1)[:, 1:] > 1e-12
+    schedule = build_lr_schedule(config.optim, 20)
+    return stream[:3], [schedule(step) for step in range(6)], losses[1] - losses[0], seen
+
+
+def test_19_each_fault_has_its_own_line_of_the_check_up() -> None:
+    found = {name: Planted("19", i, check_up)() for i, name in enumerate(names("19")[1:])} | {CLEAN: check_up()}
+    stream, rates, moved, seen = found[CLEAN]
+    assert stream == sorted(stream) and stream[-1] < 0.5 and rates == [0, 0.25, 0.5, 0.75, 1, 1] and moved == 0
+    assert seen[:6, :6].all() and not seen[:6, 6:].any()
+    flat = {name for name, each in found.items() if min(each[0]) > 0.9}
+    early = {name for name, each in found.items() if each[1][0] > 0}
+    labels = {name for name, each in found.items() if each[2]}
+    assert (flat, early, labels) == ({"residual of the norm"}, {"no warm-up"}, {"labels everywhere"})
+    assert found["no warm-up"][1] == [1] * 6
+    sights = {name for name, each in found.items() if not torch.equal(each[3], seen)}
+    assert sights == {"padding seen", "looks back only"}
+    assert found["padding seen"][3][:6].all() and found["looks back only"][3].triu(1).sum() == 0
