@@ -273,15 +273,15 @@ def keep(answer: Any) -> Iterator[Outcome]:
 
 ask(
     "22.spread",
-    "The same weights, the same data, the same learning rate; five seeds give five orders of the samples and five "
-    "masks of dropout. How far apart are the best and the worst score?",
+    "The same weights, the same data, the same learning rate; five seeds give five orders of the samples, five masks "
+    "of dropout, and a new layer with other numbers. How far apart are the best and the worst score, of 160 questions?",
     choices={
-        "under 0.5 points": "That is by how much RoBERTa and the 336M model differ in the paper's MNLI column. It is "
-        "less than chance does here.",
-        "0.5 to 2 points": "That is a usual spread for a large model and a task with many samples. With few samples it "
+        "at most one question": "A question is 0.6 points, about as much as RoBERTa and the 336M model differ in the "
+        "paper's MNLI column. Chance does more here.",
+        "up to 3 points": "That is a usual spread for a large model and a task with many samples. With few samples it "
         "is larger.",
-        "over 2 points": "The order of few samples, masks and a head that begins with random numbers lead to different "
-        "minima, and a small development set rounds generously.",
+        "over 3 points": "The order of few samples, masks and a head of random numbers lead to models that differ, and "
+        "a small development set adds noise of its own.",
     },
 )
 ask(
@@ -292,8 +292,8 @@ ask(
         "wrong outvotes the others. It happens.",
         "from the median to the best": "Where the runs disagree, the sum follows those that are sure. If they make "
         "many mistakes together, that isn't enough to pass the best.",
-        "above the best": "The runs make different mistakes, and a sum of logits lets those decide that are sure. The "
-        "paper's ensembles are above its single models, too.",
+        "above the best": "The sum follows the runs that are sure, and their mistakes differ. The paper's ensembles "
+        "are above its single models, too. But count the questions before you call it a proof.",
     },
 )
 
