@@ -69,10 +69,10 @@ ask(
     "In the second run a GPU needs 13.5 ms per layer and microbatch, both passes together. Suppose that it had waited "
     "for every launch that the graphs save in our layer. How much shorter would the step be, in percent?",
     unit="%",
-    misread=lambda saved, launch: {
-        "That counts the forward alone; the backward has a graph of its own.": 100 * saved[0] * launch / 13_500,
+    misread=lambda forward, every, launch: {
+        "That counts the forward alone; the backward has a graph of its own.": 100 * forward * launch / 13_500,
         "That counts every launch; the second half of the layer is still launched one by one.": 100
-        * saved[2]
+        * every
         * launch
         / 13_500,
     },
