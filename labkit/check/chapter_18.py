@@ -1,192 +1,184 @@
-"""Exercises of chapter 18: steps that Python computes at each call, hooks that a replay needs, the end of a graph.
+"""Exercises and bets of chapter 18: a step that stops or is skipped, the end of a graph, the time that a graph saves.
 
-Wrong answers are compared with those of known misunderstandings. The score names the one that gives the same, and what
-follows from the first step, module or name that is missing or too much.
+Wrong answers are compared with those of known misunderstandings. The score says what follows from the first step or
+name that is missing or too much.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain, same
+from labkit.check.bets import ask
+from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, same, shown
+from labkit.graphs.study.launches import WAIT, Program, run_program
 
-Scope = tuple[str, ...]
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
-SCOPES: tuple[Scope, ...] = (
-    ("moe_router",),
-    ("attn", "moe_router"),
-    ("attn", "moe_router", "moe_preprocess"),
-    ("attn",),
-    ("moe_router", "moe_preprocess"),
+ask(
+    "18.frozen",
+    "The layer gets a second batch, but splits its rows by the first batch's counts. What happens?",
+    choices={
+        "an error": "Both batches have as many rows, so every shape fits, and nobody compares the counts.",
+        "the right output": "The boundaries between the experts are those of another batch, so rows near them meet the "
+        "wrong expert.",
+        "a wrong output": "Both batches have as many rows, so every shape fits and nothing raises. But an expert gets "
+        "rows that the router sent to its neighbour.",
+    },
+)
+ask(
+    "18.detached",
+    "With x.detach() the error is gone. What is wrong now?",
+    choices={
+        "nothing": "The numbers of x are right, but detach() cuts it off from the graph that made it, and the gradient "
+        "of the residual connection ends there.",
+        "the output": "A replay writes new numbers to the address of x, so the output is right.",
+        "gradients": "A replay writes new numbers to the address of x, so the output is right to the bit. But nothing "
+        "leads back from them into the graph: what flows through the residual connection is lost.",
+    },
+)
+ask(
+    "18.hooks",
+    "Graphs replace the layers from step 3 on (the first step is 0), and nobody calls the hooks. Which step is the "
+    "first with a wrong loss?",
+    unit="",
+    misread=lambda: {
+        "That step replays first, but its parameters are right: the capture before it has waited for all gathers.": 3,
+        "That one is too late: after step 4's update somebody has noticed.": 5,
+    },
+    because="The capture waits for all gathers, so the first replay, step 3, is right. Its update starts new gathers, "
+    "and in step 4 nobody waits for them.",
+)
+ask(
+    "18.price",
+    "Two GPTs learn the same language with the balancing loss. One drops what doesn't fit at factor 1, the other one "
+    "drops nothing. How much higher is the first one's loss on samples that neither has seen?",
+    choices={
+        "less than 1 %": "At this size the limit costs no more than another seed does. It doesn't follow that it is "
+        "free: Table 1 of the Switch Transformer has 0.5 % for one expert per token and 1.6 % for two.",
+        "1 to 10 %": "Table 1 of the Switch Transformer has 1.6 % for two experts per token after 100,000 steps. Our "
+        "runs are far shorter, and theirs differ less than two seeds do.",
+        "more than 10 %": "A batch learned by heart suggests that, but it measures what was memorised.",
+    },
+)
+ask(
+    "18.worth",
+    "In the second run a GPU needs 13.5 ms per layer and microbatch, both passes together. Suppose that it had waited "
+    "for every launch that the graphs save in our layer. How much shorter would the step be, in percent?",
+    unit="%",
+    misread=lambda saved, launch: {
+        "That counts the forward alone; the backward has a graph of its own.": 100 * saved[0] * launch / 13_500,
+        "That counts every launch; the second half of the layer is still launched one by one.": 100
+        * saved[2]
+        * launch
+        / 13_500,
+    },
+    because="The graphs of our layer save some dozen launches in each pass, at 8 us each. That is little of 13.5 ms.",
 )
 
 
-# ---- the steps that Python computes ----
-
-STEPS = ["attention", "shared", "route", "preprocess", "dispatch", "experts", "combine"]
-"""Steps of a layer with experts, in order; `shared` are shared experts."""
-_WORDS = {"attn": ["attention"], "moe_router": ["shared", "route"], "moe_preprocess": ["preprocess"]}
-"""Word of a scope -> the captured steps."""
+# ---- a step that stops, or is skipped ----
 
 
-@exercise("18.runs", "Write computed(scope, call) -> the steps whose work Python starts at that call, in order.")
-def runs(answer: Any) -> Iterator[Outcome]:
-    """Judge capture and replay of five scopes, and an eager call."""
-    diagnosis = Diagnosis()
-    cases = [(scope, call) for scope in SCOPES for call in ("capture", "replay")]
-    for scope, call in (*cases, (SCOPES[2], "eager")):
-        right = _computed(scope, call)
-        given: list[Any] = []
-
-        def tried(scope: Scope = scope, call: str = call, given: list[Any] = given) -> Any:
-            given.append(plain(answer(list(scope), call)))
-            return given[0]
-
-        outcome = diagnosis.outcome(f"scope {list(scope)}, {call}", right, tried, _misread_runs(scope, call))
-        words = _of_steps(given[0], right, call) if given and not outcome.passed else ""
-        yield replace(outcome, got=outcome.got + words)
+class _Stopped(Exception):
+    pass
 
 
-def _captured(scope: Scope) -> list[str]:
-    return [step for word in scope for step in _WORDS[word]]
+class _Graph:
+    """What the decorated steps of a layer share, as the chapter defines it."""
+
+    def __init__(self, *, capturing: bool = False, **store: Any) -> None:
+        self.store: dict[str, Any] = store
+        self.capturing = capturing
+
+    def stop(self, result: Any) -> None:
+        raise _Stopped(result)
 
 
-def _computed(scope: Scope, call: str) -> list[str]:
-    inside = _captured(scope)
-    return {"eager": STEPS, "capture": inside, "replay": [step for step in STEPS if step not in inside]}[call]
-
-
-def _misread_runs(scope: Scope, call: str) -> Misreadings:
-    inside = _captured(scope)
-    up_to = STEPS[: STEPS.index(inside[-1]) + 1]
-    if call == "eager":
-        return {
-            "this skips steps in an eager call, too; without a graph nothing is skipped": _computed(scope, "replay")
-        }
-    if call == "replay":
-        return {
-            "this computes captured steps again; their results are in the store": STEPS,
-            "this lists what the graph computes; Python computes the others": inside,
-            "this takes attention into every graph; without `attn` Python runs attention first": [
-                step for step in STEPS if step not in up_to
-            ],
-            "this computes the last captured step again; the signal came when its work was done": [
-                step for step in STEPS if step not in inside[:-1]
-            ],
-            "this forgets shared experts; they are in the graph of `moe_router`": [
-                step for step in STEPS if step not in inside or step == "shared"
-            ],
-        }
-    return {
-        "this goes on after the graph; the signal ends the forward there": STEPS[STEPS.index(inside[0]) :],
-        "this computes everything at the capture; the signal ends the forward early": STEPS,
-        "this leaves the last captured step out; the signal comes when its work is done": inside[:-1],
-        "this takes attention into every graph; without `attn` Python runs attention first": up_to,
-        "this takes attention into every graph, and leaves its last step out": up_to[:-1],
-        "this forgets shared experts; they are in the graph of `moe_router`": [s for s in inside if s != "shared"],
-    }
-
-
-def _of_steps(given: Any, right: Sequence[str], call: str) -> str:
-    """Name the first step that is missing or too much, and what that means; empty for another form."""
-    if not isinstance(given, list) or not set(given) <= set(STEPS):
-        return f" (give a list of steps, of {', '.join(STEPS)})"
-    for step in STEPS:
-        if step in right and step not in given:
-            return f" (no graph would hold `{step}`)" if call == "capture" else f" (nobody would compute `{step}`)"
-        if step in given and step not in right:
-            twice = f"`{step}` would be captured, and run again by Python" if step in STEPS[:4] else _FROZEN
-            return f" ({twice})" if call == "capture" else f" (`{step}` would be computed twice)"
-    return " (the steps are right, their order is not)"
-
-
-_FROZEN = "the split sizes of this capture would never change"
-
-
-# ---- manual hooks ----
-
-_LAYER: dict[str, int] = {
-    "attention": 0, "attention.norm": 2, "attention.qkv": 2, "mlp": 0, "mlp.norm": 2, "mlp.router": 1, "mlp.experts": 2,
-}  # fmt: skip
-"""Module -> number of parameters of its own."""
-_SHARED = {**_LAYER, "mlp.shared_experts": 2}
-_CASES: tuple[tuple[str, dict[str, int], Scope], ...] = (
-    ("a layer", _LAYER, SCOPES[2]),
-    ("a layer", _LAYER, SCOPES[3]),
-    ("a layer", _LAYER, SCOPES[0]),
-    ("a layer", _LAYER, ("attn", "moe")),
-    ("a layer with shared experts", _SHARED, SCOPES[2]),
-    ("a layer with shared experts", _SHARED, SCOPES[0]),
-    ("a layer whose router has no parameters", {**_LAYER, "mlp.router": 0}, SCOPES[1]),
+_SITUATIONS: tuple[tuple[str, bool, bool, dict[str, Any]], ...] = (
+    ("no graph is captured, the store is empty", False, False, {}),
+    ("the last step, no graph is captured, the store is empty", True, False, {}),
+    ("the last step, while a graph is captured", True, True, {}),
+    ("a step before the last, while a graph is captured", False, True, {}),
+    ("a replay: the store has the step's result", False, False, {"step": "stored"}),
+    ("a replay: the store has the last step's result", True, False, {"step": "stored"}),
+    ("a replay: the store has the step's result, and it is None", False, False, {"step": None}),
+    ("a replay: the store has another step's result", True, False, {"other": "stored"}),
 )
-_PARTS = {
-    "attn": ("attention",), "moe": ("mlp",), "moe_preprocess": (),
-    "moe_router": ("mlp.norm", "mlp.router", "mlp.shared_experts"),
-}  # fmt: skip
-"""Word of a scope -> modules whose forward the graph contains, with all modules inside them."""
+"""(words, last, capturing, store)."""
 
 
-@exercise("18.hooks", "Write hooks(modules, scope) -> the modules whose hook the wrapper calls before each replay.")
-def hooks(answer: Any) -> Iterator[Outcome]:
-    """Judge four scopes of a layer, two of a layer with shared experts, and a router without parameters."""
-    diagnosis = Diagnosis()
-    for layer, modules, scope in _CASES:
-        right = _hooked(modules, scope)
-        given: list[Any] = []
-
-        def tried(modules: dict[str, int] = modules, scope: Scope = scope, given: list[Any] = given) -> Any:
-            given.append(plain(answer(dict(modules), list(scope))))
-            return given[0]
-
-        outcome = diagnosis.outcome(f"{layer}, scope {list(scope)}", right, tried, _misread_hooks(modules, scope))
-        words = _of_hooks(given[0], right, modules) if given and not outcome.passed else ""
-        yield replace(outcome, got=outcome.got + words)
+@exercise(
+    "18.step",
+    "Write decorated(step, last, graph) -> a function that returns the stored result of `step` if graph.store has one, "
+    "and else computes it; while a graph is captured the last step ends the forward.",
+)
+def step(answer: Any) -> Iterator[Outcome]:
+    """Judge eight situations, and a step that was decorated before the capture began."""
+    for words, last, capturing, store in _SITUATIONS:
+        right = "stops with its result" if last and capturing else "returns what is stored" if "step" in store else (
+            "computes its result"
+        )  # fmt: skip
+        yield holds(words, right, lambda case=(last, capturing, store): _of_step(answer, *case))
+    yield holds("the last step, decorated before the capture began", "stops with its result", lambda: _early(answer))
 
 
-def _inside(modules: Mapping[str, int], parts: Sequence[str]) -> list[str]:
-    """Return the modules that are one of `parts`, or are inside one."""
-    return [name for name in modules if any(name == part or name.startswith(f"{part}.") for part in parts)]
+def _of_step(answer: Any, last: bool, capturing: bool, store: dict[str, Any]) -> Finding:
+    graph = _Graph(capturing=capturing, **store)
+    calls: list[tuple[Any, ...]] = []
+
+    def step(*args: Any) -> Any:
+        calls.append(args)
+        return "computed"
+
+    wrapped = answer(step, last, graph)
+    if not callable(wrapped):
+        return "form", f"{shown(wrapped)}: return a function that takes the arguments of the step"
+    stopped, made = _ended(wrapped)
+    return _judged(last and capturing, "step" in store, store.get("step"), calls, stopped, made)
 
 
-def _hooked(modules: Mapping[str, int], scope: Scope) -> list[str]:
-    parts = [part for word in scope for part in _PARTS[word]]
-    return [name for name in _inside(modules, parts) if modules[name]]
+def _ended(wrapped: Any) -> tuple[bool, Any]:
+    try:
+        return False, wrapped("rows", "weights")
+    except _Stopped as signal:
+        return True, signal.args[0] if signal.args else None
 
 
-def _misread_hooks(modules: Mapping[str, int], scope: Scope) -> Misreadings:
-    parts = [part for word in scope for part in _PARTS[word]]
-    right, inside = _hooked(modules, scope), _inside(modules, parts)
-    halves = [half for half in ("attention", "mlp") if any(part.startswith(half) for part in parts)]
-    return {
-        "this hooks every module with parameters; Python calls the others, and their own hooks run": [
-            name for name, own in modules.items() if own
-        ],
-        "this takes whole halves; Python calls the experts, and their own hooks run": [
-            name for name in _inside(modules, halves) if modules[name]
-        ],
-        "this takes the captured parts alone; parameters are in the modules inside": [
-            name for name in modules if name in parts
-        ],
-        "this takes modules without parameters of their own, too; there is nothing to wait for": inside,
-        "this forgets the norm before the router; it is in the graph as well": [n for n in right if n != "mlp.norm"],
-        "this forgets shared experts; they are in the graph of `moe_router`": [n for n in right if "shared" not in n],
-        "this finds none; a replay calls no module, and so no hook": [],
-    }
+def _judged(ends: bool, is_stored: bool, stored: Any, calls: list[Any], stopped: bool, made: Any) -> Finding:
+    """Return the misunderstanding behind what a decorated step did, or True."""
+    if is_stored and calls:
+        why = "a result may be None; ask whether its name is in the store" if stored is None else (
+            "the graph has computed this, and its result is in the store"
+        )  # fmt: skip
+        return why, f"computes the step again: {why}"
+    if not is_stored and not calls:
+        why = "the signal comes when its work is done" if stopped else "a step without a stored result must compute"
+        return why, f"doesn't compute the step: {why}"
+    if calls and calls[0] != ("rows", "weights"):
+        return "arguments", f"calls the step with {shown(calls[0])}; pass its arguments on"
+    if stopped and not ends:
+        why = "only the last captured step ends the forward, and only during a capture"
+        return why, f"stops: {why}"
+    if ends and not stopped:
+        why = "no later operation may get into the graph"
+        return why, f"goes on during the capture: {why}; call graph.stop"
+    wanted = stored if is_stored else "computed"
+    if made != wanted:
+        return "result", f"{'stops with' if stopped else 'returns'} {shown(made)}; the result is {shown(wanted)}"
+    return True
 
 
-def _of_hooks(given: Any, right: Sequence[str], modules: Mapping[str, int]) -> str:
-    """Distinguish an unsafe answer from one that is merely different."""
-    if not isinstance(given, list) or not set(given) <= set(modules):
-        return " (give a list of names of modules)"
-    if missing := [name for name in right if name not in given]:
-        return f" (unsafe: {missing[0]} would compute with parameters that have not arrived)"
-    if extra := [name for name in given if name not in right]:
-        waits = "waits before the graph, earlier than it has to" if modules[extra[0]] else "waits for nothing"
-        return f" (safe, but {extra[0]} {waits})"
-    return " (the modules are right, their order is not)"
+def _early(answer: Any) -> Finding:
+    graph = _Graph()
+    wrapped = answer(lambda *_: "computed", True, graph)
+    graph.capturing = True
+    stopped, _ = _ended(wrapped)
+    why = "the layer is decorated once, and captured later; ask graph.capturing at each call"
+    return True if stopped else (why, f"goes on: {why}")
 
 
 # ---- the end of a graph ----
@@ -221,9 +213,24 @@ NUM_DRAWN = 200
 """How many forwards are drawn at random; the last case shows the shortest one that the answer misses."""
 
 
+def draw_boundary(answer: Any) -> Figure | None:
+    """Draw what the answer lets out of a layer's graph, at the first end that it gets wrong, or after `preprocess`."""
+    from labkit.viz.graphs.partial_graphs import values_at_the_end  # matplotlib, which a score does without
+
+    cases = [(LAYER, 5), (LAYER, 4), (LAYER, 1), (_AGAIN, 2)]
+    given = {number: plain(answer(list(steps), captured)) for number, (steps, captured) in enumerate(cases)}
+    if any(not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], list)) for pair in given.values()):
+        return None
+    wrong = [n for n, (steps, captured) in enumerate(cases) if given[n][1] != _boundary(steps, captured)[1]]
+    shown_case = wrong[0] if wrong else 0
+    steps, captured = cases[shown_case]
+    return values_at_the_end(steps, captured, given[shown_case][1], _boundary(steps, captured)[1])
+
+
 @exercise(
     "18.boundary",
     "Write boundary(steps, captured) -> (inputs, outputs): what a graph of the first steps takes in and must give out.",
+    draw=draw_boundary,
 )
 def boundary(answer: Any) -> Iterator[Outcome]:
     """Judge small forwards, a layer cut in four places, and a forward drawn at random."""
@@ -338,3 +345,67 @@ def _drawn() -> Iterator[tuple[list[Step], int]]:
             reads = tuple(draw.sample(names, draw.randint(1, 2)))
             steps.append((f"s{number}", reads, tuple(draw.sample(names, draw.randint(1, 2)))))
         yield steps, draw.randint(1, len(steps))
+
+
+# ---- the time that a graph saves ----
+
+_PROGRAMS: tuple[tuple[str, Program, float], ...] = (
+    ("one operation", [5.0], 8.0),
+    ("short operations", [3.0, 3.0, 3.0], 8.0),
+    ("a long operation, then short ones", [20.0, 1.0, 1.0], 8.0),
+    ("a graph", [[3.0, 3.0, 3.0]], 8.0),
+    ("a graph, then an operation", [[3.0, 3.0, 3.0, 3.0], 2.0], 8.0),
+    ("long operations, a wait, long operations", [20.0, 20.0, WAIT, 20.0, 20.0], 8.0),
+    ("a graph, a wait, an operation", [[3.0, 3.0, 3.0], WAIT, 5.0], 8.0),
+    ("a wait when nothing was launched", [WAIT, 5.0], 8.0),
+    ("an operation, two waits, a graph", [12.0, WAIT, WAIT, [1.0, 1.0]], 4.0),
+)
+"""(words, program, microseconds of a launch)."""
+
+
+@exercise(
+    "18.clock",
+    "Write finish(program, launch) -> the time at which the device has run everything. An entry of the program is the "
+    'duration of an operation, a list of durations (a graph), or "wait".',
+)
+def clock(answer: Any) -> Iterator[Outcome]:
+    """Judge nine programs, with graphs and waits."""
+    return asked(
+        _PROGRAMS,
+        given=lambda words, program, launch: f"{words}: {list(program)}, launch {launch:g}",
+        right=lambda _, program, launch: run_program(program, launch).end,
+        tried=lambda _, program, launch: answer(
+            [list(e) if isinstance(e, list) else e for e in program], launch
+        ),
+        misread=lambda _, program, launch: _misread_clock(program, launch),
+        equal=lambda value, other: isinstance(value, int | float) and abs(value - other) < 1e-9,
+    )  # fmt: skip
+
+
+def _flat(program: Program) -> list[float | str]:
+    """Return the program without graphs: each operation is launched by itself."""
+    return [x for entry in program for x in (entry if isinstance(entry, list) else [entry])]  # type: ignore[list-item]
+
+
+def _misread_clock(program: Program, launch: float) -> Misreadings:
+    work = sum(x for x in _flat(program) if not isinstance(x, str))
+    launches = sum(not isinstance(entry, str) for entry in program)
+    return {
+        "this never waits; at a wait the host stands still until the device has ended all its work": run_program(
+            [entry for entry in program if entry != WAIT], launch
+        ).end,
+        "this launches each operation of a graph; a graph is launched once": run_program(_flat(program), launch).end,
+        "this adds everything up, as if the host waited for each operation; it launches on while the device works": (
+            launches * launch + work
+        ),
+        "this leaves the launches out": work,
+        "this gives the time of the host, not of the device": _host_ends(program, launch),
+        "this waits by a launch; the host waits for the device, and that may take no time or long": run_program(
+            [0.0 if entry == WAIT else entry for entry in program], launch
+        ).end,
+    }
+
+
+def _host_ends(program: Program, launch: float) -> float:
+    """Return when the host has launched everything."""
+    return max((run.end for run in run_program(program, launch).host), default=0.0)

@@ -45,7 +45,9 @@ CASES = {
             "your order, 2 stages, 4 microbatches: both stages ran": (
                 "your order, 4 stages, 4 microbatches: all 4 stages ran"
             ),
-            "tp2 pp2 dp1 6.96 to": "tp1 pp4 dp1 6.96 to",
+            "tp2 pp2 dp1 6.95 to": "tp1 pp4 dp1 6.95 to",
+            # without tensor parallelism no rank has half of a layer, so there is no sum to lose
+            "a sum lost differs from one process by up to 4.5e-03": "no step differs by more than 1e-05",
             "tp 2 groups of 2": "tp 4 groups of 1",
         },
     ),
@@ -253,9 +255,8 @@ CASES = {
     "18_partial_graphs_moe": Case(
         {"experts": 16, "steps": 6},
         {
-            "GPT with 8 experts, ep 2 over 10 steps": "GPT with 16 experts, ep 2 over 6 steps",
-            "padded, factor 1 1.00 times the FLOPs": "padded, factor 1 1.00 times the FLOPs",
-            "padded, factor 4 4.00 times the FLOPs": "padded, factor 8 8.00 times the FLOPs",
+            "padded, factor 1 1.00 times the work": "padded, factor 1 1.00 times the work",
+            "padded, factor 4 4.00 times the work": "padded, factor 8 8.00 times the work",
         },
     ),
     # 2 L + 1 norms: 25 in 12 layers
@@ -287,6 +288,16 @@ CASES = {
         {
             "6 predictions: tp 1": "3 predictions: tp 1",
             "7 predictions: the winner": "4 predictions: the winner",
+        },
+    ),
+    # the curves of section 5 are those of the exercise, at 0.7; 96 questions in steps of 16 do not depend on the ranks
+    "22_cleaning_and_fine_tuning": Case(
+        {"world_size": 4, "seeds": 3},
+        {
+            "bands of the sketch, 25 bands of 5: 99.0% of the pairs with similarity 0.7 become candidates, 12.3%": (
+                "bands of the sketch, 25 bands of 5: 99.0% of the pairs with similarity 0.7 become candidates, 12.3%"
+            ),
+            "accuracy, % by number of seeds: dev, best run": "accuracy, % by number of seeds: dev, best run",
         },
     ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
@@ -375,11 +386,8 @@ FURTHER = {
     ),
     # room for every token is factor 4/2 = 2: the same as the factor in the middle, which is drawn once
     "18_partial_graphs_moe": Case(
-        {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 6, "hunt": 0},
-        {
-            "GPT with 8 experts, ep 2 over 10 steps": "GPT with 4 experts, ep 4 over 6 steps",
-            "padded, factor 4 4.00 times the FLOPs": "padded, factor 2 2.00 times the FLOPs",
-        },
+        {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 6, "fault": 0},
+        {"padded, factor 4 4.00 times the work": "padded, factor 2 2.00 times the work"},
     ),
 }
 """A second change of a chapter: another number of ranks, the least that a parameter allows."""
@@ -465,8 +473,11 @@ EXTREMES = [
         "14_moe_layer",
         {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 1000, "steps": 100, "hunt": 2},
     ),
-    ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
-    ("16_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
+    ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8, "fault": 0}),
+    (
+        "16_cuda_graphs",
+        {"world_size": 4, "rows": 256, "width": 256, "warmup": 20, "steps": 100, "fault": 99},
+    ),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4, "fault": 0}),
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 32, "steps": 40, "fault": 99}),
     ("19_bert_and_layernorm", {"world_size": 2, "layers": 12, "steps": 60, "rate": 0.002, "fault": 0}),
@@ -489,11 +500,16 @@ EXTREMES = [
         "21_scaling_laws_of_the_machine",
         {"world_size": 2, "machine": "a100", "gpus": 128, "preset": "table1_4_2b", "fault": 99},
     ),
-    ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6, "hunt": 0}),
-    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6, "hunt": 2}),
+    ("22_cleaning_and_fine_tuning", {"world_size": 2, "threshold": 0.3, "seeds": 3, "fault": 0}),
+    ("22_cleaning_and_fine_tuning", {"world_size": 4, "threshold": 0.9, "seeds": 9, "fault": 99}),
+    ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6, "fault": 0}),
     (
         "18_partial_graphs_moe",
-        {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100, "hunt": 99},
+        {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6, "fault": 2},
+    ),
+    (
+        "18_partial_graphs_moe",
+        {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100, "fault": 99},
     ),
 ]
 """Both ends of the rules that the chapters state; what they allow has to work."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables
 from labkit.graphs.backend import get_backend
-from labkit.graphs.study.launches import predict_launches
+from labkit.graphs.study.launches import WAIT, predict_launches, run_program
 from labkit.graphs.study.operation_log import Memory, OperationLog, memory_of
 from labkit.graphs.study.refusal import Refusal, refused
 
@@ -136,3 +136,24 @@ def test_times_below_zero_are_refused():
     with pytest.raises(ValueError, match="0 or more"):
         predict_launches([1.0], -1.0)
     assert predict_launches([], 1.0).end == 0 == predict_launches([], 1.0).busy
+
+
+def test_a_program_without_waits_and_graphs_is_a_list_of_launches():
+    for durations in ([3.0] * 4, [12.0] * 4, [20.0, 1.0, 1.0]):
+        one_by_one, graph = run_program(durations, 8.0), run_program([durations], 8.0)
+        assert [(run.start, run.end) for run in one_by_one.device] == [
+            (run.start, run.end) for run in predict_launches(durations, 8.0).device
+        ]
+        assert graph.end == predict_launches(durations, 8.0, graph=True).end and len(graph.host) == 1
+
+
+def test_a_host_that_waits_launches_when_the_device_has_ended():
+    """Launches end at 8 and 16, the device at 19; from there 8 for a launch and 5 of work."""
+    found = run_program([3.0, 3.0, WAIT, 5.0], 8.0)
+    assert [(run.start, run.end) for run in found.host] == [(0, 8), (8, 16), (19, 27)]
+    assert [(run.start, run.end) for run in found.device] == [(8, 11), (16, 19), (27, 32)]
+    assert run_program([WAIT, 5.0], 8.0).end == 13, "nothing to wait for"
+    with pytest.raises(ValueError, match="'pause' is no entry of a program"):
+        run_program(["pause"], 8.0)
+    with pytest.raises(ValueError, match="0 or more, got launch 8 and -1"):
+        run_program([-1.0], 8.0)

@@ -17,12 +17,14 @@ from matplotlib.path import Path
 from matplotlib.transforms import Bbox
 
 from labkit import viz
+from labkit.check import chapter_18
 from labkit.comm.ledger import CommRecord
 from labkit.comm.motion import Held, Moment, Motion, Move
 from labkit.config import presets
 from labkit.events import Event
 from labkit.graphs import plan_buffers, play_back
 from labkit.graphs.study.call_trace import Call
+from labkit.graphs.study.free_ranges import Held as HeldBytes
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
@@ -173,7 +175,7 @@ def calls(count: int) -> Any:
 
 def paddings(experts: int) -> Any:
     made = [viz.PaddingCost(f"padded, factor {f:g}", int(1e6 * f), int(1e5 * f),
-                            {"break points": 0, "graphs, the rest": int(1e4 * f), "eager experts": 100}, 0.1 / f, 0.3)
+                            int(1e4 * f), 0.1 / f)
             for f in sorted({1, min(2, experts / 2), experts / 2})]  # fmt: skip
     return viz.padding_costs(made)
 
@@ -240,6 +242,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.added_rows([[0, -1], [-1, 4]], [0, 4], 4),
         lambda: viz.added_rows([[0, 0, -1, 1000]] * 3, [0, 5, 1111, 4], 1000),
     ),
+    "band_curves": (
+        lambda: viz.band_curves({"a": (1, 1)}, threshold=0.3),
+        lambda: viz.band_curves(
+            {"the least work": (25, 5), "yours": (125, 1)}, threshold=0.9, measured=[(n / 10, 0.5) for n in range(11)]
+        ),
+    ),
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
         lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
@@ -250,7 +258,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.bandwidth_by_size(
             {f"{8**i} GPUs, InfiniBand": ([2**k for k in range(10, 36)], [1e6 * k for k in range(10, 36)])
              for i in range(4)},
-            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}),
+            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}, links={"one adapter, InfiniBand": 1.2e7}),
     ),
     "bucket_map": (lambda: bucket_map(2, 1, 64), lambda: bucket_map(8, 60, 1024)),
     "bucket_meetings": (lambda: meetings(2, 1), lambda: meetings(4, 3)),
@@ -347,6 +355,18 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "values_at_the_end": (
+        lambda: viz.values_at_the_end([("double", ["x"], ["y"])], 1, [], ["y"]),
+        lambda: viz.values_at_the_end(chapter_18.LAYER, 5, ["map", "counts", "x"], ["x", "shared", "counts"]),
+    ),
+    "times_by_duration": (
+        lambda: viz.times_by_duration({"no graphs": [2.0, 3.0], "partial": [1.0, 3.0]}, [1, 2], launch=8),
+        lambda: viz.times_by_duration(
+            {name: [i * f for i in range(1, 41)] for name, f in
+             (("no graphs", 1), ("partial graphs", 0.9), ("padded, factor 1", 0.5), ("padded, factor 1.5", 32.0))},
+            list(range(1, 41)), launch=8,
+        ),
+    ),
     "gradient_table": (
         lambda: viz.gradient_table({"0.mlp.fc1.weight": 0.0}),
         lambda: viz.gradient_table({"x": 1.0} | {f"{layer}.{name}": 7.0 for layer in range(16) for name in PARAMETERS}),
@@ -360,6 +380,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "pool_collisions": (
         lambda: viz.pool_collisions(pool(2, 2), {"again": pool(2, 2)}),
         lambda: viz.pool_collisions(pool(4, 64), {f"rule {i} broken": pool(4, 64) for i in (1, 2, 3)}),
+    ),
+    "pool_choices": (
+        lambda: viz.pool_choices({"yours": [HeldBytes(0, 1, 0, 1)]}),
+        lambda: viz.pool_choices(
+            {name: [HeldBytes(8192 * i, 8192, i, 14) for i in range(14)] for name in ("yours", "as small as it can be")}
+        ),
     ),
     "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
     "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit.graphs.study.call_trace import Call, calls_between
-from labkit.viz import PaddingCost, padding_costs, sequence_diagram
+from labkit.viz import PaddingCost, padding_costs, sequence_diagram, values_at_the_end
 
 
 class Inner(torch.nn.Module):
@@ -67,18 +67,30 @@ def test_diagram_says_who_was_called_and_who_was_not() -> None:
 
 
 def test_costs_are_held_against_the_first() -> None:
-    free = PaddingCost("no limit", 100, 1000, {"graphs": 10, "experts": 40}, 0.0, 3.0)
-    padded = PaddingCost("padded", 150, 3000, {"graphs": 25, "experts": 0}, 0.125, 3.5)
-    assert padding_costs([free, padded]).sentence == (
-        "Against no limit (loss 3.000): padded 1.50 times the FLOPs, 3.00 the traffic, 0.50 the memory, 12.5% dropped, "
-        "loss 3.500."
-    )
+    free = PaddingCost("no limit", 100, 1000, 50, 0.0)
+    padded = PaddingCost("padded", 150, 3000, 25, 0.125)
     figure = padding_costs([free, padded])
-    assert [text.get_text() for text in figure.fig.legends[0].get_texts()] == ["graphs", "experts"]
-    bars = [(bar.get_x(), round(bar.get_width(), 3)) for bar in figure.fig.axes[2].patches]
-    assert bars == [(0.0, 0.2), (0.2, 0.8), (0.0, 0.5), (0.5, 0.0)], "parts, as shares of all that the first holds"
-    assert padding_costs([PaddingCost("no limit", 1, 0, {"rows": 1}, 0.0)]).sentence == "no limit alone."
+    assert figure.sentence == (
+        "Against no limit: padded 1.50 times the work, 3.00 the traffic, 0.50 the memory, 12.5% dropped."
+    )
+    widths = [[bar.get_width() for bar in axes.patches] for axes in figure.fig.axes]
+    assert widths == [[1.0, 1.5], [1.0, 3.0], [1.0, 0.5], [0.0, 0.125]], "shares of what the first has"
+    assert padding_costs([PaddingCost("no limit", 1, 0, 0, 0.0)]).sentence == "no limit alone."
     with pytest.raises(ValueError, match="at least one way"):
         padding_costs([])
     with pytest.raises(ValueError, match="two ways of one name"):
         padding_costs([free, padded, padded])
+
+
+STEPS = [("a", ["x"], ["t"]), ("b", ["t"], ["y"]), ("c", ["x"], ["t"]), ("d", ["t", "y"], ["z"])]
+
+
+def test_a_value_ends_where_its_name_gets_another_one() -> None:
+    figure = values_at_the_end(STEPS, 2, ["t"], ["y"])
+    assert figure.sentence == "A graph of 2 of 4 steps gives out t; missing y; too much t."
+    bars = [(round(bar.get_x(), 2), round(bar.get_width(), 2)) for bar in figure.fig.axes[0].patches]
+    # x from the caller to c; t from a to b; y from b to d; t again from c to d; z is the result
+    assert bars == [(-0.95, 3.9), (0.05, 1.9), (1.05, 2.9), (2.05, 1.9), (3.05, 1.5)]
+    dashed = [bar.get_linestyle() == "--" for bar in figure.fig.axes[0].patches]
+    assert dashed == [False, False, True, False, False], "y is missing"
+    assert values_at_the_end(STEPS, 2, ["y"], ["y"]).sentence == "A graph of 2 of 4 steps gives out y."

@@ -75,8 +75,8 @@ _COMPLETE = "The ledger is complete: every message and every all-reduce was made
 HUNT = Hunt(
     chapter="24",
     scene=(
-        "It is a T5 over a pipeline. Train with it (compare(..., pretrain=suspect.around(pretrain))), and open a ledger "
-        "on every stage (ranks.run(suspect.around(ledgers)))."
+        "It is a T5 over a pipeline. Train with it (compare(..., pretrain=suspect.around(pretrain))), and open a "
+        "ledger on every stage (ranks.run(suspect.around(ledgers)))."
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -97,7 +97,8 @@ HUNT = Hunt(
                 "place": {
                     "embd|group|table|copies": "The tables' sums were made: the ledger shows both all-reduces. Which "
                     "gradients are wrong besides theirs?",
-                    "": "All wrong gradients are in the encoder and in what feeds it. What comes to it from the decoder?",
+                    "": "All wrong gradients are in the encoder and in what feeds it. What comes to it from the "
+                    "decoder?",
                 },
                 "first": {"": "The microscope names it; look at row.differing for the others."},
             },
@@ -147,8 +148,8 @@ HUNT = Hunt(
                 "family": {"missing": _COMPLETE, "": "The loss is wrong, though every message is right."},
                 "place": {
                     "encoder": "The encoder's outputs agree with one process.",
-                    "": "The first tensor that differs is the output of a decoder layer. What does this layer read that "
-                    "a layer of a GPT doesn't?",
+                    "": "The first tensor that differs is the output of a decoder layer. What does this layer read "
+                    "that a layer of a GPT doesn't?",
                 },
                 "first": {"": "The microscope reads in the order of the forward: take its first name."},
             },
@@ -171,8 +172,8 @@ HUNT = Hunt(
                 },
                 "first": {"": "The microscope looks at the outputs of the first microbatch, and those are right."},
             },
-            "Stages of the decoder received the encoder's output into one buffer and read what the microbatch before had "
-            "left there. So the decoder translated each text with the encoding of the one before it. The first "
+            "Stages of the decoder received the encoder's output into one buffer and read what the microbatch before "
+            "had left there. So the decoder translated each text with the encoding of the one before it. The first "
             "microbatch was right.",
         ),
     ),

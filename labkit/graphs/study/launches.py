@@ -55,3 +55,36 @@ def predict_launches(durations: Sequence[float], launch: float, *, graph: bool =
         start = max(ready, device[-1].end if device else 0.0)
         device.append(Run(str(i), start, start + duration))
     return Launches(tuple(host.values()), tuple(device))
+
+
+WAIT = "wait"
+"""Entry of a program at which the host waits until the device has ended everything that was launched."""
+Program = Sequence[float | Sequence[float] | str]
+"""What a host does in order: a number launches one operation, a list launches a graph of operations, or `WAIT`."""
+
+
+def run_program(program: Program, launch: float) -> Launches:
+    """Predict host and device for a program; durations and `launch` in microseconds.
+
+    Raises:
+        ValueError: negative times, or an entry that is neither a time, a list of times nor `WAIT`.
+    """
+    host: list[Run] = []
+    device: list[Run] = []
+    now = 0.0  # of the host
+    for entry in program:
+        ended = device[-1].end if device else 0.0
+        if isinstance(entry, str):
+            if entry != WAIT:
+                raise ValueError(f"{entry!r} is no entry of a program; give a time, a list of times or {WAIT!r}")
+            now = max(now, ended)
+            continue
+        operations = list(entry) if isinstance(entry, Sequence) else [entry]
+        if launch < 0 or any(duration < 0 for duration in operations):
+            raise ValueError(f"times are 0 or more, got launch {launch:g} and {entry}")
+        host.append(Run("graph" if isinstance(entry, Sequence) else "", now, now + launch))
+        now += launch
+        for duration in operations:
+            start = max(now, device[-1].end if device else 0.0)
+            device.append(Run("", start, start + duration))
+    return Launches(tuple(host), tuple(device))

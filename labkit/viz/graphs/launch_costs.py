@@ -228,6 +228,32 @@ def _draw_lane(axes: Any, row: int, shade: str, lane: Sequence[Run], end: float)
             axes.text(*middle, run.name, ha="center", va="center", fontsize=8, color=text_color(shade), clip_on=True)
 
 
+def times_by_duration(times: Mapping[str, Sequence[float]], durations: Sequence[float], *, launch: float) -> Figure:
+    """Draw the time of each way to run the same operations, relative to the first way, over an operation's duration.
+
+    times: way -> its time for each of `durations`, microseconds, which rise. The dotted line is the time of a launch.
+    Raises ValueError for fewer than two ways.
+    """
+    if len(times) < 2:
+        raise ValueError("times_by_duration compares ways: give two or more")
+    first, *others = times
+    ratios = {name: [t / base for t, base in zip(times[name], times[first], strict=True)] for name in others}
+    with styled():
+        fig = new_figure(7.2, 3.2)
+        axes = fig.subplots()
+        axes.axhline(1.0, color=_INK, linewidth=1.2, label=first)
+        for number, (name, values) in enumerate(ratios.items()):
+            axes.plot(durations, values, label=name, linewidth=2, color=SEQUENCE[number], linestyle=LINES[number % 4])
+        axes.axvline(launch, color=_INK, linewidth=1, linestyle=":")
+        top = max(1.0, *(max(values) for values in ratios.values()))
+        axes.set(xlabel="microseconds of an operation", ylabel="time / time without graphs",
+                 xlim=(0, durations[-1]), ylim=(0, 1.1 * top))  # fmt: skip
+        fig.legend(loc="outside upper right", ncols=len(times))
+    ends = f"{durations[0]:g} and {durations[-1]:g} us"
+    said = [f"{name} {values[0]:.2f} and {values[-1]:.2f}" for name, values in ratios.items()]
+    return Figure(fig, f"Time against {first} for operations of {ends}: {', '.join(said)}.")
+
+
 # ---- numbers ----
 
 

@@ -1,19 +1,19 @@
-"""Pictures of partial graphs: the calls at capture and at replay, and the cost of padding instead."""
+"""Pictures of partial graphs: calls at capture and at replay, values at their end, and the cost of padding instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, color, handle, name_rows, new_figure, styled
+from labkit.viz.style import INK, SEQUENCE, name_cells, name_rows, new_figure, styled
 
 _RAISED = SEQUENCE[7]
-_HELD = "held by the fullest rank"
+_PALE = "#C8C8C8"
 _ROW = 0.26
 """Inches per call."""
 _EDGE = -1.0
@@ -99,24 +99,17 @@ def _words(title: str, calls: Sequence[Call], participants: Sequence[str]) -> st
 
 @dataclass(frozen=True)
 class PaddingCost:
-    """Costs of one way to give experts their rows, on one routing, in one forward of all ranks."""
+    """Costs of one way to give experts their rows, in one forward of all ranks."""
 
     name: str
     flops: float
     """Operations of the experts, including those on empty rows."""
     sent_bytes: float
     """Bytes that go to another rank, there and back."""
-    held: Mapping[str, float]
-    """Part -> bytes that the fullest rank keeps for it from forward to backward; the same parts in each."""
+    held_bytes: float
+    """Bytes that the fullest rank keeps from forward to backward."""
     dropped: float
     """Share of all choices that no expert took."""
-    loss: float | None = None
-    """Loss of the model with this routing."""
-
-    @property
-    def held_bytes(self) -> float:
-        """Held bytes of all parts together."""
-        return sum(self.held.values())
 
 
 def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
@@ -128,64 +121,113 @@ def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
         raise ValueError(f"two ways of one name among {[each.name for each in costs]}: name or draw each once")
     if not costs:
         raise ValueError("padding_costs needs at least one way to give experts their rows")
-    columns = [
-        ("FLOPs of experts", [each.flops for each in costs]),
-        ("bytes between ranks", [each.sent_bytes for each in costs]),
-        (_HELD, [each.held_bytes for each in costs]),
-        ("choices dropped", [each.dropped for each in costs]),
-    ]
-    if all(each.loss is not None for each in costs):
-        columns.append(("loss", [float(each.loss or 0.0) for each in costs]))
+    first = costs[0]
+    columns = {
+        "work of the experts": [each.flops / (first.flops or 1.0) for each in costs],
+        "bytes between ranks": [each.sent_bytes / (first.sent_bytes or 1.0) for each in costs],
+        "bytes for the backward": [each.held_bytes / (first.held_bytes or 1.0) for each in costs],
+        "choices dropped": [each.dropped for each in costs],
+    }
     with styled():
-        fig = new_figure(8.6, 1.15 + 0.32 * len(costs))
+        fig = new_figure(8.6, 0.9 + 0.32 * len(costs))
         panels = fig.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-        for axes, (title, values) in zip(panels, columns, strict=True):
-            _bars(axes, title, values, relative=title not in ("choices dropped", "loss"), plain=title == _HELD)
-            if title == _HELD:
-                fig.legend(handles=_stacks(axes, costs), loc="outside upper right", ncols=len(costs[0].held))
+        for axes, (title, values) in zip(panels, columns.items(), strict=True):
+            _bars(axes, title, values, "{:.1%}" if title == "choices dropped" else "{:.2f}x")
         name_rows(panels[0], [each.name for each in costs], bars=True)
-    return Figure(fig, _cost_words(costs))
+    return Figure(fig, _cost_words(columns, [each.name for each in costs]))
 
 
-def _stacks(axes: Any, costs: Sequence[PaddingCost]) -> list[Patch]:
-    """Draw the parts of the held bytes one after another, and return their legend."""
-    unit = costs[0].held_bytes or 1.0
-    shades = (SEQUENCE[5], SEQUENCE[1], color("idle"))
-    for place, each in enumerate(costs):
-        left = 0.0
-        for number, nbytes in enumerate(each.held.values()):
-            shade = shades[number % len(shades)]
-            axes.barh(place, nbytes / unit, 0.6, left=left, color=shade, edgecolor=INK, linewidth=0.4)
-            left += nbytes / unit
-    return [handle(name, shades[number % len(shades)]) for number, name in enumerate(costs[0].held)]
-
-
-def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool, plain: bool) -> None:
-    """Draw a column; the first value of a relative column is 1. plain: draw numbers without bars."""
-    unit = values[0] if relative and values[0] else 1.0
-    shown = [value / unit for value in values]
-    low = 0.0 if title != "loss" else min(shown) - 0.3 * (max(shown) - min(shown) or 1.0)  # differences count
-    form = "{:.2f}x" if relative else "{:.1%}" if title != "loss" else "{:.3f}"
-    for place, value in enumerate(shown):
-        face, pattern = (color("idle"), "////") if place else (SEQUENCE[0], "")
-        bar: dict[str, Any] = {"color": face, "hatch": pattern, "edgecolor": INK, "linewidth": 0.4}
-        if not plain:
-            axes.barh(place, value - low, 0.6, left=low, **bar)
+def _bars(axes: Any, title: str, values: Sequence[float], form: str) -> None:
+    """Draw a column of bars with their numbers; the first way has a colour of its own."""
+    for place, value in enumerate(values):
+        axes.barh(place, value, 0.6, color=SEQUENCE[0 if place else 1], edgecolor=INK, linewidth=0.4)
         text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}
         axes.annotate(form.format(value), (value, place), xytext=(2, 0), **text)
     axes.set_title(title, fontsize=8.5)
-    axes.set_xlim(low, low + 1.5 * (max(shown) - low or 1.0))
+    axes.set_xlim(0, 1.5 * (max(values) or 1.0))
     axes.xaxis.set_major_locator(MaxNLocator(2))
     axes.tick_params(axis="y", length=0)
 
 
-def _cost_words(costs: Sequence[PaddingCost]) -> str:
-    first = costs[0]
-    parts = []
-    for each in costs[1:]:
-        ratios = [getattr(each, what) / (getattr(first, what) or 1.0) for what in ("flops", "sent_bytes", "held_bytes")]
-        words = f"{each.name} {ratios[0]:.2f} times the FLOPs, {ratios[1]:.2f} the traffic, {ratios[2]:.2f} the memory"
-        words += f", {each.dropped:.1%} dropped"
-        parts.append(words if each.loss is None else f"{words}, loss {each.loss:.3f}")
-    base = first.name if first.loss is None else f"{first.name} (loss {first.loss:.3f})"
-    return f"Against {base}: {'; '.join(parts)}." if parts else f"{base} alone."
+def _cost_words(columns: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
+    parts = [
+        f"{name} {flops:.2f} times the work, {sent:.2f} the traffic, {held:.2f} the memory, {dropped:.1%} dropped"
+        for name, flops, sent, held, dropped in list(zip(names, *columns.values(), strict=True))[1:]
+    ]
+    return f"Against {names[0]}: {'; '.join(parts)}." if parts else f"{names[0]} alone."
+
+
+# ---- the values that cross the end of a graph ----
+
+Step = tuple[str, Sequence[str], Sequence[str]]
+"""Name of a step, names that it reads, names that it writes; a name that is written again has a new value."""
+
+
+class _Value(NamedTuple):
+    """A value, the step that writes it (-1: the caller), and the last one that reads it (`len(steps)`: the result)."""
+
+    name: str
+    first: int
+    last: int
+
+
+def _values_of(steps: Sequence[Step]) -> list[_Value]:
+    found: dict[int, _Value] = {}
+    current: dict[str, int] = {}
+
+    def begin(name: str, first: int) -> None:
+        current[name] = len(found)
+        found[len(found)] = _Value(name, first, first)
+
+    def read(name: str, at: int) -> None:
+        found[current[name]] = found[current[name]]._replace(last=at)
+
+    for place, (_, reads, writes) in enumerate(steps):
+        for name in reads:
+            if name not in current:
+                begin(name, -1)
+            read(name, place)
+        for name in writes:
+            begin(name, place)
+    for name in steps[-1][2]:
+        read(name, len(steps))
+    return list(found.values())
+
+
+def values_at_the_end(steps: Sequence[Step], captured: int, given: Sequence[str], right: Sequence[str]) -> Figure:
+    """Draw the life of each value of a forward, and what an answer lets out of a graph of its first steps.
+
+    A row is a value, from the step that writes it to the last one that reads it. The line is the end of the graph.
+
+    given, right: names of the values that come out of the graph, by the answer and in truth.
+    """
+    values = _values_of(steps)
+    at_end = {value.name: value for value in values if value.first < captured}  # a later value takes the name
+    with styled():
+        fig = new_figure(8.6, 1.3 + 0.27 * len(values))
+        axes = fig.subplots()
+        for row, value in enumerate(values):
+            crosses = at_end.get(value.name) is value and value.first >= 0
+            face, edge, line = _PALE, "none", "-"
+            if crosses and value.name in right:
+                face, edge, line = (SEQUENCE[0], INK, "-") if value.name in given else ("white", _RAISED, "--")
+            elif crosses and value.name in given:
+                face, edge, line = _PALE, _RAISED, "-"
+            width = value.last - value.first + (0.9 if value.last < len(steps) else 0.5)
+            box = (value.first + 0.05, row + 0.15)
+            axes.add_patch(Rectangle(box, width, 0.7, facecolor=face, edgecolor=edge, linewidth=1.4, linestyle=line))
+        axes.axvline(captured, color=INK, linewidth=1.6)
+        name_cells(axes, [step for step, _, _ in steps], [value.name for value in values])
+        axes.set_xlim(-1, len(steps) + 0.6)
+        axes.tick_params(axis="x", rotation=30)
+        handles = [
+            Patch(facecolor=SEQUENCE[0], edgecolor=INK, label="comes out, and must"),
+            Patch(facecolor="white", edgecolor=_RAISED, linestyle="--", label="missing"),
+            Patch(facecolor=_PALE, edgecolor=_RAISED, label="too much"),
+        ]
+        fig.legend(handles=handles, loc="outside upper right", ncols=3)
+    missing = [name for name in right if name not in given]
+    extra = [name for name in given if name not in right]
+    words = f"A graph of {captured} of {len(steps)} steps gives out {', '.join(given) or 'nothing'}"
+    words += f"; missing {', '.join(missing)}" if missing else ""
+    return Figure(fig, words + (f"; too much {', '.join(extra)}" if extra else "") + ".")

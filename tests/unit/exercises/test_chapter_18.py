@@ -1,46 +1,44 @@
 """Wrong answers to the exercises of chapter 18, with what each believes and words of its score."""
 
-import pytest
-import torch
-
 from labkit.check import chapter_18, score
-from labkit.check.chapter_18 import _PARTS, STEPS, _computed, _inside, _read_and_written
-from labkit.config import GraphConfig, MoEConfig, presets
-from labkit.graphs import wrap_layers
-from labkit.models import GPTModel
-from labkit.parallel import single_process_groups
+from labkit.check.chapter_18 import _read_and_written
+from labkit.graphs.study.launches import WAIT, run_program
 
 
-def at(call, wrong):
-    """An answer that is right for every other call."""
-    return lambda scope, other: wrong(_computed(scope, call)) if other == call else _computed(scope, other)
+def stepping(last_check=lambda last, graph: last and graph.capturing, stored=lambda graph, name: name in graph.store,
+             computes_first=True, at_decoration=False):  # fmt: skip
+    """A decorator with one of its parts replaced."""
+
+    def decorated(step, last, graph):
+        early = last_check(last, graph)
+
+        def wrapped(*args):
+            if stored(graph, step.__name__):
+                return graph.store[step.__name__]
+            ends = early if at_decoration else last_check(last, graph)
+            if ends and not computes_first:
+                graph.stop(None)
+            result = step(*args)
+            if ends:
+                graph.stop(result)
+            return result
+
+        return wrapped
+
+    return decorated
 
 
-RUNS = {
-    # Believes that the whole forward runs again at a replay, as if no step found its result in the store.
-    "again": (at("replay", lambda right: STEPS), "their results are in the store"),
-    # Believes that the capture goes on after the graph's last step, as if nobody raised a signal.
-    "goes on": (at("capture", lambda right: STEPS[STEPS.index(right[0]) :]), "the signal ends the forward there"),
-    # Believes that the signal comes before the last captured step, so that neither the graph nor a capture has its
-    # work.
-    "early": (at("capture", lambda right: right[:-1]), "the signal comes when its work is done"),
-}
-
-
-def parts(scope):
-    return [part for word in scope for part in _PARTS[word]]
-
-
-HOOKS = {
-    # Takes every module with parameters, the experts too, although Python calls these and their own hooks run.
-    "all": (lambda modules, scope: [name for name, own in modules.items() if own], "their own hooks run"),
-    # Takes only the parts that the scope names, although their parameters belong to the modules inside.
-    "parts": (
-        lambda modules, scope: [name for name in modules if name in parts(scope)],
-        "parameters are in the modules inside",
-    ),
-    # Takes every module inside a captured part, also those that own no parameter to wait for.
-    "no parameters": (lambda modules, scope: _inside(modules, parts(scope)), "there is nothing to wait for"),
+STEPS = {
+    # Runs every step at a replay, too, as if nothing had been computed.
+    "again": (stepping(stored=lambda graph, name: False), "its result is in the store"),
+    # Asks whether the stored result is true, and so computes a step whose result is None.
+    "none": (stepping(stored=lambda graph, name: graph.store.get(name) is not None), "a result may be None"),
+    # Ends the forward before the last step has computed, so that the graph lacks its work.
+    "early": (stepping(computes_first=False), "the signal comes when its work is done"),
+    # Ends the forward at every captured step, the first one as well.
+    "each": (stepping(lambda last, graph: graph.capturing), "only the last captured step ends the forward"),
+    # Looks at `capturing` while the layer is decorated, which is before any capture.
+    "once": (stepping(at_decoration=True), "ask graph.capturing at each call"),
 }
 
 
@@ -67,7 +65,31 @@ BOUNDARIES = {
     ),
 }
 
-TABLES = {"18.runs": RUNS, "18.hooks": HOOKS, "18.boundary": BOUNDARIES}
+
+def flat(program):
+    return [x for entry in program for x in (entry if isinstance(entry, list) else [entry])]
+
+
+CLOCKS = {
+    # The host never waits, as if it knew the counts.
+    "no wait": (
+        lambda program, launch: run_program([entry for entry in program if entry != WAIT], launch).end,
+        "at a wait the host stands still",
+    ),
+    # A graph is launched operation by operation.
+    "each": (lambda program, launch: run_program(flat(program), launch).end, "a graph is launched once"),
+    # Host and device take turns.
+    "sum": (
+        lambda program, launch: (
+            launch * sum(entry != WAIT for entry in program) + sum(x for x in flat(program) if x != WAIT)
+        ),
+        "it launches on while the device works",
+    ),
+    # Launches cost nothing.
+    "free": (lambda program, launch: sum(x for x in flat(program) if x != WAIT), "leaves the launches out"),
+}
+
+TABLES = {"18.step": STEPS, "18.boundary": BOUNDARIES, "18.clock": CLOCKS}
 
 
 def test_a_name_too_much_at_a_boundary_has_its_reason() -> None:
@@ -80,21 +102,19 @@ def test_a_name_too_much_at_a_boundary_has_its_reason() -> None:
     assert "(x is too much: no captured step writes it, so the caller has it)" in repr(score("18.boundary", both))
 
 
-def test_a_hook_too_few_is_unsafe_and_one_too_many_is_not() -> None:
-    named = [name for name, _ in chapter_18._CASES[0][1].items()]
-    assert "(unsafe: attention.norm would compute with" in repr(score("18.hooks", lambda modules, scope: []))
-    told = repr(score("18.hooks", lambda modules, scope: named))
-    assert "(safe, but attention waits for nothing)" in told and "unsafe: mlp.shared_experts" in told
+def test_the_picture_of_a_boundary_shows_the_first_wrong_end() -> None:
+    next_step = BOUNDARIES["next step"][0]
+    assert chapter_18.draw_boundary(next_step).sentence == (
+        "A graph of 5 of 10 steps gives out hidden, probs, counts; missing x, shared, origin."
+    )
+    right = chapter_18.draw_boundary(chapter_18._boundary)
+    assert right.sentence == "A graph of 5 of 10 steps gives out x, shared, hidden, probs, counts, origin."
+    assert chapter_18.draw_boundary(lambda steps, captured: "x") is None
 
 
-@pytest.mark.parametrize("scope", [("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess")])
-def test_hooks_are_asked_for_the_modules_that_labkit_hooks(scope: tuple[str, ...]) -> None:
-    moe = MoEConfig(num_experts=4, ffn_hidden=16, shared_expert_ffn_hidden=16)
-    gpt = GPTModel(presets.tiny().model, single_process_groups(), layers=range(1), moe=moe, seed=0)
-    (wrapper,) = wrap_layers(gpt, GraphConfig(cuda_graph_impl="emulated", cuda_graph_modules=scope))
-    called: list[torch.nn.Module] = []
-    wrapper.setup_manual_hooks(lambda: called.append)
-    names = {module: name for name, module in gpt.layers["0"].named_modules()}
-    hooks = [names[module] for _, (module,) in wrapper.cuda_graph_manual_hooks]
-    modules = {name: len(list(module.parameters(recurse=False))) for module, name in names.items() if name}
-    assert sorted(hooks) == sorted(chapter_18._hooked(modules, scope))
+def test_a_decorated_step_gets_its_arguments_and_hands_on_its_result() -> None:
+    def forgets(step, last, graph):
+        return lambda *args: graph.store.get(step.__name__) or step()
+
+    assert "calls the step with []; pass its arguments on" in repr(score("18.step", forgets))
+    assert "return a function that takes the arguments of the step" in repr(score("18.step", lambda s, last, g: s("r")))
