@@ -172,15 +172,15 @@ CASES = {
     ),
     # cp 2, L = 32: plain cut 32 33/2 = 528 pairs for rank 0 and 528 + 32^2 = 1,552 for rank 1; zigzag 64 65/4 = 1,040;
     # busy 2,080/(2 x 1,552) = 67.0%; blocks that are not all masked: 2 + 1, and 2 x 2 with zigzag. A hop carries 2 x 32
-    # x 8 doubles, 4,096 bytes; forward 1, backward 1 of kv and 2 of dkv
+    # x 8 doubles, 4,096 bytes; forward 1, backward 1 of kv and 1 of dkv
     "07_context_parallel": Case(
         {"world_size": 2},
         {
             "kv, hop by hop: 4 ranks, 3 steps, 12 messages, bytes sent 6,144": (
                 "kv, hop by hop: 2 ranks, 1 step, 2 messages, bytes sent 4,096"
             ),
-            "kv and dkv, hop by hop: 4 ranks, 4 steps, 28 messages, bytes sent 14,336": (
-                "kv and dkv, hop by hop: 2 ranks, 2 steps, 6 messages, bytes sent 12,288"
+            "kv and dkv, hop by hop: 4 ranks, 4 steps, 24 messages, bytes sent 12,288": (
+                "kv and dkv, hop by hop: 2 ranks, 2 steps, 4 messages, bytes sent 8,192"
             ),
             "over cp 4, 2,080 pairs: plain cut 136 pairs for rank 0 and 904 for rank 3, zigzag 520 for every rank": (
                 "over cp 2, 2,080 pairs: plain cut 528 pairs for rank 0 and 1,552 for rank 1, zigzag 1,040 for every"
