@@ -39,14 +39,14 @@ ask(
 ask(
     "00.lost",
     "In every step, one sum between two ranks doesn't happen: in layer 1, each goes on with its own half of what "
-    "attention computed. How far is the loss off after two steps?",
+    "attention computed. How far is the loss off at the worst step of the training?",
     choices={
         "over 10 %": "It sounds like a catastrophe, but a young model hardly uses its layers: what goes in is added to "
         "what comes out, so most of the signal passes by.",
-        "10 % to 1 %": "The layer's output is far off. But it is added to its input, and with fresh weights the input "
-        "is most of the sum.",
-        "under 1 %": "The layer only adds a little to what passes through, and with fresh weights that is next to "
-        "nothing. A plot of the loss would not show it.",
+        "10 % to 1 %": "What attention computed in this layer is far off. But what went into the layer passes by it as "
+        "it is, and seven other parts of layers add to it as well.",
+        "under 1 %": "What attention computed in this layer is far off. But what went into the layer passes by it as "
+        "it is, and seven other parts of layers add to it as well.",
     },
 )
 ask(

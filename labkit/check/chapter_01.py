@@ -31,6 +31,16 @@ ask(
     },
 )
 ask(
+    "01.halves",
+    "After a reduce-scatter each rank has one sum. What has to follow, so that the two together are an all-reduce?",
+    choices={
+        "a broadcast": "It sends what rank 0 has, and rank 0 has one sum of them.",
+        "an all-to-all": "It needs a chunk for each rank and gives each rank another one. Here a rank has one sum, and "
+        "all ranks need it.",
+        "an all-gather": "Each rank brings the one sum that it has, and gets everybody's.",
+    },
+)
+ask(
     "01.tenth",
     "At one size the two terms are equal. For a tensor of a tenth of that size, how many times faster is the ring?",
     misread=lambda: {
@@ -70,7 +80,7 @@ ask(
 # ---- a ring to the previous rank ----
 
 Rule = Callable[[int, int, int], tuple[int, int]]
-"""(rank, step, ranks) -> (chunk to send, chunk to receive into)."""
+"""(rank, step, g) -> (chunk to send, chunk to receive into), of g ranks."""
 
 
 def _right_rule(rank: int, step: int, ranks: int) -> tuple[int, int]:
@@ -127,7 +137,7 @@ def draw_ring(answer: Any) -> Figure:
 
 @exercise(
     "01.ring",
-    "Write rule(rank, step, ranks) -> (chunk to send, chunk to receive) in a ring to the previous rank.",
+    "Write rule(rank, step, g) -> (chunk to send, chunk to receive) in a ring of g ranks to the previous rank.",
     draw=draw_ring,
 )
 def ring(answer: Any) -> Iterator[Outcome]:
@@ -212,9 +222,7 @@ def _pair(given: Any, rank: int, step: int, ranks: int) -> tuple[int, int]:
 # ---- an order that does not hang ----
 
 
-@exercise(
-    "01.order", "Write order(rank, ranks) -> ['send', 'recv'] or ['recv', 'send'] for a ring of blocking messages."
-)
+@exercise("01.order", "Write order(rank, g) -> ['send', 'recv'] or ['recv', 'send'] for a ring of g ranks that block.")
 def order(answer: Any) -> Iterator[Outcome]:
     """Judge rings of two to eight ranks; a failure shows the circle of waiting ranks, or how long a chain takes."""
     for ranks in (4, 2, 3, 5, 8):
@@ -271,7 +279,7 @@ _TRANSFERS = ((4, 100, 10e-6, 1e9), (2, 1_000_000, 10e-6, 1e9), (8, 4_000_000, 2
 """(ranks, bytes, seconds before each message, bytes per second)."""
 
 
-@exercise("01.seconds", "Write seconds(ranks, size, latency, bandwidth) -> (of a ring, of doubling), in seconds.")
+@exercise("01.seconds", "Write seconds(g, size, latency, bandwidth) -> (of a ring, of doubling), in seconds.")
 def seconds(answer: Any) -> Iterator[Outcome]:
     """Judge both times of four all-reduces, small and large; each time is a case of its own."""
     diagnosis = Diagnosis(close(rtol=1e-4, atol=1e-3))

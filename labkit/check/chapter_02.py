@@ -325,6 +325,6 @@ ask(
         "That is the factor of the bytes between nodes. But computing takes the same time in any order.": 100
         * (bytes_factor - 1),
     },
-    because="Computing takes the same time in both. Only the messages get longer that no computation hides, and they "
-    "use all eight network adapters of a node at once.",
+    because="Computing takes the same time in both. Only tp's messages get longer, in the step and in recompute, and "
+    "the bubble that waits for them; and they use all eight network adapters of a node at once.",
 )

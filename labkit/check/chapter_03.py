@@ -205,7 +205,7 @@ def _given_back(answer: Any, case: _MLP) -> tuple[dict[str, Any], int, Exception
 
 
 @exercise(
-    "03.f_and_g", "Write mlp(x, dy, A, B, bias, all_reduce) -> lists y, dx, dA, dB, dbias, with one array per rank."
+    "03.f_and_g", "Write mlp(x, dy, fc1, fc2, bias, all_reduce) -> lists y, dx, dA, dB, dbias, with one array per rank."
 )
 def f_and_g(answer: Any) -> Iterator[Outcome]:
     """Judge the results of every rank at tp 1, 2 and 4, and the number of all-reduces.
@@ -325,13 +325,13 @@ def _judged(answer: Any, way: tuple[str, str]) -> tuple[str, str]:
 
 ask(
     "03.deleted",
-    "f comes before layer 0's MLP, and in forward it returns its input. We delete it. The loss of the first step does "
-    "not change. Which gradients are wrong?",
+    "In layer 0's MLP, f is between the norm and fc1, and in forward it returns its input. We delete it. The loss of "
+    "the first step does not change. Which gradients are wrong?",
     choices={
-        "those of the MLP": "Each rank's part of fc1 and fc2 gets its gradient before backward arrives at f, so they "
-        "are right.",
-        "those before the MLP": "Backward meets f when it leaves the MLP. What it passes on from there, to the norm, "
-        "attention and the input, is one term of a sum.",
+        "those of fc1 and fc2": "Each rank's part of fc1 and fc2 gets its gradient before backward arrives at f, so "
+        "they are right.",
+        "those before f": "Backward arrives at f after fc1. What it passes on from there, to the norm, attention and "
+        "the input, is one term of a sum.",
         "none": "In forward f does nothing. But its backward is an all-reduce.",
     },
 )

@@ -30,8 +30,9 @@ Array = NDArray[Any]
 
 ask(
     "07.slowest",
-    "Eight GPUs share a causal text in equal parts, and GPU 7 computes 15 times as many pairs as GPU 0. Somebody finds "
-    "a cut that gives all of them the same work. How many times faster is attention then?",
+    "Eight GPUs share a causal text in equal parts, and GPU 7 computes 15 times as many pairs (a query and a key that "
+    "it may see) as GPU 0. Somebody finds a cut that gives all of them the same work. How many times faster is "
+    "attention then?",
     choices={
         "15 times": "That is GPU 7 against GPU 0. But what counts is GPU 7 against the mean of all eight.",
         "about 4 times": "GPU 7 computes 7.5 squares of L x L pairs. What do all eight compute on average?",
@@ -42,13 +43,14 @@ ask(
 )
 ask(
     "07.bytes",
-    "Forward passes kv on. Backward passes the same keys and values on again, and the gradients dk and dv have to get "
-    "back to their owners. How many bytes must a rank send in backward at least, compared with forward? (All numbers "
-    "have 64 bits, and no rank has room for all keys.)",
+    "Forward passes kv on. Let backward pass the same keys and values on again, so that queries stay where they are. "
+    "The gradients dk and dv have to get back to their owners. How many bytes must a rank send in backward at least, "
+    "compared with forward? (All numbers have 64 bits, and no rank has room for all keys.)",
     choices={
         "as many": "Keys and values go round again, since no rank has kept those of others. The gradients come on top.",
-        "twice as many": "kv goes round once more, and dkv, which is as large, follows it. In 16 bits it is three "
-        "times: labkit then sends the sums of dkv in 32 bits, so that they don't lose digits at each hop.",
+        "twice as many": "kv goes round once more, and dkv, which is as large, follows it. With kv in 16 bits it "
+        "depends on the type of dkv: Transformer Engine sends 16 bits too. labkit sends 32, so that the sums don't "
+        "lose digits at each hop, and that makes three times.",
         "cp times as many": "Each gradient would be sent on its own then. But what all ranks owe to one key is a sum, "
         "and a sum can grow on its way.",
     },
@@ -60,8 +62,7 @@ ask(
     choices={
         "harder": "There are twice as many hops. But each has its own block to hide behind, as large as before.",
         "the same": "A hop carries the kv of one part, and a block is one part against one part. Neither knows how "
-        "many parts there are. (Only the hop without a block to hide behind, the last one of backward, is there as "
-        "well, once.) A ring that leaves the node is another matter: its link is slower.",
+        "many parts there are. A ring that leaves the node is another matter: its link is slower.",
         "easier": "The work of a GPU doubles, that's true. But so does the number of its hops.",
     },
 )

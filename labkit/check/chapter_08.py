@@ -230,18 +230,17 @@ ask(
 )
 ask(
     "08.floor",
-    "GPT-2's word table has 50,304 x 768 weights, and serves at the bottom and at the top. Gradients travel at 10 "
-    "GB/s, 4 bytes each. For how many milliseconds is the table's gradient exposed, whatever the bucket size, if "
-    "messages had no latency?",
-    misread=lambda: {
-        "Small buckets make the last bucket small, but not smaller than the tensor that is complete last.": 0,
-        "That is the whole gradient, 124 million numbers, as one message after the backward.": 49.8,
-        "A number has 4 bytes here, not 2.": 7.7,
-        "The wire of a ring carries twice the bytes, but 10 GB/s is the rate at which gradients get reduced.": 30.9,
+    "GPT-2's word table serves at the bottom and at the top. Give the scores a table of their own, whose gradient is "
+    "complete when the backward of the scores is. With the best bucket size, and messages without latency: is less, as "
+    "much or more of the communication exposed?",
+    choices={
+        "less": "The scores' gradient no longer waits for the embedding. But the embedding's table is as large as "
+        "before, and its gradient still comes last.",
+        "as much": "The bottom table's gradient is complete when the backward ends, tied or not. Its 154.5 MB at 10 "
+        "GB/s are 15.5 ms, and nothing computes meanwhile.",
+        "more": "154.5 MB more have to travel. But they leave first, and the link has carried them long before the "
+        "backward ends.",
     },
-    unit="ms",
-    because="The table's gradient begins at the scores, and is complete only at the embedding, when the backward "
-    "ends. 154.5 MB at 10 GB/s are 15.5 ms, and nothing computes meanwhile.",
 )
 
 

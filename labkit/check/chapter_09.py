@@ -27,8 +27,8 @@ ask(
     "Weights are bf16, gradients are summed in fp32. If d ranks keep the optimizer's state once between them, how many "
     "bytes leave a rank in a step, compared with chapter 08's all-reduce?",
     choices={
-        "50 % more": "The all-reduce as before and then an all-gather of weights would be three halves instead of two, "
-        "in one type. But the second half of the all-reduce hands gradients to ranks that don't update with them.",
+        "25 % more": "The all-reduce as before and then an all-gather of weights would be 4 + 4 + 2 bytes instead of "
+        "4 + 4. But the second half of the all-reduce hands gradients to ranks that don't update with them.",
         "the same": "A reduce-scatter and an all-gather are the two halves of an all-reduce, so with one type for "
         "everything this is right. But the second half carries weights now, and a weight has two bytes.",
         "25 % fewer": "The first half carries gradients of four bytes, as before. The second carries weights in place "

@@ -52,7 +52,7 @@ ask(
 ask(
     "10.bubble",
     "1F1B starts its backwards as early as it can, GPipe only after all forwards. How long does a step take under "
-    "1F1B, compared with GPipe?",
+    "1F1B, compared with GPipe, if messages take no time?",
     choices={
         "shorter": "Backwards start earlier on the last rank. But a step ends with rank 0's last backward, and that "
         "one waits for the same chain: the last rank's work, without a pause, and then p - 1 backwards.",
@@ -263,7 +263,7 @@ def enough(answer: Any) -> Iterator[Outcome]:
     return asked(
         _SHARES,
         given="{} stages and a share of {}".format,
-        right=lambda p, share: max(1, math.ceil((p - 1) * (1 - share) / share)),
+        right=lambda p, share: max(1, math.ceil((p - 1) / share) - (p - 1)),
         tried=answer,
         misread=_misread_shares,
     )

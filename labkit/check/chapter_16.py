@@ -1,4 +1,4 @@
-"""Exercises of chapter 16: the time that launches cost, a function that a graph can hold, replays in another order.
+"""Exercises and bets of chapter 16: the time that launches cost, a pool's next block, a function that a graph can hold.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that gives the same.
 """
@@ -10,16 +10,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, holds
+from labkit.check.bets import ask
+from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, exercise, fitting, holds, shown
 from labkit.comm.capturing import GraphCaptureError
 from labkit.graphs.capture import make_graphed_callables
+from labkit.graphs.study.free_ranges import Free, FreeRanges, Held, best_fit
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.refusal import Refusal
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 # ---- the time that launches cost ----
 
@@ -206,108 +211,162 @@ def _agrees(
     return norm if finite else f"{norm}; one entry that is inf or NaN makes all entries zero"
 
 
-# ---- replays in another order ----
+# ---- the next block of a pool ----
 
-Places = tuple[int, ...]
-"""Addresses in the pool."""
-Captures = Mapping[str, tuple[Places, Places]]
-"""Name of a graph, in the order of the captures -> the addresses that it reads and writes."""
+Choice = Callable[[Sequence[Free], int], int]
+"""(free ranges, bytes) -> where the block starts."""
+Requests = tuple[int, ...]
+"""n > 0 takes a block of n bytes, -i gives back block i, counted from 1 in the order in which they were taken."""
 
-_PIPELINE: Captures = {
-    "F0": ((), (0,)), "F1": ((), (1,)), "B0": ((0,), (2,)),
-    "F2": ((), (0,)), "B1": ((1,), (2,)), "B2": ((0,), (2,)),
+_REQUESTS: dict[str, Requests] = {
+    "take 4 and 2, give the 4 back, take 2 and 2": (4, 2, -1, 2, 2),
+    "holes of 4 and 2, take 2 and 4": (4, 1, 2, 1, -1, -3, 2, 4),
+    "two neighbours given back, take 6": (4, 2, 1, -1, -2, 6),
+    "holes of 3, 8 and 5, take 5, 8 and 3": (3, 1, 8, 1, 5, 1, -1, -3, -5, 5, 8, 3),
+    "holes of 5 and 8, take 4 and 8": (5, 1, 8, 1, -1, -3, 4, 8),
+    "nothing given back": (2, 3, 1),
+    "the two graphs of section 2, in bytes": (
+        8192, 8192, 4096, 8192, 8192, 128, -2, 8192, -1, -4, 4096, 8192, 256, -7,
+    ),
 }  # fmt: skip
-_CHAIN: Captures = {"a": ((), (0, 1)), "b": ((0,), (2,)), "c": ((2,), (0,)), "d": ((0, 1), (3,))}
-_REPLAYS: tuple[tuple[str, Captures, str], ...] = (
-    ("the order of the captures", _PIPELINE, "F0 F1 B0 F2 B1 B2"),
-    ("B0 before F0", _PIPELINE, "F1 B0 F0 F2 B1 B2"),
-    ("all forwards first", _PIPELINE, "F0 F1 F2 B0 B1 B2"),
-    ("F1 before F0, harmless", _PIPELINE, "F1 F0 B0 F2 B1 B2"),
-    ("two steps", _PIPELINE, "F0 F1 B0 F2 B1 B2 F0 F1 B0 F2 B1 B2"),
-    ("F0 left out in the second step", _PIPELINE, "F0 F1 B0 F2 B1 B2 F1 B0"),
-    ("a chain in its order", _CHAIN, "a b c d"),
-    ("c left out", _CHAIN, "a b d"),
-    ("d before c and again", _CHAIN, "a b d c d"),
+_ENDLESS = 1 << 30
+
+
+def _held_after(choose: Callable[..., Any], requests: Requests) -> list[Held]:
+    """Let `choose` place each block; return all blocks. Raises ValueError for a place that is not free."""
+    ranges, held = FreeRanges(_ENDLESS), []
+    for time, request in enumerate(requests):
+        if request > 0:
+            start = choose(list(ranges.free), request)
+            if isinstance(start, bool) or not isinstance(start, int):
+                raise ValueError(f"{shown(start)} is not the start of a block, a whole number")
+            ranges.take(start, request)
+            held.append(Held(start, request, time, len(requests)))
+        else:
+            one = held[-request - 1]
+            ranges.give_back(one.start, one.nbytes)
+            held[-request - 1] = one._replace(until=time)
+    return held
+
+
+def _size(held: Sequence[Held]) -> int:
+    return max(one.start + one.nbytes for one in held)
+
+
+def _first_fit(free: Sequence[Free], nbytes: int) -> int:
+    return next(start for start, length in free if length >= nbytes)
+
+
+def _largest_hole(free: Sequence[Free], nbytes: int) -> int:
+    holes = [each for each in free[:-1] if each[1] >= nbytes]
+    return max(holes, key=lambda each: each[1])[0] if holes else free[-1][0]
+
+
+def _exact_or_end(free: Sequence[Free], nbytes: int) -> int:
+    return next((start for start, length in free if length == nbytes), free[-1][0])
+
+
+_CHOICES: dict[str, Choice] = {
+    "this puts every block behind all others; what was given back can be taken": lambda free, nbytes: free[-1][0],
+    "this takes the first hole that is large enough; a later and larger block may need all of it": _first_fit,
+    "this takes the largest hole; a later and larger block may need all of it": _largest_hole,
+    "this takes only holes of the very size; the rest of a larger one stays free for others": _exact_or_end,
+}
+"""A misunderstanding -> what it chooses."""
+
+
+def draw_pool(answer: Any) -> Figure | None:
+    """Draw where the answer puts blocks, next to best fit, for the first requests for which its pool is too large.
+
+    An answer that takes what is not free makes no pool.
+    """
+    from labkit.viz.graphs.pool_choices import pool_choices  # matplotlib, which a score does without
+
+    pools = {words: _held_after(answer, requests) for words, requests in _REQUESTS.items()}
+    aims = {words: _held_after(best_fit, requests) for words, requests in _REQUESTS.items()}
+    wrong = [words for words in pools if _size(pools[words]) > _size(aims[words])]
+    words = [*wrong, "holes of 4 and 2, take 2 and 4"][0]
+    return pool_choices({"yours": pools[words], "as small as it can be": aims[words]}, what=words)
+
+
+@exercise("16.pool", "Write choose(free, nbytes) -> the byte at which the next block of a pool starts.", draw=draw_pool)
+def pool(answer: Any) -> Iterator[Outcome]:
+    """Judge seven lists of requests by the size of the pool in the end."""
+    meant = dict(_CHOICES)
+    with suppress(Exception, SystemExit):  # a case that raises is judged below
+        mine = [_held_after(answer, requests) for requests in _REQUESTS.values()]
+        every = {w: [_held_after(each, r) for r in _REQUESTS.values()] for w, each in _CHOICES.items()}
+        meant = {w: _CHOICES[w] for w, held in every.items() if held == mine} or meant
+    for words, requests in _REQUESTS.items():
+        aim = _size(_held_after(best_fit, requests))
+        yield holds(words, f"a pool of {aim:,} bytes", lambda r=requests, aim=aim: _pool_of(answer, r, aim, meant))
+
+
+def _pool_of(answer: Any, requests: Requests, aim: int, meant: Mapping[str, Choice]) -> Finding:
+    try:
+        held = _held_after(answer, requests)
+    except ValueError as error:
+        return "not free", str(error)
+    if (size := _size(held)) <= aim:
+        return True
+    words = next((words for words, each in meant.items() if _held_after(each, requests) == held), "")
+    return words, f"a pool of {size:,} bytes{': ' if words else ''}{words}"
+
+
+# ---- bets ----
+
+ask(
+    "16.batch",
+    "With one sample a graph shortens this forward by some percent. With eight samples at a time, what is left of "
+    "that?",
+    choices={
+        "as much": "The launches cost as much as before. But the host has eight times as long for each of them.",
+        "about half": "Eight samples make the kernels five to eight times as long, not twice.",
+        "next to nothing": "The kernels are five to eight times as long and the launches are not, so after the first "
+        "one the host is always ahead. A graph only removes waiting.",
+    },
 )
-"""(words, captures, replays)."""
-
-
-@exercise("16.stale", "Write stale(captures, replays) -> the positions of replays that read another graph's value.")
-def stale(answer: Any) -> Iterator[Outcome]:
-    """Judge two lists of captures, replayed in nine ways, some of which overwrite."""
-    diagnosis = Diagnosis()
-    for words, captures, text in _REPLAYS:
-        replays = text.split()
-        given = f"captures {_words(captures)}; replays {text} ({words})"
-        outcome = diagnosis.outcome(
-            given,
-            _stale(captures, replays),
-            lambda c=captures, r=replays: answer({name: tuple(each) for name, each in c.items()}, list(r)),
-            _misread_replays(captures, replays),
-        )
-        yield outcome if outcome.passed else replace(outcome, got=f"{outcome.got}{_consequence(captures, replays)}")
-
-
-def _words(captures: Captures) -> str:
-    def places(verb: str, numbers: Places) -> list[str]:
-        return [f"{verb} {' and '.join(map(str, numbers))}"] if numbers else []
-
-    return ", ".join(
-        f"{name} ({', '.join(places('reads', reads) + places('writes', writes))})"
-        for name, (reads, writes) in captures.items()
-    )
-
-
-def _writers(captures: Captures) -> dict[tuple[str, int], str | None]:
-    """Return (graph, address that it reads) -> the graph that wrote there last before its capture."""
-    last: dict[int, str] = {}
-    found: dict[tuple[str, int], str | None] = {}
-    for name, (reads, writes) in captures.items():
-        found |= {(name, place): last.get(place) for place in reads}
-        last |= dict.fromkeys(writes, name)
-    return found
-
-
-def _foreign(captures: Captures, replays: Sequence[str]) -> list[tuple[int, int, str | None]]:
-    """Return (position, address, last writer) of every read that finds another writer than at capture."""
-    expected, last, found = _writers(captures), dict[int, str](), list[tuple[int, int, str | None]]()
-    for position, name in enumerate(replays):
-        reads, writes = captures[name]
-        found += [(position, p, last.get(p)) for p in reads if last.get(p) != expected[name, p]]
-        last |= dict.fromkeys(writes, name)
-    return found
-
-
-def _stale(captures: Captures, replays: Sequence[str]) -> list[int]:
-    return sorted({position for position, _, _ in _foreign(captures, replays)})
-
-
-def _consequence(captures: Captures, replays: Sequence[str]) -> str:
-    """Describe the first stale read; empty if nothing is stale."""
-    found = _foreign(captures, replays)
-    if not found:
-        return " (every read finds its own writer here)"
-    position, place, writer = found[0]
-    wanted = _writers(captures)[replays[position], place]
-    return f" (position {position}: {replays[position]} reads address {place}, wants {wanted}, finds {writer})"
-
-
-def _misread_replays(captures: Captures, replays: Sequence[str]) -> Misreadings:
-    names = list(captures)
-    moved = [i for i, name in enumerate(replays) if name != names[i % len(names)]]
-    written, once, tainted = set[int](), list[int](), list[int]()
-    for position, name in enumerate(replays):
-        reads, writes = captures[name]
-        if any(place not in written for place in reads):
-            once.append(position)
-        written |= set(writes)
-    bad = set(_stale(captures, replays))
-    for position, name in enumerate(replays):
-        if position in bad or any(replays[p] == name and p < position for p in bad):
-            tainted.append(position)
-    return {
-        "this reports every place that differs from the captures; another order can be harmless": moved,
-        "this only asks whether somebody wrote there; it must be the same graph as at capture": once,
-        "this finds nothing; two graphs of a pool may write one address": [],
-        "this condemns later replays of a graph that was wrong once; the next step can be right": tainted,
-    }
+ask(
+    "16.peak",
+    "The ten results have a size of their own each. How much memory does a pool need for them, compared with all of "
+    "them together?",
+    choices={
+        "nearly all": "A result that nobody reads any more gives its memory back, and a later one takes it.",
+        "50 to 85 %": "The four gradients of weights and biases, dx and y leave the graphs, so they stay. Only what "
+        "lies between can share.",
+        "under 50 %": "Six of the ten results leave the graphs: y, dx and four gradients. They stay to the end.",
+    },
+)
+ask(
+    "16.replayed",
+    "Nobody holds the result of the first graph, and the second one has taken its memory. Both are replayed, the first "
+    "one last. What does `other`, the result of the second, hold?",
+    choices={
+        "x * 3": "That is what the second graph wrote. But the first one still knows the address, and it ran last.",
+        "x * 2": "The first graph still knows the address, and nothing stops it from writing there.",
+        "an error": "A graph is a list of addresses. Nobody checks at a replay whose tensor is there now.",
+    },
+)
+ask(
+    "16.grads",
+    "Two microbatches, a forward and a backward each. g0 and g1 are their right gradients, and `.grad` should be g0 + "
+    "g1. What is it?",
+    choices={
+        "2 g0": "Nobody wrote g0 a second time. The second replay wrote g1.",
+        "g1": "The second replay wrote g1 over g0, which is half of it. Then autograd added g1 once more.",
+        "2 g1": "Autograd kept the first gradient without a copy, so the second replay wrote g1 over it. Then autograd "
+        "added g1 to what it took for g0.",
+    },
+)
+ask(
+    "16.silent",
+    "Four functions, each broken for graphs. One of them is captured without a word. Which?",
+    choices={
+        "mean_of_positive": "How many entries are positive is a number that the host must have, to make a tensor of "
+        "that size. So this asks.",
+        "clip_by_item": "`.item()` asks the device for a number while nothing has been computed.",
+        "skip_if_huge": "An `if` on a tensor asks for its value, exactly as `.item()` does.",
+        "warms_up": "Its `if` asks Python's own number, so the host waits for nobody. It is decided once, at the "
+        "capture.",
+    },
+)

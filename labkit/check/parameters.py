@@ -16,6 +16,7 @@ An amount is a number, a parameter, or a product of both with at most one divisi
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import linecache
 import math
@@ -33,6 +34,8 @@ from labkit.launch import forkserver
 SIMPLE = ("int", "float", "bool", "str")
 """Types that the command line reads from a plain word; for other types it reads JSON."""
 _RULE = re.compile(r"\(([^()]+)\)$")
+_RANKS_IMPORT = ("labkit.train.pretraining", "labkit.train.parity.comparison")
+"""Modules that most chapters' ranks need; each rank would take half a second to import them."""
 
 
 class Parameter(NamedTuple):
@@ -112,7 +115,8 @@ def check_parameters(namespace: Mapping[str, Any]) -> None:
     """Reject a chapter's parameters that break the rule after them: `check_parameters(globals())`.
 
     The rules are read in the cell that declared the parameters, as this kernel ran it, or in the script. In a notebook
-    it also starts the server from which ranks are forked, so that torch is imported while you read the first cells.
+    it also starts the server from which ranks are forked, so that torch and what trains are imported once, while you
+    read the first cells, and not by every rank.
     Raises ValueError with a sentence for each bad value.
     """
     parameters = declared(_source(namespace))
@@ -120,6 +124,8 @@ def check_parameters(namespace: Mapping[str, Any]) -> None:
     if found:
         raise ValueError("; ".join(f"{name} = {shown(namespace[name])}: {rule}" for name, rule in found.items()))
     if "get_ipython" in namespace:
+        with contextlib.suppress(RuntimeError):  # the server runs: this cell has run before
+            forkserver.preload(*_RANKS_IMPORT)
         forkserver.ensure_running()
 
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from labkit.comm.mixed_radix import prefix_product as prefix_product
     from labkit.comm.motion import Held as Held
     from labkit.comm.motion import Motion as Motion
+    from labkit.comm.motion_of_sum import all_reduce_in_motion as all_reduce_in_motion
     from labkit.comm.p2p import P2PCommunicator as P2PCommunicator
     from labkit.comm.p2p import exchange as exchange
     from labkit.comm.p2p import p2p_communicator as p2p_communicator

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from labkit.comm import gloo, nccl
 from labkit.comm.capturing import active_capture, refuse_host_sync
-from labkit.comm.fault_injection import dropped_result, due_time, in_due_time
+from labkit.comm.fault_injection import dropped_result, due_time, started_in_due_time
 from labkit.comm.groups import Group
 from labkit.comm.handshake import checked_by_torch
 from labkit.comm.ledger import book, dtype_name
@@ -71,8 +71,10 @@ def _issue_guarded(
     pending = Pending(operation, x, group)
     pending.due = due_time(operation, group, x.nbytes)
     with ranged(pending.name), waiting(pending.label):
-        finish = noted(operation, move(x, group, *details), x, group, details)
-        pending.finish = in_due_time(finish, pending.due)
+        finish = started_in_due_time(
+            lambda: move(x, group, *details), pending.due, leaves_late=operation == "send" and not x.is_cuda
+        )
+        pending.finish = noted(operation, finish, x, group, details)
     return pending
 
 

@@ -1,6 +1,8 @@
 """Calls that are dropped or delayed on purpose, for chapters and tests.
 
 `dropped` plants the fault "somebody forgot the all-reduce" without touching a layer. `delayed` plants a slow network.
+A collective is late if each rank waits longer for it. A message is late if it leaves late: its receiver may have been
+waiting for a long time already, so a delay that began with the receive would be over before the message comes.
 Both are watchers (`labkit.events`), so a training that nobody watches never looks for them.
 """
 
@@ -8,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,6 +132,9 @@ def delayed(
     With a `bandwidth` (payload bytes per second) they share one link, one after another. A call begins when those
     before it are done, and takes `seconds` plus its bytes over the bandwidth.
 
+    A send of host tensors leaves that late, so its receiver gets it late no matter when it began to wait. Give
+    `operation="send"` for a pipeline, or receives are delayed as well, from the moment at which each was issued.
+
     The delay sleeps, so it can overlap with computation exactly as a real transfer can, on any number of cores.
 
     Raises ValueError for a bandwidth that is not positive.
@@ -143,8 +150,17 @@ def due_time(operation: str, group: Group, size: int) -> float:
     return max((each.due(size) for each in found), default=0.0)
 
 
-def in_due_time(finish: Callable[[], Tensor], due: float) -> Callable[[], Tensor]:
-    """Return `finish`, or for a delayed call a function that also sleeps until `due`."""
+def started_in_due_time(
+    start: Callable[[], Callable[[], Tensor]], due: float, *, leaves_late: bool
+) -> Callable[[], Tensor]:
+    """Start a call and return what finishes it; for a delayed call that is not before `due`.
+
+    leaves_late: a thread of this rank starts the call at `due`; otherwise it starts now, and its end is late.
+    """
+    if due and leaves_late:
+        leaving = _departures().submit(lambda: (time.sleep(max(0.0, due - time.perf_counter())), start())[1])
+        return lambda: leaving.result()()
+    finish = start()
     if not due:
         return finish
 
@@ -154,3 +170,9 @@ def in_due_time(finish: Callable[[], Tensor], due: float) -> Callable[[], Tensor
         return result
 
     return finish_late
+
+
+@cache
+def _departures() -> ThreadPoolExecutor:
+    """The thread that starts late messages; a single one, so that they leave in the order of sending."""
+    return ThreadPoolExecutor(1, "late messages")

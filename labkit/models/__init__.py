@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from labkit.models.hugging_face_config import config_to_hugging_face as config_to_hugging_face
     from labkit.models.hugging_face_config import model_config_from_hugging_face as model_config_from_hugging_face
     from labkit.models.hugging_face_config import moe_config_from_hugging_face as moe_config_from_hugging_face
+    from labkit.models.kept_storages import kept_tensors as kept_tensors
+    from labkit.models.kept_storages import running_line as running_line
+    from labkit.models.kept_storages import storage_of as storage_of
     from labkit.models.lifetimes import Lifetimes as Lifetimes
     from labkit.models.live_bytes import LiveBytes as LiveBytes
     from labkit.models.saved_tensors import SavedTensors as SavedTensors

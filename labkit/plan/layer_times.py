@@ -255,7 +255,10 @@ def _scores(
 def _ring(pieces: Pieces, forward: int, input_grad: int) -> None:
     """Context parallelism: keys and values of the other ranks, by a ring during attention or by one all-gather.
 
-    Backward moves their gradients, too. forward, input_grad: where the terms of attention begin.
+    Backward moves their gradients, too, in the type of keys and values, and each hop has a block to hide behind. That
+    is Transformer Engine's ring (AttnFuncWithCPAndKVP2P, without fp8), whose backward computes a rank's own keys last.
+    labkit's ring (parallel/context/ring_attention.py) sends gradients in float32, and its last hop is not hidden.
+    forward, input_grad: where the terms of attention begin.
     """
     layout = pieces.layout
     cp, size = layout.cp, 2 * pieces.tokens * kv_width(pieces.model, layout.tp.size) * pieces.element

@@ -4,7 +4,8 @@ The model counts the bytes of one optimizer step that leave one node for another
 
     tp   4 all-reduces per layer and microbatch (f and g, forward and backward; arXiv 1909.08053, section 3) of s/cp b h
     cp   ring attention (arXiv 2310.01889): keys and values of s/cp tokens go cp - 1 hops forward, and backward again
-         together with their gradients: 3 (cp - 1) 2 s/cp b h/tp per layer and microbatch over every link of the ring
+         together with their gradients: 3 (cp - 1) 2 s/cp b h/tp per layer and microbatch over every link of the ring.
+         Gradients have the type of keys, as in Transformer Engine; labkit's ring sends them in 4 bytes
     ep   4 all-to-alls per layer and microbatch (dispatch and combine, forward and backward): every rank sends
          s b top_k / (cp tp) tokens of h values, an equal share of them to every rank of its group
     dp   1 all-reduce per step of the gradients of one rank: dense parameters / (tp pp) in 4 bytes, over dp cp

@@ -15,6 +15,9 @@ labkit builds stages 0 and 1; stages 2 and 3 are here for comparison. Megatron's
     bf16, fp32                 18      6 + 12/d      2 + 4, and 4 + 4 + 4 sharded
     fp32, fp32                 16      8 +  8/d      4 + 4, and 4 + 4: the weight is its own master
     bf16, bf16                 20      4 + 16/d      2 + 2, and 4 + 4 + 4 + the gradient in fp32: 4
+
+Stage 3 of bf16 and fp32 is 18/d where a rank keeps a bf16 shard and its master. PyTorch's FSDP2 keeps 16/d, the row of
+fp32 and fp32: with a `MixedPrecisionPolicy` its fp32 shard is the master, and bf16 exists only in gathered weights.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from labkit.train.parity.comparison import ParityRow as ParityRow
     from labkit.train.parity.comparison import compare as compare
     from labkit.train.parity.layer_runs import all_tensor_parallel as all_tensor_parallel
+    from labkit.train.parity.layer_runs import earliest_events as earliest_events
     from labkit.train.parity.layer_runs import errors_by_name as errors_by_name
     from labkit.train.parity.layer_runs import float64_layer as float64_layer
     from labkit.train.parity.layer_runs import run_cut_mlp as run_cut_mlp

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from labkit.viz.activations import saved_waterfall as saved_waterfall
     from labkit.viz.attention_ring import context_mask as context_mask
     from labkit.viz.attention_ring import measured_ring as measured_ring
+    from labkit.viz.attention_ring import ring_box as ring_box
     from labkit.viz.attention_ring import ring_timeline as ring_timeline
     from labkit.viz.box_map import stored_boxes as stored_boxes
     from labkit.viz.curves import loss_curves as loss_curves
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from labkit.viz.encoders.norm_layouts import norm_layouts as norm_layouts
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
+    from labkit.viz.encoders.step_sizes import step_sizes as step_sizes
     from labkit.viz.experts.expert_load import capacity_curve as capacity_curve
     from labkit.viz.experts.expert_load import explore_skew as explore_skew
     from labkit.viz.experts.expert_load import load_over_training as load_over_training
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
     from labkit.viz.graphs.partial_graphs import values_at_the_end as values_at_the_end
+    from labkit.viz.graphs.pool_choices import pool_choices as pool_choices
     from labkit.viz.held_weights import weight_parts as weight_parts
     from labkit.viz.kept_over_time import tensor_lifetimes as tensor_lifetimes
     from labkit.viz.layer_gradients import gradient_table as gradient_table
@@ -95,6 +98,7 @@ if TYPE_CHECKING:
     from labkit.viz.rank_chunks import before_and_after as before_and_after
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
+    from labkit.viz.sketch_bands import band_curves as band_curves
     from labkit.viz.text_scores import named_curves as named_curves
     from labkit.viz.text_scores import scoring_windows as scoring_windows
     from labkit.viz.text_scores import token_choices as token_choices

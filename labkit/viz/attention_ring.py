@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from matplotlib.patches import Rectangle
+from numpy.typing import ArrayLike
 
+from labkit.comm.motion import Held
 from labkit.config.errors import counted
 from labkit.events import Event
 from labkit.parallel.context.ring_plan import (
@@ -214,3 +218,24 @@ def _blocks(events: list[Event], name: str) -> list[Event]:
         raise ValueError(f"nothing was measured for {name}: no event of kind forward")
     first = min(event.start for event in blocks)
     return [Event(e.rank, e.name, e.kind, e.start - first, e.end - first) for e in blocks]
+
+
+def ring_box(array: ArrayLike, kvs: ArrayLike, shares: ArrayLike) -> tuple[str, Held]:
+    """Return the slot and the box of an array that goes round the ring in backward, read off its numbers.
+
+    array: [2, L, D], the kv of some rank, or dkv: the sum of some ranks' shares for one rank's keys.
+    kvs: [cp, 2, L, D], each rank's.
+    shares: [cp, cp, 2, L, D]; shares[r][s] is what rank r adds for the keys of rank s. Its dv is zero outside column r,
+        so the columns of a sum of dv that are not zero show who has added something; D is at least the number of ranks.
+        A sum of no shares is 0.
+    """
+    x, theirs, added = np.asarray(array), np.asarray(kvs), np.asarray(shares)
+    tensor = torch.from_numpy(x)
+    for owner, kv in enumerate(theirs):
+        if np.array_equal(x, kv):
+            return "kv", Held(f"kv {owner}", [owner], tensor)
+    adders = [int(rank) for rank in np.flatnonzero(np.abs(x[1]).sum(axis=0))]
+    if not adders:
+        return "dkv", Held("0", (), tensor)
+    owner = int(np.argmin([np.abs(x - total).sum() for total in added[adders].sum(axis=0)]))
+    return "dkv", Held(f"dkv {owner}", adders, tensor)

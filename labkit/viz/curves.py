@@ -29,10 +29,11 @@ def loss_curves(
     last: int = 1,
     side_by_side: bool = False,
     title: str = "Training loss",
+    unit: str = "nats per token",
 ) -> Figure:
     """Draw losses by step, one line per run; below them each run's relative difference from the first.
 
-    curves: name -> loss of steps 1, 2, ... in nats per token.
+    curves: name -> loss of steps 1, 2, ..., in `unit`.
     levels: horizontal lines to compare with, such as the unigram entropy.
     tolerance: largest relative difference that counts as the same; the lower panel shows it, and the sentence says
         whether it holds. None draws no lower panel.
@@ -51,6 +52,7 @@ def loss_curves(
         ratios = (3, 1) if compared else (1,)
         panels = fig.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
         _draw_curves(panels[0], curves, levels or {}, title)
+        panels[0].set_ylabel(unit)
         if compared:
             _draw_differences(panels[1], compared, list(curves), tolerance or 0.0, _SIDESTEP if side_by_side else 0.0)
         panels[-1].set_xlabel("optimizer step")
@@ -78,7 +80,6 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mappi
     for name, value in levels.items():
         _mark_level(axes, value, f"{name}\n{value:.2f}")
     axes.set_title(title, loc="left")
-    axes.set_ylabel("nats per token")
     axes.grid(axis="y")
     axes.margins(x=0.01)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.0))

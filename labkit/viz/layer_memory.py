@@ -79,7 +79,7 @@ def memory_over_time(
 
     A run is filled, and `predicted`, by the same names, is an outline over it. room: bytes that there are, drawn as a
     line. forward: operations of one forward of everything, the unit of the axis. What is over the line is red. A run
-    whose peak is within 5 % of the room has the peak enlarged at its right.
+    whose peak is within 5 % of the room has a triangle over the peak, and the peak enlarged at its right.
     """
     predicted = predicted or {}
     last = max(moments[-1][0] for moments in runs.values()) / forward
@@ -102,6 +102,8 @@ def memory_over_time(
             words = f"{'fits' if fits else 'does not fit'}, peak {peaks[name] / 1e9:.1f} GB, operations {extra:+.1%}"
             axes.set_title(f"{name}: {words}", loc="left", color=INK if fits else _RED)
             if name in close:
+                at = next(done for done, size in moments if size == peaks[name])
+                axes.plot(at / forward, peaks[name] / 1e9 + 0.04 * top, "v", color=INK, ms=4)
                 _enlarge_peak(fig.add_subplot(grid[place, 1]), moments, predicted.get(name), room, forward)
         panels[0].set(xlim=(0, max(last, 3.0) * 1.01), ylim=(0, 1.08 * top))
         panels[-1].set_xlabel("operations, in forwards of all layers (the first one is the forward)")

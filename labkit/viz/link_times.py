@@ -48,11 +48,13 @@ def term_bars(
 def bandwidth_by_size(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     measured: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    *,
+    links: Mapping[str, float] | None = None,
 ) -> Figure:
     """Draw bus bandwidth over the size of the tensor; predicted are lines, measured are dots of the line's colour.
 
     lines: name -> (bytes, bytes per second). measured: the same, for names of `lines`. A short bar on a line is where
-    it reaches half of its largest value.
+    it reaches half of its largest value. links: name -> bytes per second of one link, a thin level line.
 
     Raises ValueError without a line, and for measured points without one.
     """
@@ -67,7 +69,10 @@ def bandwidth_by_size(
             axes.plot(sizes, [rate / 1e9 for rate in rates], LINES[number % 4], color=SEQUENCE[number], label=name)
             axes.plot([halves[name]], [max(rates) / 2e9], "|", color=SEQUENCE[number], ms=14, mew=2.5)
             if name in measured:
-                axes.plot(measured[name][0], [rate / 1e9 for rate in measured[name][1]], "o", color=SEQUENCE[number])
+                axes.plot(measured[name][0], [rate / 1e9 for rate in measured[name][1]], "o", color=SEQUENCE[number],
+                          label=f"{name}, measured")  # fmt: skip
+        for name, rate in (links or {}).items():
+            axes.axhline(rate / 1e9, color=INK, lw=0.8, label=name)
         axes.set(xscale="log", xlabel="size of the tensor", ylabel="bus bandwidth (GB/s)", ylim=(0, None))
         axes.xaxis.set_major_locator(LogLocator(10, numticks=12))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _in_bytes(value)))
@@ -75,9 +80,7 @@ def bandwidth_by_size(
         axes.grid()
         handles = [*axes.get_legend_handles_labels()[0], Line2D([], [], ls="", marker="|", ms=11, mew=2.5, color=INK,
                    label="half of its largest")]  # fmt: skip
-        if measured:
-            handles.append(Line2D([], [], ls="", marker="o", color=INK, label="measured"))
-        fig.legend(handles=handles, loc="outside upper left", ncols=3)
+        fig.legend(handles=handles, loc="outside upper left", ncols=2)
     told = "; ".join(f"{name} half at {_in_bytes(half)}" for name, half in halves.items())
     return Figure(fig, f"Bus bandwidth by size: {told}.")
 

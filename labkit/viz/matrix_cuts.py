@@ -10,7 +10,7 @@ from labkit.viz.style import SEQUENCE, box, color, new_figure, styled, text_colo
 
 PARTS = {
     ("mlp", False): ("A", 4, "GeLU", "B", 4), ("attention", False): ("q, k, v", 3, "heads", "P", 1),
-    ("mlp", True): ("$B^T$", 4, "GeLU'", "$A^T$", 4),
+    ("mlp", True): ("Bᵀ", 4, "GeLU′", "Aᵀ", 4),
 }  # fmt: skip
 """Part of a layer, and whether backward -> (first matrix, its columns in units of h, what follows, second matrix, its
 rows in units of h)."""
@@ -19,12 +19,13 @@ _GAP = 0.62
 _TOKENS = 0.7  # height of [tokens, ..] in units of h: the same in all pictures, for any number of tokens
 
 
-def cut_matrices(part: str, tokens: int, hidden: int, ranks: int, *, backward: bool = False) -> Figure:
+def cut_matrices(part: str, tokens: int, hidden: int, ranks: int, *, backward: bool = False, heads: int = 0) -> Figure:
     """Draw X, a matrix cut by columns, the product, a matrix cut by rows, and the sum; each rank has a colour.
 
     part: `mlp` (hidden to 4 hidden and back) or `attention` (q, k and v, then the projection P).
     tokens: rows of X. The picture draws equal sides with equal length, but tokens and hidden not to one scale.
     backward: draw the way from dY to dX, for `mlp` alone: the transposed matrices, with g first and f at the end.
+    heads: of attention; thin lines between their columns of q, k, v and of what they make. None are drawn for 0.
 
     Raises ValueError for another part, or if the ranks do not divide hidden.
     """
@@ -46,6 +47,9 @@ def cut_matrices(part: str, tokens: int, hidden: int, ranks: int, *, backward: b
             width = {start: 1.0, first: wide, between: deep, second: 1.0, end: 1.0}[name]
             height = {start: _TOKENS, first: 1.0, between: _TOKENS, second: deep, end: _TOKENS}[name]
             cut(axes, x, (top - height) / 2, width, height, ranks)
+            for border in range(1, heads if cut is _columns else 0):
+                at = x + border * width / heads
+                axes.plot((at, at), ((top - height) / 2, (top + height) / 2), color="#FFFFFF", linewidth=0.5)
             _label(
                 axes,
                 x + width / 2,
@@ -56,8 +60,8 @@ def cut_matrices(part: str, tokens: int, hidden: int, ranks: int, *, backward: b
                 last=name == end,
             )
             if name != end:
-                axes.text(x + width + _GAP / 2, top / 2, "→" if name in (first, second) else "x", ha="center",
-                          va="center", fontsize=11)  # fmt: skip
+                axes.text(x + width + _GAP / 2, top / 2, "→" if name in (first, second) else "·", ha="center",
+                          va="center", fontsize=11 if name in (first, second) else 18)  # fmt: skip
             for operator, at in (("g" if backward else "f", 0), ("f" if backward else "g", 3)):
                 if index == at:
                     _operator(axes, x + width + _GAP / 2, top / 2 + 0.25, operator)

@@ -33,8 +33,8 @@ def replica_drift(losses: Mapping[str, Sequence[float]], apart: Mapping[str, Seq
                 axes.plot(steps, unit * np.asarray(values), style, lw=width, color=SEQUENCE[place], label=name)
             axes.set_xlabel("optimizer step")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.set_ylim(bottom=-0.02 * axes.get_ylim()[1])  # a line at 0 shows above the axis
             axes.grid(axis="y")
+        panels[1].set_ylim(bottom=-0.02 * panels[1].get_ylim()[1])  # a line at 0 shows above the axis
         panels[0].set_title("loss", loc="left")
         panels[1].set_title(f"{what}: % by which the ranks differ", loc="left")
         fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

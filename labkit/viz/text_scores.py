@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, name_rows, new_figure, styled
@@ -104,7 +105,11 @@ def named_curves(curves: Mapping[str, Points], *, x: str, y: str, log: bool = Fa
             axes.plot(*zip(*points), lw=1.8, ms=4, label=name, ls=("-", "--", "-.", ":")[number % 4], **style)
         axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
         axes.grid(axis="y")
-        if len(curves) > 1:
+        if all(float(at).is_integer() for points in curves.values() for at, _ in points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(curves) > 3:
+            fig.legend(loc="outside lower center", ncols=4)  # next to the curves there may be no room for so many
+        elif len(curves) > 1:
             axes.legend(loc="best")
     ends = [
         f"{name} {points[0][1]:.3g} at {points[0][0]:g}"

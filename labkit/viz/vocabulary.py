@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, box, name_cells, new_figure, styled, text_color
+from labkit.viz.style import INK, SEQUENCE, box, name_cells, new_figure, styled, text_color
 
 _WIDTH = 7.4
 _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
@@ -180,27 +182,49 @@ def added_rows(yours: Sequence[Sequence[int]], ids: Sequence[int], rows: int) ->
 
 # ---- memory of a loss ----
 
+_SMALL = 0.1
+"""Share of the common axis below which a peak is enlarged."""
 
-def memory_of_losses(ways: Mapping[str, Sequence[float]], predicted: Mapping[str, float], unit: str) -> Figure:
+
+def memory_of_losses(
+    ways: Mapping[str, Sequence[float]],
+    predicted: Mapping[str, float],
+    unit: str,
+    forward: Mapping[str, int] | None = None,
+) -> Figure:
     """Draw what is in memory after each operation, a panel for each way to compute the same, on one axis.
 
     ways: name -> what is in memory after each operation, forward and backward. predicted: name -> its peak. unit: what
-    both are counted in.
+    both are counted in. forward: name -> operations of forward, after which a dotted line is drawn.
+
+    What is small on the common axis is shown in an inset, too, on an axis of its own.
     """
+    highest = max(*predicted.values(), *(max(moments) for moments in ways.values()))
     with styled():
         fig = new_figure(8.6, 3.1)
         panels = fig.subplots(1, len(ways), sharey=True, squeeze=False)[0]
         for number, (axes, (name, moments)) in enumerate(zip(panels, ways.items())):
-            axes.fill_between(range(len(moments)), moments, step="post", color=_shade(number), linewidth=0)
-            axes.add_patch(Rectangle((0, 0), len(moments), predicted[name], linewidth=1.2, **_OUTLINE))
-            axes.set(xlim=(0, len(moments)), xticks=[])
+            peak = max(*moments, predicted[name])
+            views = [axes, axes.inset_axes((0.2, 0.25, 0.78, 0.6))] if peak < _SMALL * highest else [axes]
+            for view in views:
+                view.fill_between(range(len(moments)), moments, step="post", color=_shade(number), linewidth=0)
+                view.add_patch(Rectangle((0, 0), len(moments), predicted[name], linewidth=1.2, **_OUTLINE))
+                view.set(xlim=(0, len(moments)), xticks=[])
+            for inset in views[1:]:
+                inset.set(ylim=(0, 1.1 * peak))
+                inset.set_title("the same, enlarged", fontsize=8)
+            if forward and name in forward:
+                axes.axvline(forward[name], color=INK, linestyle=":", linewidth=1.2)
             axes.set_title(f"{name}\npeak {max(moments):.2f}", loc="left", fontsize=9)
             axes.set_xlabel("operations, first to last")
             axes.grid(axis="y")
-        highest = max(*predicted.values(), *(max(moments) for moments in ways.values()))
         panels[0].set(ylabel=unit, ylim=(0, 1.06 * highest))
-        fig.legend(handles=[Patch(facecolor="#999999", label="measured, after each operation"),
-                            Patch(label="predicted peak", **_OUTLINE)],
-                   loc="outside lower center", ncols=2)  # fmt: skip
+        handles: list[Artist] = [
+            Patch(facecolor="#999999", label="measured, after each operation"),
+            Patch(label="predicted peak", **_OUTLINE),
+        ]
+        if forward:
+            handles.append(Line2D([], [], color=INK, linestyle=":", linewidth=1.2, label="end of forward"))
+        fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     said = ", ".join(f"{name} {max(moments):.2f} of {predicted[name]:.2f} predicted" for name, moments in ways.items())
     return Figure(fig, f"Peaks in {unit}: {said}.")

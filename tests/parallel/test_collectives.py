@@ -228,6 +228,30 @@ def test_hooks_drop_or_delay_the_calls_they_name_and_no_other(on_ranks) -> None:
     assert max(on_ranks(with_hooks, 2)) < 0.05
 
 
+def late_messages() -> list[float]:
+    """On each rank the times at which two messages were sent (rank 0) or had come (rank 1), which waits long before."""
+    group = whole_world()
+    c.barrier(group)
+    times = []
+    with delayed(0.1, operation="send"):
+        for value in (1.0, 2.0):
+            if group.rank:
+                assert c.irecv(torch.zeros(1), group, 0).wait().item() == value
+                times.append(time.perf_counter())
+            else:
+                time.sleep(0.05)
+                times.append(time.perf_counter())
+                pending = c.isend(torch.full((1,), value), group, 1)
+                assert time.perf_counter() - times[-1] < 0.1, "the sender goes on computing"
+                pending.wait()
+    return times
+
+
+def test_a_delayed_message_arrives_late_even_if_its_receiver_waits_already(on_ranks) -> None:
+    sent, came = on_ranks(late_messages, 2)
+    assert all(there - left >= 0.1 for left, there in zip(sent, came, strict=True))
+
+
 def events_of_calls() -> None:
     group = whole_world()
     with recording(group.rank) as recorder:

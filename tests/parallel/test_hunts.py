@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from re import search
 from statistics import median
 from typing import Any
@@ -18,21 +20,31 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
+from labkit.data import load_tokenizer
+from labkit.data.cleaning import Cleaner, Rules
 from labkit.events import EventRecorder, recording, span, watching
+from labkit.finetune import Settings, repeated_runs
+from labkit.finetune.finetuning import prepare, train_and_predict
+from labkit.graphs import make_graphed_callables
 from labkit.launch import RankError, Ranks
-from labkit.models import Footprint, GPTModel, SavedTensors, sleep_through
+from labkit.models import Footprint, GPTModel, SavedTensors, build_model_chunks, sleep_through
 from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
 from labkit.parallel import (
     DistributedDataParallel,
     initialize_model_parallel,
     model_parallel_seed,
+    single_process_groups,
     vocab_parallel_cross_entropy,
     zigzag_split,
 )
 from labkit.parallel.context.ring_attention import ring_attention
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.schedules import Costs, simulate
-from labkit.train import build_optimizer, compare, float64_layer, follows, pretrain
+from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain
+from labkit.train.lr_schedule import build_lr_schedule
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from task_folders import write_task
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
@@ -57,6 +69,10 @@ PARTIAL = presets.tiny_moe().override(
 )  # fmt: skip
 EXPERTS = {"parallel.ep": 2, "parallel.pp": 1}
 REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
+T5 = {"model.hidden": 32, "model.heads": 4, "model.layers": 1, "model.decoder_layers": 3, "train.eval_steps": 0}
+T5 |= {"global_batch_size": 4, "micro_batch_size": 2}
+BERT = {"model.init_std": 0.11, "optim.precision": "fp64", "train.steps": 20}
+BERT |= {"optim.lr": 1.0, "optim.warmup_steps": 4, "optim.lr_schedule": "constant"}
 MARK = 30
 """Minutes of the timeout of the first run of a comparison; later runs have one minute more each, by which ranks know
 their fault."""
@@ -73,7 +89,7 @@ ENDLESS = "gradients last"
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
     "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
-    "first tokens",
+    "first tokens", "padding read",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -156,6 +172,10 @@ def of_18(config: RunConfig, observer: Any) -> Any:
     return train_marked("18", config, None, observer)
 
 
+def of_24(config: RunConfig, observer: Any) -> Any:
+    return train_marked("24", config, None, observer)
+
+
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
@@ -172,6 +192,7 @@ def of_18(config: RunConfig, observer: Any) -> Any:
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
         ("18", PARTIAL, EXPERTS, 3, of_18),
+        ("24", presets.t5_tiny().override(T5), {"parallel.pp": 4, "parallel.split_rank": 1}, 1, of_24),
     ],
 )
 def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config, layout, steps, train) -> None:
@@ -205,8 +226,8 @@ def train_two_stages() -> list[float]:
 # ---- 01 ----
 
 
-def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], float]:
-    """Weights of this rank after one and after 40 steps, bytes given to each operation, seconds in collectives."""
+def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], dict[str, float]]:
+    """Weights of this rank after one and after 40 steps, bytes given to each operation, seconds in each."""
     group = initialize_model_parallel(presets.tiny().override({"parallel.pp": 1}).parallel).world
     inputs, targets = samples(group.rank)
     weight, first, recorder = torch.zeros(8), None, EventRecorder(group.rank)
@@ -220,7 +241,11 @@ def descended() -> tuple[torch.Tensor, torch.Tensor, dict[str, int], float]:
     for record in ledger.records:
         given[record.operation] += record.bytes
     assert first is not None
-    return first, weight, given, sum(event.duration for event in recorder.events if event.kind == "collective")
+    waited: dict[str, float] = {}
+    for event in recorder.events:
+        name = event.name.split()[0]
+        waited[name] = waited.get(name, 0.0) + event.duration
+    return first, weight, given, waited
 
 
 def samples(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,8 +274,9 @@ def test_01_each_fault_has_its_own_evidence(ranks) -> None:
         "padded sum": {"reduce_scatter": 40 * 32, "all_reduce": 40 * 32},
     }
     assert (last["sent too early"] - last[CLEAN]).norm() < 0.1 * last[CLEAN].norm(), "hardly to be seen at the end"
-    waited = [run[3] for run in found["straggler"]]
-    assert waited[0] > 40 * 0.015 and waited[0] > waited[1] + 0.3, "who comes late does not wait"
+    waited, other = (run[3]["reduce_scatter"] for run in found["straggler"])
+    assert waited > 40 * 0.015 and waited > other + 0.3, "who comes late does not wait"
+    assert waited > found["straggler"][0][3]["all_gather"] + 0.3, "and nobody waits in the other operation"
 
 
 # ---- 02 ----
@@ -652,6 +678,43 @@ def test_12_a_run_with_late_gradients_hangs_and_every_rank_waits_in_a_receive() 
         assert f"rank {rank}: waiting in recv pp" in str(report.value)
 
 
+# ---- 16 ----
+
+
+def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor], bool, bool, int]:
+    """What the chapter's `measure` gives: outputs, gradients, two masks alike, two evaluations alike, replays."""
+    torch.manual_seed(1)
+    batches = [torch.randn(4, 8) for _ in range(2)]
+
+    def made(dropout: float) -> tuple[torch.nn.Module, Any]:
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(dropout))
+        return layer, make_graphed_callables(layer, (torch.randn(4, 8),), impl="emulated") if graphs else layer
+
+    (plain, first), (dropping, second) = made(0.0), made(0.5)
+    with recording(0) as recorder:
+        outputs = [first(batch).detach().clone() for batch in batches]
+        for batch in batches:
+            (first(batch) ** 2).mean().backward()
+        masks = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
+        dropping.eval()
+        evaluations = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
+    replays = sum(event.kind == "graph_replay" for event in recorder.events)
+    return outputs, [p.grad.clone() for p in plain.parameters()], masks, evaluations, replays
+
+
+def test_16_each_fault_of_a_captured_layer_shows_in_its_own_entry() -> None:
+    faults = hunt_of("16").faults
+    found = {fault.name: Planted("16", i, measured)() for i, fault in enumerate(faults)} | {CLEAN: measured()}
+    eager = measured(graphs=False)
+    alike = lambda run, entry: all(map(torch.equal, run[entry], eager[entry]))  # noqa: E731
+    assert {name for name, run in found.items() if not alike(run, 0)} == {"input left"}
+    assert {name for name, run in found.items() if not alike(run, 1)} == {"input left", "gradients shared"}
+    assert {name for name, run in found.items() if run[2]} == {"same dice"}
+    assert {name for name, run in found.items() if not run[3]} == {"mode not asked"}
+    counts = {name: run[4] for name, run in found.items() if run[4] != 8}
+    assert counts == {"mode not asked": 10, "never replayed": 0}
+
+
 # ---- 17 ----
 
 
@@ -689,3 +752,88 @@ def test_18_a_graph_that_ends_early_shows_in_the_pool_alone(ranks) -> None:
     pools = {name: runs[0][1]["pool_peak_bytes"] for name, runs in found.items()}
     assert {name for name, peak in pools.items() if peak != pools[CLEAN]} == {"ends after the router"}
     assert pools["ends after the router"][1] < pools[CLEAN][0]
+
+
+# ---- 22 ----
+
+WORDS = [f"word{number}" for number in range(60)]
+PAGES = (" ".join(WORDS[:50]), " ".join(WORDS), "read more")
+"""A preview, the article that it is from, and a page that is short and like no other."""
+
+
+def audited(settings: Settings) -> dict[str, Any]:
+    """What the rehearsal of the chapter's hunt shows: a value for each part that a verdict can name."""
+    cleaner = Cleaner(Rules(min_tokens=len(load_tokenizer().encode(PAGES[1]).ids)), [])
+    kept = [number for number, text in enumerate(PAGES) if cleaner(text) is not None]
+    prepared = prepare(settings)
+    runs = [train_and_predict(prepared, prepared.row, seed) for seed in (1, 2, 3)]
+    about = {"task": "race", "checkpoint": "", "batch": 8, "lr": 1.0, "epochs": 1}
+    dev = (0.5, 0.7, 0.6)
+    results = [about | {"seed": seed, "scores": {"dev_accuracy": score}} for seed, score in enumerate(dev, 1)]
+    together = repeated_runs.added([run.logits for run in runs])["dev"]
+    return {
+        "cleaned": kept,
+        "sample": int(prepared.samples("train").make(0)["types_BCS"].sum()) > 0,
+        "steps": [len(run.losses) for run in runs],
+        "row": repeated_runs.summary("race", results)["median"]["dev_accuracy"],
+        "logits": float(abs(together - sum(run.logits["dev"] for run in runs)).max()) < 1e-5,
+    }
+
+
+def test_22_each_fault_shows_in_the_part_that_its_verdict_names(tmp_path, one_thread) -> None:
+    bert = {"layers": 1, "hidden": 32, "heads": 2, "seq_length": 80, "global_batch_size": 1, "steps": 1}
+    pretrain(presets.bert_tiny().override(bert | {"checkpoint.dir": str(tmp_path / "bert")}))
+    race = str(write_task("race", tmp_path / "race", train=16, dev=8))
+    settings = Settings(
+        task="race", path=race, checkpoint=str(tmp_path / "bert"), batch=8, epochs=1, seq_length=40, micro_batch_size=8
+    )
+    clean = audited(settings)
+    assert clean == {"cleaned": [1], "sample": True, "steps": [2, 2, 2], "row": 0.6, "logits": True}
+    other = {"cleaned": [], "sample": False, "steps": [3, 3, 3], "row": 0.7, "logits": False}
+    for number, fault in enumerate(hunt_of("22").faults):
+        found = Planted("22", number, audited)(settings)
+        shown = fault.answers["shown_by"]
+        assert found == clean | {shown: other[shown]}, fault.name
+    assert {fault.answers["shown_by"] for fault in hunt_of("22").faults} == set(other)
+    assert audited(settings) == clean
+
+
+# ---- 19 ----
+
+
+def check_up() -> tuple[list[float], list[float], float, torch.Tensor]:
+    """Size of the stream after each layer, rates of six steps, the weight of a wrong label, and who sees whom."""
+    config = presets.bert_tiny().override({"model.hidden": 32, "model.seq_length": 8, "model.layers": 3, **BERT})
+    (bert,) = build_model_chunks(config, single_process_groups())
+    stream: list[float] = []
+    for layer in bert.layers.values():
+        layer.register_forward_hook(lambda layer, given, made: stream.append(float(made.detach().std())))
+    tokens, chosen = torch.arange(5, 13)[None].repeat(9, 1), torch.zeros(9, 8)
+    padding = torch.ones(9, 8, dtype=torch.long)
+    padding[:, 6:], chosen[:, 2] = 0, 1
+    losses = []
+    for labels in (tokens, torch.where(chosen == 1, tokens, 7)):
+        output = bert(tokens, None, padding, labels)
+        loss, _ = bert_step.bert_loss(chosen, torch.zeros(9, dtype=torch.long), output)
+        losses.append(float(loss.detach()))
+    for place in range(8):
+        tokens[place + 1, place] = 40
+    logits = bert(tokens, None, padding)[0].detach()
+    seen = (logits - logits[:, :1]).abs().amax(-1)[:, 1:] > 1e-12
+    schedule = build_lr_schedule(config.optim, 20)
+    return stream[:3], [schedule(step) for step in range(6)], losses[1] - losses[0], seen
+
+
+def test_19_each_fault_has_its_own_line_of_the_check_up() -> None:
+    found = {name: Planted("19", i, check_up)() for i, name in enumerate(names("19")[1:])} | {CLEAN: check_up()}
+    stream, rates, moved, seen = found[CLEAN]
+    assert stream == sorted(stream) and stream[-1] < 0.5 and rates == [0, 0.25, 0.5, 0.75, 1, 1] and moved == 0
+    assert seen[:6, :6].all() and not seen[:6, 6:].any()
+    flat = {name for name, each in found.items() if min(each[0]) > 0.9}
+    early = {name for name, each in found.items() if each[1][0] > 0}
+    labels = {name for name, each in found.items() if each[2]}
+    assert (flat, early, labels) == ({"residual of the norm"}, {"no warm-up"}, {"labels everywhere"})
+    assert found["no warm-up"][1] == [1] * 6
+    sights = {name for name, each in found.items() if not torch.equal(each[3], seen)}
+    assert sights == {"padding seen", "looks back only"}
+    assert found["padding seen"][3][:6].all() and found["looks back only"][3].triu(1).sum() == 0

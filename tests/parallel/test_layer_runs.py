@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from labkit.config import presets
+from labkit.events import Event
 from labkit.launch import Ranks
 from labkit.parallel import mappings
-from labkit.train import errors_by_name, run_cut_mlp, run_sublayer
+from labkit.train import earliest_events, errors_by_name, run_cut_mlp, run_sublayer
 
 SMALL = presets.tiny().override({"model.hidden": 16, "model.heads": 4})
 X = torch.linspace(-1, 1, 6 * 16, dtype=torch.float64).reshape(6, 16)
@@ -63,3 +65,21 @@ def test_a_sublayer_without_f_has_wrong_gradients_only_before_it(ranks) -> None:
 def mlp_without_f(x, part, group):
     inner = F.gelu(F.linear(x, part.fc1.weight, part.fc1.bias), approximate="tanh")
     return mappings.reduce_from_tensor_model_parallel_region(F.linear(inner, part.fc2.weight), group) + part.fc2.bias
+
+
+def test_the_earliest_events_are_those_of_the_round_with_the_least_delay() -> None:
+    late = iter((3.0, 1.0, 2.0))
+
+    class Rounds:
+        """Ranks that do not exist: every call runs here, once in each round."""
+
+        def run(self, call):
+            return [call()]
+
+    def events() -> list[Event]:
+        """A message, and a product that ends 3, 1 and 2 seconds after its start in three rounds."""
+        return [Event(0, "f", "collective", 10.0, 20.0), Event(0, "dA", "weight_grad", 10.0, 10.0 + next(late))]
+
+    made: Any = Rounds()
+    (found,) = earliest_events(made, {"one": events}, rounds=3).values()
+    assert [event.end for event in found] == [20.0, 11.0]

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from labkit.comm import collectives
+from labkit.comm import all_reduce_in_motion, collectives
 from labkit.comm.motion import Moment
 from labkit.comm.motion_clock import movement
 from labkit.config import ParallelConfig
@@ -171,3 +171,18 @@ def test_a_live_notebook_gets_a_slider(ranks, monkeypatch):
     before = picture.value
     slider.value = slider.max
     assert slider.max == 5 and picture.value != before and "shown: step 5" in words.value
+
+
+def a_sum() -> tuple[torch.Tensor, Motion]:
+    group = initialize_model_parallel(ParallelConfig()).world
+    return all_reduce_in_motion(torch.full((3,), 2.0**group.rank), group)
+
+
+def test_an_all_reduce_in_motion_returns_the_sum_and_shows_a_term_from_every_rank_to_every_other(ranks):
+    totals, motions = zip(*ranks.run(a_sum))
+    assert all(total.tolist() == [15.0] * 3 for total in totals)
+    seen = movement(motions)
+    assert {(a.source, a.target) for a in seen.arrows} == {(a, b) for a in range(RANKS) for b in range(RANKS) if a != b}
+    first, last = (seen.held(2, moment).slots["x"] for moment in (0, 1))
+    assert (first.text, first.partial, list(first.colors)) == ("term 2", True, [2])
+    assert (last.text, last.partial, list(last.colors)) == ("sum", False, list(range(RANKS)))

@@ -84,8 +84,8 @@ def test_cut_matrices_have_the_shapes_of_a_rank_s_weights(part: str, first: tupl
 def test_backward_cuts_the_transposed_matrices_and_ends_at_f() -> None:
     figure = cut_matrices("mlp", 32, 64, 2, backward=True)
     written = {text.get_text(): text.get_position()[0] for text in figure.fig.axes[0].texts}
-    assert {"dY", "$B^T$", "$A^T$", "g", "f"} <= set(written) and written["g"] < written["$B^T$"] < written["f"]
-    assert written["$A^T$"] < written["f"], "the sum of dX is at the end"
+    assert {"dY", "Bᵀ", "Aᵀ", "g", "f"} <= set(written) and written["g"] < written["Bᵀ"] < written["f"]
+    assert written["Aᵀ"] < written["f"], "the sum of dX is at the end"
     assert "[64, 256]\nper rank: [64, 128]" in written, "the transpose of B [256, 64], cut by columns"
     with pytest.raises(ValueError, match=r"no part 'attention' of a layer; choose mlp$"):
         cut_matrices("attention", 32, 64, 2, backward=True)

@@ -70,6 +70,13 @@ def test_a_chapter_keeps_the_limits(chapter: Path) -> None:
     assert broken(measured(chapter)) == {}
 
 
+@each_chapter
+def test_sections_are_numbered_without_a_gap(chapter: Path) -> None:
+    text = "\n".join(source(cell) for cell in read_cells(chapter) if cell["cell_type"] == "markdown")
+    numbers = [int(number) for number in re.findall(r"^## (\d+) ", text, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and numbers, "a section lost its heading"
+
+
 def defined(file: Path) -> set[str]:
     """Every name that a file gives to a function, class, parameter, variable or attribute."""
     found = set()

@@ -4,6 +4,7 @@ import json
 import linecache
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from labkit.check import check_parameters
 from labkit.check.parameters import broken_rules, declared, is_rule
 from labkit.cli.run_command import check_parameters as of_command_line
 from labkit.cli.run_command import parameter_cell
+from labkit.launch import forkserver
 
 CHAPTERS = sorted((Path(__file__).parents[2] / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
@@ -100,6 +102,18 @@ def test_a_kernel_reads_the_cell_that_ran_last_and_a_script_its_own_file(tmp_pat
     monkeypatch.setitem(linecache.cache, "/x/ipykernel_7/1.py", (9, None, LINES.splitlines(keepends=True), "1.py"))
     with pytest.raises(ValueError, match=r"^tp = 3: must be 1 to 8, a divisor of world_size"):
         check_parameters({**known, "tp": 3})  # as under nbval, whose kernel keeps no history
+
+
+def test_a_notebook_starts_the_server_of_ranks_once_with_what_trains(monkeypatch):
+    asked = []
+    monkeypatch.setattr(forkserver, "_modules", [])
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: asked.append(list(forkserver._modules)))
+    namespace = {name: p.default for name, p in declared(LINES).items()} | {"In": [LINES], "get_ipython": None}
+    check_parameters(namespace)
+    monkeypatch.setattr(forkserver._server, "_forkserver_pid", 1)  # as if it ran
+    check_parameters(namespace)
+    assert len(asked) == 2 and asked[0] == asked[1] and "labkit.train.pretraining" in asked[0]
+    assert all(find_spec(module) for module in asked[0]), "a server skips what it can't import"
 
 
 # ---- the chapters' own ----

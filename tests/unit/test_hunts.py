@@ -14,11 +14,20 @@ from labkit.check.hunts.hunting import FAMILIES, hunt_of
 from labkit.comm import collectives, groups
 from labkit.comm.fault_injection import Dropped
 from labkit.data import batches
+from labkit.data.cleaning import Cleaner
 from labkit.events import watchers_of
+from labkit.finetune import finetuning, repeated_runs
+from labkit.finetune.task_samples import Packer
 from labkit.graphs import cuda_graph_helper, partial_moe
 from labkit.graphs.graphable_module import GraphableMegatronModule
+from labkit.graphs.graphed_callable import GraphedCallable
+from labkit.models.bert import bert_model
+from labkit.models.blocks import TransformerLayer
+from labkit.models.core_attention import CoreAttention
 from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
+from labkit.models.t5.t5_layers import CrossAttention
+from labkit.models.t5.t5_model import T5Model
 from labkit.moe.balance import AuxLossAutoScaler
 from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
@@ -32,14 +41,20 @@ from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
+from labkit.train import bert_step
+from labkit.train.lr_schedule import LearningRate
 
-CHAPTERS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "17", "18", "21")
+CHAPTERS = (
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "16", "17", "18", "19", "21", "22", "24",
+)  # fmt: skip
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
     recompute.RandomStates, recompute._Again, Recomputation, ring_attention, ring_attention._Ring, batches,
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
-    distributed_optimizer._Shard, partial_moe, GraphableMegatronModule, AuxLossAutoScaler,
+    distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
+    GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
+    CrossAttention, T5Model,
 )  # fmt: skip
 """Everything that a fault may change."""
 

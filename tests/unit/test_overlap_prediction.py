@@ -146,13 +146,20 @@ def test_buckets_that_meet_are_counted_and_another_number_of_ranks_is_refused():
     waits = [("arrives", "b"), ("arrives", "a"), ("starts", "a"), ("starts", "b")]
     figure = bucket_meetings({"when full": [full, other], "in order": [full, waits]})
     assert (
-        figure.sentence
-        == "when full: 2 of 2 all-reduces mix two buckets; in order: 0 of 2 all-reduces mix two buckets."
+        figure.sentence == "when full: 2 of 2 starts meet something else; in order: 0 of 2 starts meet something else."
     )
     red = [line for line in figure.fig.axes[0].lines if line.get_color() == "#D40000"]
     assert len(red) == 2 and len(figure.fig.axes[0].lines) == 4
     with pytest.raises(ValueError, match="x: 1 ranks; give the steps of two"):
         bucket_meetings({"x": [full]})
+    name = full[0][1]
+    fills = [
+        next(p.get_facecolor() for p in drawn.fig.axes[0].patches)
+        for drawn in (bucket_meetings({"x": [full[:2]] * 2}, names=order) for order in ([name], ["before", name]))
+    ]
+    assert fills[0] != fills[1]  # a bucket has the colour of its place among the names
+    with pytest.raises(ValueError, match=f"no colour for .*{name}"):
+        bucket_meetings({"x": [full, other]}, names=["before"])
 
 
 def test_a_picture_of_fixed_height_names_what_it_leaves_out_and_marks_where_it_is_cut():

@@ -8,7 +8,14 @@ import pytest
 from labkit.events import Event
 from labkit.schedules import Schedule, one_f_one_b, simulate
 from labkit.schedules.simulator import Costs
-from labkit.train.reporting.measured import follows, judge_prediction, pipeline_events, stage_costs, step_events
+from labkit.train.reporting.measured import (
+    follows,
+    judge_prediction,
+    pipeline_events,
+    ratios_by_kind,
+    stage_costs,
+    step_events,
+)
 
 SCHEDULE = one_f_one_b(2, 4)
 TIMELINE = simulate(SCHEDULE, Costs(forward=[1.0, 2.0], backward=[2.0, 5.0]))
@@ -37,6 +44,14 @@ def test_the_last_step_comes_back_as_simulated():
     costs = stage_costs(measured, 2)
     assert (costs.forward, costs.backward) == (pytest.approx([1.0, 2.0]), pytest.approx([2.0, 5.0]))
     assert simulate(SCHEDULE, costs).makespan == pytest.approx(TIMELINE.makespan)
+
+
+def test_ratios_are_medians_by_stage_and_kind_so_a_slow_kind_stands_out_and_one_disturbed_box_does_not():
+    events = pipeline_events([run_events(0), run_events(1)])
+    slow = [e.duration * (3 if e.name == "0B1" else 4 if (e.rank, e.kind) == (1, "forward") else 1) for e in events]
+    found = ratios_by_kind([replace(e, end=e.start + each) for e, each in zip(events, slow)], TIMELINE.events)
+    expected = {"stage 0 forward": 1, "stage 0 backward": 1, "stage 1 forward": 4, "stage 1 backward": 1}
+    assert list(found) == list(expected) and found == pytest.approx(expected)
 
 
 def test_a_step_holds_what_ran_inside_it_and_no_timers():

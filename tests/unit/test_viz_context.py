@@ -1,9 +1,10 @@
 """Figures of context parallelism: sentences computed by hand, bars where the plan puts them, refusals."""
 
+import numpy as np
 import pytest
 
 from labkit.events import Event
-from labkit.viz import context_mask, measured_ring, ring_timeline
+from labkit.viz import context_mask, measured_ring, ring_box, ring_timeline
 
 
 def test_the_mask_says_who_computes_how_much():
@@ -58,3 +59,16 @@ def test_measured_blocks_begin_at_zero():
     assert [(bar.get_x(), bar.get_width()) for bar in first.patches] == [(0.0, 1.0)]
     assert second.patches[1].get_x() == pytest.approx(0.1)
     assert list(first.lines[0].get_xdata()) == [1.5, 1.5], "the predicted end"
+
+
+def test_a_box_of_the_ring_names_the_owner_and_who_has_added():
+    """dv of rank r's shares is in column r; the owner is found by the sum that fits."""
+    numbers = np.random.default_rng(0)
+    kvs = numbers.normal(size=(3, 2, 4, 5))
+    shares = numbers.normal(size=(3, 3, 2, 4, 5))
+    for rank in range(3):
+        shares[rank, :, 1] *= np.arange(5) == rank
+    assert ring_box(kvs[2], kvs, shares)[1][:2] == ("kv 2", [2])
+    slot, held = ring_box(shares[0, 1] + shares[2, 1], kvs, shares)
+    assert (slot, held.text, held.colors) == ("dkv", "dkv 1", [0, 2])
+    assert ring_box(0 * kvs[0], kvs, shares)[1][:2] == ("0", ())

@@ -3,9 +3,10 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from matplotlib.patches import Rectangle
 
-from labkit.viz import distance_buckets, masked_words, norm_layouts, split_stages
+from labkit.viz import distance_buckets, masked_words, norm_layouts, split_stages, step_sizes
 
 
 def words_of(axes) -> list[str]:
@@ -56,3 +57,16 @@ def test_a_key_that_is_never_seen_has_no_number():
     assert figure.sentence == "Buckets of 2 x 2 pairs of positions. both: 3 buckets in use; back: 2 buckets in use."
     wide = distance_buckets({"a": np.zeros((40, 40), dtype=int)})
     assert words_of(wide.fig.axes[0]) == []
+
+
+def test_bars_of_both_factors_stand_before_the_aim():
+    figure = step_sizes({3: 0.2, 6: 0.5}, {3: 0.46, 6: 0.89}, (0.15, 0.3))
+    (axes,) = figure.fig.axes
+    band, *bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert (band.get_y(), band.get_height()) == (15, 15)
+    assert [round(bar.get_height()) for bar in bars] == [46, 89, 20, 50]
+    assert figure.sentence == (
+        "One step moves the output by 15% to 30% at 1 of 2 depths; with the factor 1 by 46% to 89%."
+    )
+    with pytest.raises(ValueError, match=r"depths \[3\] and \[6\] differ"):
+        step_sizes({3: 0.2}, {6: 0.4}, (0.15, 0.3))

@@ -24,6 +24,7 @@ from labkit.config import presets
 from labkit.events import Event
 from labkit.graphs import plan_buffers, play_back
 from labkit.graphs.study.call_trace import Call
+from labkit.graphs.study.free_ranges import Held as HeldBytes
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
 from labkit.models import stage_contents
@@ -241,6 +242,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.added_rows([[0, -1], [-1, 4]], [0, 4], 4),
         lambda: viz.added_rows([[0, 0, -1, 1000]] * 3, [0, 5, 1111, 4], 1000),
     ),
+    "band_curves": (
+        lambda: viz.band_curves({"a": (1, 1)}, threshold=0.3),
+        lambda: viz.band_curves(
+            {"the least work": (25, 5), "yours": (125, 1)}, threshold=0.9, measured=[(n / 10, 0.5) for n in range(11)]
+        ),
+    ),
     "before_and_after": (
         lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
         lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
@@ -251,7 +258,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.bandwidth_by_size(
             {f"{8**i} GPUs, InfiniBand": ([2**k for k in range(10, 36)], [1e6 * k for k in range(10, 36)])
              for i in range(4)},
-            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}),
+            {"8 GPUs, InfiniBand": ([1e6, 1e9], [1e7, 3e7])}, links={"one adapter, InfiniBand": 1.2e7}),
     ),
     "bucket_map": (lambda: bucket_map(2, 1, 64), lambda: bucket_map(8, 60, 1024)),
     "bucket_meetings": (lambda: meetings(2, 1), lambda: meetings(4, 3)),
@@ -334,6 +341,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
                                  x="optimizer step", y="validation perplexity", log=True),
     ),
+    "named_curves of many": (
+        lambda: viz.named_curves({f"{n} layers, post": [(1, n)] for n in range(4)}, x="optimizer step", y="loss"),
+        lambda: viz.named_curves({f"{n} layers, post": [(1, 9), (9, 9)] for n in range(4)}, x="optimizer step", y="%"),
+    ),
     "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
     "placed_ranks": (
         lambda: viz.placed_ranks({"one": placed()[:4]}, [2, 2], ring=(0, 0)),
@@ -369,6 +380,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "pool_collisions": (
         lambda: viz.pool_collisions(pool(2, 2), {"again": pool(2, 2)}),
         lambda: viz.pool_collisions(pool(4, 64), {f"rule {i} broken": pool(4, 64) for i in (1, 2, 3)}),
+    ),
+    "pool_choices": (
+        lambda: viz.pool_choices({"yours": [HeldBytes(0, 1, 0, 1)]}),
+        lambda: viz.pool_choices(
+            {name: [HeldBytes(8192 * i, 8192, i, 14) for i in range(14)] for name in ("yours", "as small as it can be")}
+        ),
     ),
     "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
     "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),
@@ -459,6 +476,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.masked_words(["word", "##s"] * 40, ["word", "[MASK]"] * 40, [[n] for n in range(80)], "[MASK]"),
     ),
     "norm_layouts": (lambda: viz.norm_layouts(1), lambda: viz.norm_layouts(24)),
+    "step_sizes": (
+        lambda: viz.step_sizes({3: 0.2}, {3: 0.4}, (0.15, 0.3)),
+        lambda: viz.step_sizes(dict.fromkeys((3, 6, 12, 24, 48), 1.9), dict.fromkeys((3, 6, 12, 24, 48), 1.9), (0, 1)),
+    ),
     "split_stages": (
         lambda: viz.split_stages([1], [1], {"words": [0, 1], "positions": [0, 1]}),
         lambda: viz.split_stages([1] * 4, [1] * 4, {"words": [0, 4, 7], "positions": [0, 4]}),

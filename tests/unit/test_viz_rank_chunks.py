@@ -55,6 +55,8 @@ def test_terms_are_outlined_one_after_another_and_the_measured_time_is_filled():
 
 
 def test_half_of_the_largest_bandwidth_is_told():
-    figure = bandwidth_by_size({"a": ([1e3, 2e6, 3e9], [1e9, 5e9, 10e9])}, {"a": ([1e3], [2e9])})
+    figure = bandwidth_by_size({"a": ([1e3, 2e6, 3e9], [1e9, 5e9, 10e9])}, {"a": ([1e3], [2e9])}, links={"b": 4e9})
     assert figure.sentence == "Bus bandwidth by size: a half at 2 MB."
-    assert [float(line.get_ydata()[-1]) for line in figure.fig.axes[0].lines] == [10, 5, 2]
+    assert [float(line.get_ydata()[-1]) for line in figure.fig.axes[0].lines] == [10, 5, 2, 4]
+    told = [text.get_text() for text in figure.fig.legends[0].get_texts()]
+    assert told == ["a", "a, measured", "b", "half of its largest"]

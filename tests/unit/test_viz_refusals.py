@@ -49,6 +49,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: viz.gantt_overlay(TIMELINE, simulate(one_f_one_b(4, 2)).events),
         "4 ranks were measured, 2 predicted",
     ),
+    (lambda: viz.pool_choices({"yours": []}), "at least one block"),
     (lambda: viz.graph_memory({"forward": OperationLog()}, {}), "at least one operation"),
     (
         lambda: viz.layer_placement(one_f_one_b(4, 4), stage_contents(presets.tiny(), 8)),

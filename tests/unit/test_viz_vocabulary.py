@@ -1,6 +1,7 @@
 """Figures of a cut vocabulary: rectangles, bars and sentences are those of the numbers given."""
 
 import numpy as np
+import pytest
 import torch
 from matplotlib.patches import Rectangle
 
@@ -51,3 +52,11 @@ def test_memory_is_drawn_on_one_axis_with_the_predicted_peak_as_an_outline():
     assert first.get_ylim() == second.get_ylim() and first.get_yscale() == "linear"
     assert [axes.patches[0].get_height() for axes in (first, second)] == [3, 0.5] and not first.patches[0].get_fill()
     assert figure.sentence == "Peaks in GB: gathered 3.10 of 3.00 predicted, parallel 0.50 of 0.50 predicted."
+
+
+def test_the_end_of_forward_is_marked_and_what_is_small_is_enlarged():
+    ways = {"gathered": [1, 3, 1], "chunk by chunk": [0.1, 0.2]}
+    figure = memory_of_losses(ways, {"gathered": 3, "chunk by chunk": 0.2}, "GB", {"gathered": 2})
+    first, second = figure.fig.axes
+    assert [list(line.get_xdata()) for line in first.lines] == [[2, 2]] and not second.lines
+    assert not first.child_axes and [axes.get_ylim() for axes in second.child_axes] == [(0, pytest.approx(0.22))]

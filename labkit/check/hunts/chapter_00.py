@@ -31,10 +31,6 @@ def _slow_forward() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_WHAT = {
-    "lost": "The microscope names a first tensor that differs: which sum would have made it right?",
-    "": "Loss, gradients and weights agree with one process, so every message arrived. Look at the timeline.",
-}
 _MICROSCOPE = {"none": "The microscope names one. Read row.first_difference.", "": "Take the name as it is printed."}
 
 HUNT = Hunt(

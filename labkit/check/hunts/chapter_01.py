@@ -87,24 +87,25 @@ HUNT = Hunt(
     chapter="01",
     scene=(
         "Run descend with it. The loss of one process is next to it, and three instruments: the bytes that each "
-        "operation was given, how long each rank waited in collectives, and the first step over that of one process."
+        "operation was given, how long each rank waited in each, and the first step over that of one process."
     ),
     questions={
         "family": "What kind of fault is it?",
         "place": "Which operation is at fault?",
         "rank": "Which rank is at fault? A number, or all",
     },
+    choices={"place": ("reduce-scatter", "all-gather")},
     faults=(
         Fault(
             "no sum",
             _no_sum,
-            {"family": "missing communication", "place": "reduce.?scatter|sum of (the )?gradients", "rank": "all"},
+            {"family": "missing communication", "place": "reduce-scatter", "rank": "all"},
             {
                 "family": {
                     "wrong scale": "A wrong scale has the same ratio in all chunks. Read the ledger, too.",
                     "": "Compare the ledger with that of a healthy run, line by line.",
                 },
-                "place": {"gather": "The ledger has it, with the right bytes.", "": "Which line is not in the ledger?"},
+                "place": {"": "The ledger has it, with the right bytes. Which line is not in the ledger?"},
                 "rank": _ALL,
             },
             "No gradients were added: each rank took its chunk of its own gradient. The loss went down all the same, "
@@ -114,16 +115,13 @@ HUNT = Hunt(
         Fault(
             "mean",
             _mean,
-            {"family": "wrong scale", "place": "reduce.?scatter|sum of (the )?gradients", "rank": "all"},
+            {"family": "wrong scale", "place": "reduce-scatter", "rank": "all"},
             {
                 "family": {
                     "missing": "All operations are in the ledger, with the bytes that they should have.",
                     "": "How are all the ratios of the first step related to the number of ranks?",
                 },
-                "place": {
-                    "gather": "It moves numbers and does not change them.",
-                    "": "The ratio is the same in every chunk. Which operation could have divided twice?",
-                },
+                "place": {"": "It moves numbers and does not change them. Which operation could have divided twice?"},
                 "rank": _ALL,
             },
             "The reduce-scatter took the mean, and descend had divided by the number of ranks before. So every "
@@ -132,13 +130,10 @@ HUNT = Hunt(
         Fault(
             "padded sum",
             _padded_sum,
-            {"family": "extra communication", "place": "all.?gather|gather of (the )?weights", "rank": "all"},
+            {"family": "extra communication", "place": "all-gather", "rank": "all"},
             {
                 "family": {"wrong": _WEIGHTS_AGREE, "": "What does the ledger have that a healthy one has not?"},
-                "place": {
-                    "reduce.?scatter": "The ledger has it, with the right bytes.",
-                    "": "An all-reduce appeared. Which line has it replaced?",
-                },
+                "place": {"": "The ledger has the reduce-scatter, with the right bytes. Which line is not there?"},
                 "rank": _ALL,
             },
             "The all-gather was an all-reduce of tensors that are zero outside of the rank's own chunk. The sum is the "
@@ -148,7 +143,7 @@ HUNT = Hunt(
         Fault(
             "sent too early",
             _sent_too_early,
-            {"family": "wrong order", "place": "reduce.?scatter|sum of (the )?gradients", "rank": "1"},
+            {"family": "wrong order", "place": "reduce-scatter", "rank": "1"},
             {
                 "family": {
                     "missing": "All operations are in the ledger, with the bytes that they should have.",
@@ -156,7 +151,7 @@ HUNT = Hunt(
                     "wrong scale": "A wrong scale has the same ratio everywhere. Compare the chunks.",
                     "": "The first step is wrong and the last weights are nearly right. What settles with time?",
                 },
-                "place": {"gather": "Weights agree on all ranks.", "": "What enters the first step?"},
+                "place": {"": "It brought the same weights to all ranks. What enters the first step?"},
                 "rank": {
                     "all": "The step without one rank's samples explains the ratios. Try each rank.",
                     "": "Leave out one rank's samples in one process, until the first step is the same.",
@@ -169,14 +164,10 @@ HUNT = Hunt(
         Fault(
             "straggler",
             _straggler,
-            {"family": "slow work", "place": "reduce.?scatter|before the (reduce|collective)", "rank": "1"},
+            {"family": "slow work", "place": "reduce-scatter", "rank": "1"},
             {
                 "family": {"wrong": _WEIGHTS_AGREE, "": "Bytes and weights are right. What is left is the time."},
-                "place": {
-                    "gather": "After the reduce-scatter all ranks are together again. Before which operation were they "
-                    "not?",
-                    "": "In which operation do the ranks wait?",
-                },
+                "place": {"": "Compare the two operations with the healthy run. In which one do the ranks wait?"},
                 "rank": {
                     "all": "If all were late, none would have to wait for the others.",
                     "": "Whoever waits long is on time. Who does not wait?",

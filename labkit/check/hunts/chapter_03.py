@@ -84,6 +84,17 @@ HUNT = Hunt(
         "place": "Which operator or parameter is at fault, or which part of the layer?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
+    choices={
+        "family": (
+            "missing communication",
+            "extra communication",
+            "wrong data",
+            "wrong scale",
+            "wrong order",
+            "random numbers",
+            "slow work",
+        ),
+    },
     faults=(
         Fault(
             "g both ways",

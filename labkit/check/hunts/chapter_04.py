@@ -120,7 +120,8 @@ HUNT = Hunt(
             {
                 "family": {
                     "missing": "The ledger is complete, and all ranks have the same loss. It is too large.",
-                    "": "All ranks agree about a loss that is too large. What is in their sum that shouldn't be?",
+                    "": "On small logits all ranks agree about a loss that is too large. What is in their sum that "
+                    "shouldn't be?",
                 },
                 "place": {
                     "copy|copies|embd|tied": "The copies stay equal, to the bit.",

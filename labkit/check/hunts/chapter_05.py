@@ -69,6 +69,18 @@ HUNT = Hunt(
         "place": "Which operation, tensor or state is at fault?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
+    choices={
+        "family": (
+            "missing communication",
+            "extra communication",
+            "wrong data",
+            "wrong scale",
+            "random numbers",
+            "reused memory",
+            "kept memory",
+            "slow work",
+        ),
+    },
     faults=(
         Fault(
             "sum left out",

@@ -12,13 +12,13 @@ def parts(fc1, fc2, rank, t):
 
 
 @solves("03.f_and_g")
-def mlp_by_hand(x, dy, A, B, bias, all_reduce):
+def mlp_by_hand(x, dy, fc1, fc2, bias, all_reduce):
     """g after the second matrix, f before the first; weights keep their own gradients."""
-    ranks = range(len(A))
-    inner = [np.maximum(x @ A[r].T, 0) for r in ranks]
-    y = [total + bias for total in all_reduce([inner[r] @ B[r].T for r in ranks])]
-    d_inner = [(dy @ B[r]) * (inner[r] > 0) for r in ranks]
-    dx = all_reduce([d_inner[r] @ A[r] for r in ranks])
+    ranks = range(len(fc1))
+    inner = [np.maximum(x @ fc1[r].T, 0) for r in ranks]
+    y = [total + bias for total in all_reduce([inner[r] @ fc2[r].T for r in ranks])]
+    d_inner = [(dy @ fc2[r]) * (inner[r] > 0) for r in ranks]
+    dx = all_reduce([d_inner[r] @ fc1[r] for r in ranks])
     dA, dB = [d_inner[r].T @ x for r in ranks], [dy.T @ inner[r] for r in ranks]
     return y, dx, dA, dB, [dy.sum(0) for r in ranks]
 

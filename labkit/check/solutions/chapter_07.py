@@ -47,12 +47,14 @@ def block_shares(q, kv, seen, lse, do, delta):
 
 @solves("07.backward")
 def ring_backward(q, kv, cut, cp, lse, do, delta):
-    """The sum of a key's gradients travels with the key, and one hop more brings it home."""
+    """The sum of a key's gradients begins on the rank after its owner, travels with the key, and the owner adds its own
+    share at home: cp - 1 hops of kv and cp - 1 of dkv. A sum that begins at home needs a hop more."""
     mine = cut[cp.rank]
-    dq, dkv = block_shares(q, kv, mine[:, None] >= mine, lse, do, delta)
+    dq, own = block_shares(q, kv, mine[:, None] >= mine, lse, do, delta)
+    dkv = np.zeros_like(own)
     for step in range(1, cp.size):
-        kv, dkv = cp.pass_on(kv, dkv)
+        kv, dkv = cp.pass_on(kv, dkv) if step > 1 else (cp.pass_on(kv), dkv)
         seen = mine[:, None] >= cut[(cp.rank - step) % cp.size]
         more, share = block_shares(q, kv, seen, lse, do, delta)
         dq, dkv = dq + more, dkv + share
-    return dq, cp.pass_on(dkv)
+    return dq, own + (cp.pass_on(dkv) if cp.size > 1 else dkv)

@@ -1,4 +1,4 @@
-"""Sublayers on the ranks of one tensor-parallel group, to be compared with one process by name.
+"""Sublayers on the ranks of one tensor-parallel group: numbers to be compared by name, and timelines.
 
 The microscope compares whole runs of training; this compares one forward and backward of functions written by hand.
 """
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from labkit.comm.groups import Group, ParallelGroups, initialize_model_parallel
 from labkit.comm.ledger import CommLedger, CommRecord
 from labkit.config import RunConfig
+from labkit.events import Event
+from labkit.launch import Ranks
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.parallel import mappings
@@ -114,3 +116,21 @@ def _error(held: Sequence[Tensor], whole: Tensor) -> float:
     cut = [dim for dim, size in enumerate(whole.shape) if held[0].shape[dim] != size]
     found = [join_shards(held, cut[0])] if cut else held
     return max(tensor_difference(tensor, whole) for tensor in found)
+
+
+def earliest_events(
+    ranks: Ranks, calls: Mapping[str, Callable[[], list[Event]]], rounds: int = 7
+) -> dict[str, list[Event]]:
+    """Return rank 0's events of each call in that of several rounds in which they ended earliest.
+
+    A machine runs other programs, too, and what they delay ends later. The ends of all events count, from the first
+    start on: the last one alone would not tell where a message is the longest.
+
+    calls: name -> what every rank runs; it returns the events of its rank. All calls run in each round.
+    """
+    seen = [{name: ranks.run(call)[0] for name, call in calls.items()} for _ in range(rounds)]
+    return {name: min((each[name] for each in seen), key=_ends) for name in calls}
+
+
+def _ends(events: Sequence[Event]) -> float:
+    return sum(event.end for event in events) - len(events) * min(event.start for event in events)

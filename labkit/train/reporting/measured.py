@@ -84,6 +84,20 @@ def follows(events: Iterable[Event], schedule: Schedule) -> bool:
     )
 
 
+def ratios_by_kind(measured: Iterable[Event], predicted: Iterable[Event]) -> dict[str, float]:
+    """Return measured over predicted duration by stage and kind, such as `stage 1 forward`: the median of the boxes.
+
+    A median ignores single disturbed boxes, so one kind on one stage that is far off has a cause of its own.
+
+    measured: actions of one step, as `pipeline_events` returns them. predicted: those of the simulated step.
+    """
+    expected = {event.name: event.duration for event in predicted}
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for event in sorted(measured, key=lambda event: (event.rank, event.kind != "forward")):
+        ratios[f"stage {Action.parse(event.name).stage} {event.kind}"].append(event.duration / expected[event.name])
+    return {name: median(each) for name, each in ratios.items()}
+
+
 TOLERANCE = 0.2
 """Largest relative difference of a measured step from a predicted one; on a quiet machine a median step is closer."""
 

@@ -22,20 +22,24 @@ _NAMES, _LETTER = 1.45, 0.068
 """Inches of the rows' names, and of a letter in a box."""
 
 
-def bucket_meetings(runs: Mapping[str, Sequence[Step]]) -> Figure:
+def bucket_meetings(runs: Mapping[str, Sequence[Step]], *, names: Sequence[str] | None = None) -> Figure:
     """Draw for each run which gradients arrive on two ranks, which bucket each starts, and which of them meet.
 
     runs: name -> the steps of rank 0 and rank 1; a gradient and a start have the colour of their bucket. A start is
     below (above) the gradient after which it happens. A red line joins two starts of different buckets, whose gradients
-    are then added up.
+    are then added up. names: the buckets in the order of their colours (default: by alphabet), so that a bucket keeps
+    its colour from one picture to the next.
 
-    The sentence says how many all-reduces mix two buckets. Raises ValueError if a run does not have two ranks.
+    The sentence says how many starts meet another bucket or collective. Raises ValueError if a run does not
+    have two ranks, or if a bucket is not among names.
     """
     for name, ranks in runs.items():
         if len(ranks) != 2:
             raise ValueError(f"{name}: {len(ranks)} ranks; give the steps of two")
     every = sorted({bucket for ranks in runs.values() for step in ranks for _, bucket in step})
-    fills = {bucket: SEQUENCE[number % len(SEQUENCE)] for number, bucket in enumerate(every)}
+    if names is not None and (unknown := set(every) - set(names)):
+        raise ValueError(f"no colour for {', '.join(sorted(unknown))}; names has {', '.join(names)}")
+    fills = {bucket: SEQUENCE[number % len(SEQUENCE)] for number, bucket in enumerate(names or every)}
     every_step = [step for ranks in runs.values() for step in ranks]
     width = max(max(len([what for what, _ in step if what == "arrives"]), *(x + _WIDE for _, x in _starts(step)))
                 for step in every_step)  # fmt: skip
@@ -87,4 +91,4 @@ def _draw_pair(axes: Any, ranks: Sequence[Step], fills: Mapping[str, str], top: 
 def _words(ranks: Sequence[Step]) -> str:
     pairs = [(mine, theirs) for (mine, _), (theirs, _) in zip(*map(_starts, ranks))]
     mixed = sum(mine != theirs for mine, theirs in pairs)
-    return f"{mixed} of {len(pairs)} all-reduces {'mixes' if mixed == 1 else 'mix'} two buckets"
+    return f"{mixed} of {len(pairs)} starts {'meets' if mixed == 1 else 'meet'} something else"

@@ -15,7 +15,7 @@ _GAP = 0.5
 def placed_ranks(
     placements: Mapping[str, Sequence[Mapping[str, int]]], nodes: Sequence[int], *, ring: tuple[int, int] | None = None
 ) -> Figure:
-    """Draw each placement as a row of cells, a cell for each GPU, in one block per node.
+    """Draw each placement as a row of cells, a cell for each GPU with its number, in one block per node.
 
     placements: title -> the digits tp, dp and pp of each GPU, node after node. nodes: GPUs of each node. Ranks of one
         tp group have one colour, so a group that is cut has its colour in two blocks.
@@ -32,13 +32,14 @@ def placed_ranks(
             top = pitch * row
             axes.text(0, top - title_at, title, ha="left", va="bottom", fontsize=9)
             homes: dict[tuple[int, int], set[int]] = {}
-            for x, node, digits in zip(left, node_of, placement, strict=True):
+            for gpu, (x, node, digits) in enumerate(zip(left, node_of, placement, strict=True)):
                 group = digits["pp"], digits["dp"]
                 homes.setdefault(group, set()).add(node)
                 fill, _ = nth_style(group[1] + 2 * group[0])
                 box(axes, (x, top), 1, 1, fill)
                 text = f"t{digits['tp']}\nd{digits['dp']}p{digits['pp']}"
-                axes.text(x + 0.5, top + 0.5, text, ha="center", va="center", fontsize=7, color=text_color(fill))
+                axes.text(x + 0.5, top + 0.62, text, ha="center", va="center", fontsize=7, color=text_color(fill))
+                axes.text(x + 0.5, top + 0.2, f"{gpu}", ha="center", va="center", fontsize=8, color=text_color(fill))
             cut = sum(len(each) > 1 for each in homes.values())
             said.append(f"{title}, {cut} of {len(homes)} tp groups on more than one node")
             if ring is not None:

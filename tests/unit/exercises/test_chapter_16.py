@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from labkit.check import score
-from labkit.check.chapter_16 import _foreign
+from labkit.check.chapter_16 import _REQUESTS, _held_after, _size, draw_pool
+from labkit.graphs.study.free_ranges import best_fit
 from labkit.graphs.study.launches import predict_launches
 
 LAUNCHES = {
@@ -85,24 +86,29 @@ CLIPS = {
 }
 
 
-def moved(captures, replays):
-    order = list(captures)
-    return [i for i, name in enumerate(replays) if name != order[i % len(order)]]
+def fitting(free, nbytes):
+    return [(start, length) for start, length in free if length >= nbytes]
 
 
-STALE = {
-    # Takes every other order for a wrong one: two graphs that share no address may change places.
-    "moved": (moved, "another order can be harmless"),
-    # Asks only whether anybody has written there, and not who wrote last.
-    "nobody wrote": (
-        lambda captures, replays: sorted({i for i, _, writer in _foreign(captures, replays) if writer is None}),
-        "the same graph as at capture",
+POOLS = {
+    # Believes that a pool only grows: what is given back is lost.
+    "behind": (lambda free, nbytes: free[-1][0], "what was given back can be taken"),
+    # Believes that any hole is as good as another.
+    "first": (lambda free, nbytes: fitting(free, nbytes)[0][0], "takes the first hole"),
+    "largest": (
+        lambda free, nbytes: max(fitting(free, nbytes)[:-1] or free[-1:], key=lambda hole: hole[1])[0],
+        "takes the largest hole",
     ),
-    # Believes that each graph has a pool of its own, so that no replay disturbs another.
-    "nothing": (lambda captures, replays: [], "may write one address"),
+    # Believes that a hole must have the very size.
+    "exact": (
+        lambda free, nbytes: next((start for start, length in free if length == nbytes), free[-1][0]),
+        "the rest of a larger one stays free",
+    ),
+    # Forgets to ask if the hole is large enough.
+    "too small": (lambda free, nbytes: free[0][0], "are not all free"),
 }
 
-TABLES = {"16.launches": LAUNCHES, "16.clipped": CLIPS, "16.stale": STALE}
+TABLES = {"16.launches": LAUNCHES, "16.clipped": CLIPS, "16.pool": POOLS}
 RIGHT = {"16.clipped": right_clip}
 
 
@@ -133,9 +139,20 @@ def test_a_clip_has_one_denominator_and_says_what_was_refused() -> None:
         assert len({text.split("got ")[1] for text in told}) == len(told)
 
 
-def test_a_stale_read_is_named_with_its_place_and_writer() -> None:
-    found = score("16.stale", lambda captures, replays: [])
-    assert "(position 1: B0 reads address 0, wants F0, finds None)" in repr(found)
-    assert "captures F0 (writes 0), F1 (writes 1), B0 (reads 0, writes 2), F2 (writes 0)" in repr(found)
-    harmless = score("16.stale", lambda captures, replays: list(range(len(replays))))
-    assert "(every read finds its own writer here)" in repr(harmless)
+def test_a_pool_is_drawn_where_the_answer_first_wastes_memory() -> None:
+    figure = draw_pool(POOLS["first"][0])
+    assert figure.sentence == "holes of 4 and 2, take 2 and 4: yours 12 bytes, as small as it can be 8 bytes."
+
+
+def test_no_choice_makes_a_smaller_pool_than_best_fit() -> None:
+    """A pool is at least as large as the most bytes that are held at once, and best fit needs no more."""
+    for requests in _REQUESTS.values():
+        held, most, taken = set(), 0, []
+        for request in requests:
+            if request > 0:
+                taken.append(request)
+                held.add(len(taken))
+            else:
+                held.remove(-request)
+            most = max(most, sum(taken[number - 1] for number in held))
+        assert _size(_held_after(best_fit, requests)) == most

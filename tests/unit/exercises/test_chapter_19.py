@@ -1,37 +1,8 @@
 """Wrong answers to the exercises of chapter 19, with what each believes and words of its score."""
 
+import numpy as np
 
-# ---- 19.words ----
-
-
-def special(token):
-    return token in ("[CLS]", "[SEP]")
-
-
-def joined(tokens, skips=special):
-    found = []
-    for place, token in enumerate(tokens):
-        if skips(token):
-            continue
-        if token.startswith("##") and found:
-            found[-1].append(place)
-        else:
-            found.append([place])
-    return found
-
-
-WORDS = {
-    # Takes each piece as a word, as the first BERT did; a masked piece is then guessed from its neighbour.
-    "pieces": (lambda t: [[p] for p, x in enumerate(t) if not special(x)], "each piece is taken as a word"),
-    # Forgets that [CLS] and [SEP] are in the sample, too, and takes them for words.
-    "special": (lambda t: joined(t, lambda token: False), "count as words"),
-    # Drops the special tokens first, so that all positions after them are too small.
-    "shifted": (lambda t: joined([x for x in t if not special(x)]), "counted without [CLS]"),
-    "first piece": (lambda t: [w[:1] for w in joined(t)], "cut to its first piece"),
-    "numbers": (lambda t: [w[0] for w in joined(t)], "a word has one number here"),
-    "lost": (lambda t: [w for w in joined(t) if not t[w[0]].startswith("##")], "is lost"),
-    "texts": (lambda t: [[t[p] for p in w] for w in joined(t)], "the pieces themselves"),
-}
+from labkit.check.chapter_19 import step_moves
 
 # ---- 19.norms ----
 
@@ -97,54 +68,72 @@ NORMS = {
     "no residual": (stack(loop(lambda x, f, n: f(n(x)), last=True), right_post), "no residual stream"),
 }
 
-# ---- 19.copies ----
+# ---- 19.backward ----
 
 
-def groups(tp, dp, stages):
-    return [[(s * dp + d) * tp + t for s in stages] for d in range(dp) for t in range(tp)]
+def backward(kept, *, times=lambda std: 1 / std):
+    """An answer from (dy, y, x) -> what is left of dy, with the factor of the standard deviation."""
 
-
-def copies(words, positions=lambda pp, split: [0, split], *, once=True):
-    """An answer from (pp, split) -> stages of each table."""
-
-    def answer(tp, pp, dp, split):
-        found = [words(pp, split), positions(pp, split)]
-        return [groups(tp, dp, sorted(set(stages)) if once else stages) for stages in found]
+    def answer(x, dy):
+        std = x.std(-1, keepdims=True)
+        return kept(dy, (x - x.mean(-1, keepdims=True)) / std, x) * times(std)
 
     return answer
 
 
-def ends(pp, split):
-    return [0, split, pp - 1]
+def mean(values):
+    return values.mean(-1, keepdims=True)
 
 
-def of_gpt(tp, pp, dp, split):
-    return groups(tp, dp, [0, pp - 1]), groups(tp, dp, [0])
+def right_left(dy, y, x):
+    return dy - mean(dy) - y * mean(dy * y)
 
 
-COPIES = {
-    # Takes over the groups of a GPT, which has one first stage.
-    "gpt": (of_gpt, "these are a GPT's"),
-    # Thinks that positions belong to words, and adds them up over the same ranks.
-    "positions too": (copies(ends, ends), "the last stage scores words"),
-    "without last": (copies(lambda pp, split: [0, split]), "the last stage is missing"),
-    "all stages": (copies(lambda pp, s: range(pp), lambda pp, s: range(pp)), "every stage is in the group"),
-    # Takes the split rank as the last rank of the encoder.
-    "split - 1": (copies(lambda pp, s: [0, s - 1, pp - 1], lambda pp, s: [0, s - 1]), "ends the encoder"),
-    "together": (
-        lambda *sizes: [[sorted(r for g in part for r in g)] for part in copies(ends)(*sizes)],
-        "several pipelines are in one group",
-    ),
-    "positions over tp": (
-        lambda tp, pp, dp, split: [
-            copies(ends)(tp, pp, dp, split)[0],
-            [sorted(r * tp + t for r in g for t in range(tp)) for g in copies(ends)(1, pp, dp, split)[1]],
-        ],
-        "would count them tp times",
-    ),
-    "stages": (lambda tp, pp, dp, split: copies(ends)(1, pp, 1, split), "taken for a rank"),
-    "twice": (copies(ends, once=False), "listed twice"),
+BACKWARD = {
+    # Differentiates y = (x - m) / s as if m and s were numbers.
+    "constants": (backward(lambda dy, y, x: dy), "taken as constants"),
+    "std constant": (backward(lambda dy, y, x: dy - mean(dy)), "the standard deviation is taken as a constant"),
+    "mean constant": (backward(lambda dy, y, x: dy - y * mean(dy * y)), "the mean is taken as a constant"),
+    "multiplied": (backward(right_left, times=lambda std: std), "multiplied by the standard deviation"),
+    "not divided": (backward(right_left, times=lambda std: 1), "division by the standard deviation is missing"),
+    "x for y": (backward(lambda dy, y, x: dy - mean(dy) - x * mean(dy * x)), "has x where y belongs"),
+    # Forgets that each position has a mean and a deviation of its own.
+    "all positions": (backward(lambda dy, y, x: dy - dy.mean() - y * (dy * y).mean()), "means are over all positions"),
 }
 
-TABLES = {"19.words": WORDS, "19.norms": NORMS, "19.copies": COPIES}
-RIGHT = {"19.words": joined, "19.norms": stack(right_pre, right_post), "19.copies": copies(ends)}
+# ---- 19.branch ----
+
+BRANCH = {
+    "none": (lambda layers: 1.0, "the factor is the same at all depths"),
+    # Found one that is right for six layers, and keeps it.
+    "tuned once": (lambda layers: 0.3, "the factor is the same at all depths"),
+    # GPT-2's rule for initial weights, which are random; an update is not.
+    "root": (lambda layers: (2 * layers) ** -0.5, "a root is right for random vectors"),
+    "fourth root": (lambda layers: (2 * layers) ** -0.25, "not as fast as the number of sublayers"),
+    "square": (lambda layers: 4.5 / layers**2, "falls faster than the number of sublayers"),
+    "too careful": (lambda layers: 0.5 / layers, "the sublayers hardly count"),
+    "negative": (lambda layers: -1 / layers, "a factor is a positive number"),
+}
+
+TABLES = {"19.norms": NORMS, "19.backward": BACKWARD, "19.branch": BRANCH}
+RIGHT = {
+    "19.norms": stack(right_pre, right_post),
+    "19.backward": backward(right_left),
+    "19.branch": lambda layers: 1 / layers,
+}
+
+
+def test_the_formula_of_a_norm_is_the_slope_of_its_output():
+    numbers = np.random.default_rng(0)
+    x, dy, shift = numbers.normal(size=(3, 4, 6))
+
+    def loss(x):
+        return float((dy * (x - mean(x)) / x.std(-1, keepdims=True)).sum())
+
+    slope = (loss(x + 1e-6 * shift) - loss(x - 1e-6 * shift)) / 2e-6
+    assert np.isclose((backward(right_left)(x, dy) * shift).sum(), slope, rtol=1e-6)
+
+
+def test_a_step_moves_a_deeper_stack_further_and_a_smaller_branch_less():
+    plain = [step_moves(layers, 1.0) for layers in (3, 6, 12)]
+    assert plain == sorted(plain) and step_moves(6, 0.1) < step_moves(6, 0.5) < plain[1]
