@@ -122,7 +122,7 @@ HUNT = Hunt(
             "and on the last stage each got their own part of the gradient, and drift apart from the first step on.",
         ),
         Fault(
-            "positions",
+            "positions of a stage",
             partial(dropped, operation="all_reduce", group="pos_embd"),
             {"family": "missing communication", "place": r"pos", "first": _PLACES},
             {
