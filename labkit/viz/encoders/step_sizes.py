@@ -36,6 +36,6 @@ def step_sizes(yours: Mapping[int, float], plain: Mapping[int, float], aim: tupl
     inside = [layers for layers, value in yours.items() if aim[0] <= value <= aim[1]]
     return Figure(
         fig,
-        f"One step moves the output by {aim[0]:.0%} to {aim[1]:.0%} at {len(inside)} of {len(yours)} depths; with the "
+        f"One step moves the output by {aim[0]:.0%} to {aim[1]:.0%} at {len(inside)} of {len(yours)} depths; with "
         f"factor 1 by {min(plain.values()):.0%} to {max(plain.values()):.0%}.",
     )
