@@ -65,8 +65,6 @@ def test_bars_of_both_factors_stand_before_the_aim():
     band, *bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     assert (band.get_y(), band.get_height()) == (15, 15)
     assert [round(bar.get_height()) for bar in bars] == [46, 89, 20, 50]
-    assert figure.sentence == (
-        "One step moves the output by 15% to 30% at 1 of 2 depths; with factor 1 by 46% to 89%."
-    )
+    assert figure.sentence == ("One step moves the output by 15% to 30% at 1 of 2 depths; with factor 1 by 46% to 89%.")
     with pytest.raises(ValueError, match=r"depths \[3\] and \[6\] differ"):
         step_sizes({3: 0.2}, {6: 0.4}, (0.15, 0.3))
