@@ -107,6 +107,7 @@ def test_a_kernel_reads_the_cell_that_ran_last_and_a_script_its_own_file(tmp_pat
 def test_a_notebook_starts_the_server_of_ranks_once_with_what_trains(monkeypatch):
     asked = []
     monkeypatch.setattr(forkserver, "_modules", [])
+    monkeypatch.setattr(forkserver._server, "_forkserver_pid", None)  # another test may have started it
     monkeypatch.setattr(forkserver, "ensure_running", lambda: asked.append(list(forkserver._modules)))
     namespace = {name: p.default for name, p in declared(LINES).items()} | {"In": [LINES], "get_ipython": None}
     check_parameters(namespace)
