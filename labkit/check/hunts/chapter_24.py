@@ -107,7 +107,7 @@ HUNT = Hunt(
             "were those of a healthy run. The encoder learned from one stage's cross-attention alone.",
         ),
         Fault(
-            "words",
+            "table of words",
             partial(dropped, operation="all_reduce", group="embd"),
             {"family": "missing communication", "place": r"\bembd\b|word|embedding", "first": _WORDS},
             {
@@ -122,7 +122,7 @@ HUNT = Hunt(
             "and on the last stage each got their own part of the gradient, and drift apart from the first step on.",
         ),
         Fault(
-            "positions of a stage",
+            "table of positions",
             partial(dropped, operation="all_reduce", group="pos_embd"),
             {"family": "missing communication", "place": r"pos", "first": _PLACES},
             {
