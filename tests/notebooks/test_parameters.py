@@ -476,7 +476,7 @@ EXTREMES = [
     ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8, "fault": 0}),
     (
         "16_cuda_graphs",
-        {"world_size": 4, "rows": 256, "width": 256, "warmup": 20, "steps": 100, "fault": 99},
+        {"world_size": 4, "rows": 256, "width": 256, "warmup": 20, "steps": 40, "fault": 99},
     ),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4, "fault": 0}),
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 32, "steps": 40, "fault": 99}),

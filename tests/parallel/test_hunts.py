@@ -683,12 +683,13 @@ def test_12_a_run_with_late_gradients_hangs_and_every_rank_waits_in_a_receive() 
 # ---- 16 ----
 
 
-def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor], bool, bool, int]:
-    """What the chapter's `measure` gives: outputs, gradients, two masks alike, two evaluations alike, replays."""
+def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor], bool, list[torch.Tensor], int]:
+    """What the chapter's `measure` gives: outputs, gradients, two masks alike, two evaluations, replays."""
     torch.manual_seed(1)
     batches = [torch.randn(4, 8) for _ in range(2)]
 
     def made(dropout: float) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(2)
         layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(dropout))
         return layer, make_graphed_callables(layer, (torch.randn(4, 8),), impl="emulated") if graphs else layer
 
@@ -699,7 +700,7 @@ def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor
             (first(batch) ** 2).mean().backward()
         masks = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
         dropping.eval()
-        evaluations = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
+        evaluations = [second(batches[0]).detach().clone() for _ in range(2)]
     replays = sum(event.kind == "graph_replay" for event in recorder.events)
     return outputs, [p.grad.clone() for p in plain.parameters()], masks, evaluations, replays
 
@@ -712,7 +713,8 @@ def test_16_each_fault_of_a_captured_layer_shows_in_its_own_entry() -> None:
     assert {name for name, run in found.items() if not alike(run, 0)} == {"input left"}
     assert {name for name, run in found.items() if not alike(run, 1)} == {"input left", "gradients shared"}
     assert {name for name, run in found.items() if run[2]} == {"same dice"}
-    assert {name for name, run in found.items() if not run[3]} == {"mode not asked"}
+    assert {name for name, run in found.items() if not torch.equal(*run[3])} == {"mode not asked"}
+    assert {name for name, run in found.items() if not alike(run, 3)} == {"mode not asked"}, "the same weights as eager"
     counts = {name: run[4] for name, run in found.items() if run[4] != 8}
     assert counts == {"mode not asked": 10, "never replayed": 0}
 
