@@ -328,7 +328,7 @@ ask(
 )
 ask(
     "16.peak",
-    "The ten results have a size of their own each. How much memory does a pool need for them, compared with all of "
+    "The sizes of the ten results are printed above. How much memory does a pool need for them, compared with all of "
     "them together?",
     choices={
         "nearly all": "A result that nobody reads any more gives its memory back, and a later one takes it.",
