@@ -218,7 +218,11 @@ COMMAND = Command(
     "limited processes, and what it prints doesn't count. An exercise is solved, attempted, untouched or missing.",
     options=(
         Option(
-            "csv", "str", "also write a row for each exercise of each student into this file", unset="default: none"
+            "csv",
+            "str",
+            "also write a row for each exercise and student into this file",
+            path="any",
+            unset="default: none",
         ),
         Option("json", "bool", "print the rows as JSON", False),
         Option("seconds", "float", "time of one exercise", 60.0, ge=1.0),
