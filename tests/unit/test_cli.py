@@ -220,7 +220,7 @@ def test_a_tilde_is_the_home_folder_in_every_option_and_word(monkeypatch: pytest
             found = read(OF_THE_COMMANDS[name], [f"--{option.name}=~/a"]).options[option.key]
             assert found in (f"{tmp_path}/a", (f"{tmp_path}/a",)), (name, option.name)
     assert {name: read(command, ["~/a"]).words == [f"{tmp_path}/a"] for name, command in OF_THE_COMMANDS.items()} == {
-        name: name in ("watch", "why", "checkpoint", "config", "data", "run") for name in OF_THE_COMMANDS
+        name: name in ("watch", "why", "checkpoint", "config", "data", "run", "grade") for name in OF_THE_COMMANDS
     }
     assert read(OF_THE_COMMANDS["train"], ["--config", "~/a"]).config.train.steps == 3
 
