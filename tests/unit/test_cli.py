@@ -807,7 +807,7 @@ def test_run_refuses_misspelt_parameters_before_it_runs(chapter: Path, capsys: p
 
 
 def test_run_types_parameters_by_the_notebook(chapter: Path) -> None:
-    from labkit.cli.run_command import check_parameters
+    from labkit.cli.chapter_parameters import check_parameters
 
     given = [("steps", "5"), ("lr", "1e-4"), ("name", "5"), ("flag", "false"), ("sizes", "[2, 4]")]
     values, problems = check_parameters(chapter / "07_toy.ipynb", given, chapter)
