@@ -60,7 +60,7 @@ def execute(arguments: Arguments) -> int:
 
 def _batch(arguments: Arguments, given: dict[Path, list[tuple[str, str]]], out: Path, problems: list[str]) -> int:
     """Run every combination of the values; the exit code is 1 if a setting failed."""
-    from labkit.cli.batches.batch import Batch, lines
+    from labkit.cli.batches.batch import Batch, lines, plot
 
     options, found = arguments.options, settings_of(given, out)
     nothing = [] if found.run else [f"no combination of these values can run; {'; '.join(found.left_out)}"]
@@ -71,6 +71,8 @@ def _batch(arguments: Arguments, given: dict[Path, list[tuple[str, str]]], out: 
     batch = Batch(out, found.run, more)
     is_done = batch.run()
     mine = batch.rows[: len(found.run)]
+    if options["plot"]:
+        plot(mine, out).save(options["plot"])
     show(json.dumps(mine, indent=1) if options["json"] else "\n".join([*lines(mine), "", f"results in {out}"]))
     return 0 if is_done else 1
 
@@ -262,6 +264,9 @@ COMMAND = Command(
         ),
         Option("timeout", "float", "seconds that one cell may take", 600.0, ge=1),
         Option("json", "bool", "of several settings: print the results as JSON", False),
+        Option(
+            "plot", "str", "of several settings: file for a figure of their results", path="any", unset="default: none"
+        ),
     ),
     execute=execute,
     example="labkit run 00 --out build -p steps 5 --html",

@@ -78,7 +78,9 @@ def test_every_combination_runs_once_and_what_failed_runs_again(chapters: Path, 
         "50_first world_size=2,tp=2",
     ]
     assert [row["state"] for row in json.loads(again.stdout)] == ["done"] * 5
-    assert " of 5" not in run(chapters, out, *words).stderr, "nothing is left"
+    last = run(chapters, out, *words, "--plot", str(tmp_path / "all.png"))
+    assert " of 5" not in last.stderr, "nothing is left"
+    assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from labkit.check.chapter_copies import CHAPTERS, chapters_in
 from labkit.cli.batches.settings import Setting
@@ -31,6 +31,9 @@ from labkit.config.errors import ConfigError
 from labkit.launch.machine import usable_cores
 from labkit.launch.processes import kill_family, kill_group_at_close
 from labkit.output_files import appearing
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 RECORD, LOG = "batch.json", "log.txt"
 PATIENCE = 15.0
@@ -182,6 +185,22 @@ def _alone(out: Path) -> Iterator[None]:
 
 def _sum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def plot(rows: Sequence[dict[str, Any]], out: Path) -> Figure:
+    """Draw seconds and, where chapters wrote a report, its numbers, with a bar for each setting."""
+    from labkit.viz import batch_results
+
+    names = [f"{row['chapter'][:2]} {row['folder'].partition('/')[2].replace(',', ' ')}" for row in rows]
+    found: list[dict[str, float]] = []
+    for row in rows:
+        numbers = {"seconds": float(row["seconds"])}
+        with suppress(OSError, ValueError):
+            report = json.loads((out / row["folder"] / "report.json").read_text(encoding="utf-8"))
+            numbers |= {name: value for name, value in report.items() if isinstance(value, int | float)}
+        found.append(numbers)
+    all_names = dict.fromkeys(name for numbers in found for name in numbers)
+    return batch_results(names, {name: [numbers.get(name) for numbers in found] for name in all_names})
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
