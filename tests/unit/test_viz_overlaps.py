@@ -340,7 +340,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.batch_results(["defaults"], {"seconds": [12.3]}),
         lambda: viz.batch_results(
             [f"10_p2p_and_1f1b world_size={n} microbatches={n}" for n in range(24)],
-            {what: [*map(float, range(23)), None] for what in ("seconds", "largest_difference", "time_ratio", "x", "y")},
+            {what: [*map(float, range(23)), None] for what in ("seconds", "largest_difference", "ratio", "x", "y")},
         ),
     ),
     "named_curves": (
