@@ -18,7 +18,7 @@ import pytest
 from papermill.exceptions import PapermillExecutionError
 
 from labkit.check.parameters import declared
-from labkit.cli.run_command import parameter_cell
+from labkit.cli.chapter_parameters import parameter_cell
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 CHAPTERS = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
