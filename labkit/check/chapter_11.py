@@ -51,12 +51,12 @@ ask(
     "The remarks next to the article's numbers name the other chunk for every backward. Believe them: -1 becomes -2, "
     "and -2 becomes -1. The other three ranks run the right rows. What does the row of rank 0 do then?",
     choices={
-        "hang": "An order in which a backward comes before what it needs would hang. In this one each backward finds "
-        "its forward, and the gradient of the later chunk comes before that of the earlier one.",
+        "hang": "An order in which a backward comes before what it needs would hang. Here each one finds its forward, "
+        "and the gradient of the later chunk comes before that of the earlier one.",
         "as fast as the right row": "Its numbers are the right ones, and as many. But their order decides for whom "
         "rank 0 waits.",
-        "slower, but faster than 1F1B": "Thinner stages help only as long as nobody waits. Here rank 0 wants gradients "
-        "in groups of two, and the others make them in groups of four.",
+        "between the right row and 1F1B": "Thinner stages help only as long as nobody waits. Here rank 0 wants "
+        "gradients in groups of two, and the others make them in groups of four.",
         "slower than 1F1B": "Rank 0 wants gradients in groups of two, and the others make them in groups of four. So "
         "rank 0 waits in every group, and the others wait for rank 0.",
     },
@@ -81,11 +81,11 @@ ask(
     choices={
         "stay the same": "A rank has the same layers, but it warms up longer: a microbatch has to pass all ranks v "
         "times before its first backward.",
-        "shrink as well": "Each piece is smaller, but more of them are in flight.",
-        "grow, and grow again": "The first step costs memory. But with more chunks each of the additional forwards is "
+        "shrink": "Each piece is smaller, but more of them are in flight.",
+        "grow": "The first step costs memory. But with more chunks each of the additional forwards is "
         "a smaller piece of the model.",
-        "grow, then shrink": "The rank keeps p (v - 1) pieces for the chunks before the last and 2 (p - 1) + 1 more, "
-        "each 1/v of its layers. That is p + (p - 1)/v of its shares: more than p, but less for each further chunk.",
+        "grow and then shrink": "With two chunks or more, rank 0 keeps p - 1 pieces more than 1F1B's p shares, and a "
+        "piece is 1/v of a share. So two chunks are the worst case.",
     },
 )
 ask(

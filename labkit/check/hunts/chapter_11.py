@@ -164,9 +164,9 @@ HUNT = Hunt(
             },
             "Where the second group of microbatches began, a chunk's gradients were emptied, as if a new step did. "
             "The last chunk has run the first group's backwards by then and loses them. Chunk 0 hasn't: its third "
-            "forward comes before its first backward, so nothing is lost, and it looks healthy. Megatron has a function "
-            "for just this question, is_first_microbatch_for_model_chunk, because a virtual microbatch's number alone "
-            "doesn't answer it.",
+            "forward comes before its first backward, so nothing is lost, and it looks healthy. Megatron has a "
+            "function for just this question, is_first_microbatch_for_model_chunk, because a virtual microbatch's "
+            "number alone doesn't answer it.",
         ),
         Fault(
             "chunks swapped",
@@ -188,10 +188,10 @@ HUNT = Hunt(
                 },
                 "first": _FIRST,
             },
-            "Every rank built the layers of one chunk in the place of the other, so a microbatch passed the second half "
-            "of the model first. Shapes agree, and a model that has learned nothing has nearly the same loss in any "
-            "order of its layers. In Megatron the offset of a chunk's layers depends on vp_stage, and its code asserts "
-            "that somebody has given it.",
+            "Every rank built the layers of one chunk in the place of the other, so a microbatch passed the second "
+            "half of the model first. Shapes agree, and a model that has learned nothing has nearly the same loss in "
+            "any order of its layers. In Megatron the offset of a chunk's layers depends on vp_stage, and its code "
+            "asserts that somebody has given it.",
         ),
         Fault(
             "short circuit",
@@ -213,9 +213,9 @@ HUNT = Hunt(
                 "first": _FIRST,
             },
             "On rank 0 the second chunk read what the first chunk of the same rank had made, as if the two were "
-            "neighbours. They aren't: between them are the first chunks of all other ranks, whose work was thrown away. "
-            "The last rank's message was received and dropped. Shapes agree, and in a fresh model a few layers less "
-            "hardly show in the loss.",
+            "neighbours. They aren't: between them are the first chunks of all other ranks, whose work was thrown "
+            "away. The last rank's message was received and dropped. Shapes agree, and in a fresh model a few layers "
+            "less hardly show in the loss.",
         ),
         Fault(
             "short warm-up",
@@ -254,8 +254,8 @@ HUNT = Hunt(
                 "place": {"": "Read rank 0's first bars: how many microbatches pass chunk 0 before chunk 1's first?"},
                 "first": {"": _NUMBERS_AGREE},
             },
-            "The whole batch was one group: all microbatches passed chunk 0 before the first one came to chunk 1. Time "
-            "and numbers are those of the table, but the memory grows with the batch, as under GPipe.",
+            "The whole batch was one group: all microbatches passed chunk 0 before the first one came to chunk 1. "
+            "Time and numbers are those of the table, but the memory grows with the batch, as under GPipe.",
         ),
         Fault(
             "slow way round",
@@ -278,8 +278,8 @@ HUNT = Hunt(
                 "first": {"": _NUMBERS_AGREE},
             },
             "Messages from the last rank to rank 0 were late. 1F1B doesn't have that link: between the last rank and "
-            "the first there is nothing to send. Interleaving sends every microbatch over it, once for each chunk but "
-            "the last. With N = p rank 0 has no time to spare in its warm-up, so the first late message is a wait.",
+            "the first there is nothing to send. Interleaving sends every microbatch over it, once for each chunk but"
+            " the last. With N = p rank 0 has no time to spare in its warm-up, so the first late message is a wait.",
         ),
     ),
 )

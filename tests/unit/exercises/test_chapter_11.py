@@ -12,9 +12,12 @@ def pair(first: str, second: str):
 
 
 TWO = {
-    # Takes a microbatch through all chunks of a rank because the rank holds them: it has to pass the other rank between.
-    "depth first": (pair("1 2 1 2 -2 -1 -2 -1", "1 2 -2 1 2 -2 -1 -1"), "rank 0 waits for microbatch 0, which is on rank 1"),
-    "1F1B too soon": (pair("1 1 2 -2 2 -2 -1 -1", "1 1 2 -2 2 -2 -1 -1"), "waits for a gradient before its last forward"),
+    # Takes a microbatch through all chunks of a rank because the rank holds them.
+    "depth first": (pair("1 2 1 2 -2 -1 -2 -1", "1 2 -2 1 2 -2 -1 -1"), "waits for microbatch 0, which is on rank 1"),
+    "1F1B too soon": (
+        pair("1 1 2 -2 2 -2 -1 -1", "1 1 2 -2 2 -2 -1 -1"),
+        "waits for a gradient before its last forward",
+    ),
     "gradients by turns": (pair("1 1 2 2 -2 -1 -2 -1", "1 1 2 -2 -1 2 -2 -1"), "while the other one of chunk 1"),
     "rank 1 depth first": (pair("1 1 2 2 -2 -2 -1 -1", "1 2 -2 1 2 -2 -1 -1"), "rank 1 comes late with what rank 0"),
     # Believes that gradients reach the first chunk first, as activations do.
