@@ -40,6 +40,7 @@ from labkit.plan import step_time
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
+from labkit.schedules import execution
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train import bert_step
@@ -56,7 +57,7 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model, chunks,
+    CrossAttention, T5Model, chunks, execution,
 )  # fmt: skip
 """Everything that a fault may change."""
 

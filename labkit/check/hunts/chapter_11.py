@@ -11,10 +11,11 @@ from unittest.mock import patch
 from labkit.check.hunts.hunting import Fault, Hunt
 from labkit.comm.fault_injection import delayed
 from labkit.models import chunks as model_chunks
+from labkit.schedules import execution
 from labkit.schedules.builders import interleaved
 from labkit.schedules.execution import RankStep
 from labkit.schedules.ir import Schedule
-from labkit.schedules.lowering import Communication, Program
+from labkit.schedules.lowering import Program
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.schedules.tables import convert_schedule_table_to_order, get_schedule_table
 
@@ -104,16 +105,15 @@ def _one_group(pp: int, vpp: int, microbatches: int) -> Schedule:
 
 def _slow_way_round() -> AbstractContextManager[Any]:
     """Messages from the last rank to rank 0 are late."""
-    honest = RankStep._start_transfers
+    honest = execution.start
 
-    def start_transfers(self: RankStep, communication: Communication) -> None:
-        pp = self.setup.p2p.groups.pp
-        is_slow = 1 < pp.size < self.setup.num_stages and pp.rank == pp.size - 1
-        goes_round = any(t.operation == "send" and t.peer == pp.ranks[0] for t in communication.transfers)
-        with delayed(LATE, operation="send") if is_slow and goes_round else nullcontext():
-            honest(self, communication)
+    def start(p2p: Any, ops: Any) -> Any:
+        pp = p2p.groups.pp
+        goes_round = pp.rank == pp.size - 1 > 0 and any(op.operation == "send" and op.peer == 0 for op in ops)
+        with delayed(LATE, operation="send") if goes_round else nullcontext():
+            return honest(p2p, ops)
 
-    return patch.object(RankStep, "_start_transfers", start_transfers)
+    return patch.object(execution, "start", start)
 
 
 def _size(step: RankStep) -> int:
