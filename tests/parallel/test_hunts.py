@@ -89,7 +89,7 @@ ENDLESS = "gradients last"
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
     "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
-    "first tokens", "padding read",
+    "first tokens", "padding read", "chunks swapped", "short circuit",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -160,6 +160,10 @@ def of_10(config: RunConfig, observer: Any) -> Any:
     return train_marked("10", config, None, observer)
 
 
+def of_11(config: RunConfig, observer: Any) -> Any:
+    return train_marked("11", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -189,6 +193,7 @@ def of_24(config: RunConfig, observer: Any) -> Any:
         ("08", SMALL.override(REPLICAS), {"parallel.pp": 1, "world_size": 2}, 1, of_08),
         ("09", SMALL.override({"model.layers": 2}), SHARDED | {"world_size": 2}, 2, of_09),
         ("10", SMALL.override({"model.layers": 4}), PIPELINE, 1, of_10),
+        ("11", SMALL.override({"model.layers": 4}), PIPELINE | {"parallel.vpp": 2}, 1, of_11),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
         ("18", PARTIAL, EXPERTS, 3, of_18),
@@ -637,6 +642,39 @@ def test_10_each_silent_fault_shows_in_the_timeline(ranks) -> None:
 
     waits = {name: wait_for_gradients(events) for name, events in seen.items() if name != "all forwards first"}
     assert {name for name, wait in waits.items() if wait > 0.02} == {"late gradients"}, waits
+
+
+# ---- 11 ----
+
+
+def asleep_in_two_chunks() -> list[Any]:
+    groups = initialize_model_parallel(SMALL.override(PIPELINE).parallel)
+    return sleep_through(groups, schedules.interleaved(2, 2, 6), COSTS)
+
+
+def test_11_each_silent_fault_shows_in_the_timeline(ranks) -> None:
+    table = schedules.interleaved(2, 2, 6)
+    seen = {
+        name: [event for events in runs for event in events if event.name[:1].isdigit()]
+        for name, runs in with_each_fault(ranks, "11", asleep_in_two_chunks).items()
+    }
+    assert {name for name, events in seen.items() if not follows(events, table)} == {"short warm-up", "one group"}
+    overlays = {
+        name: viz.gantt_overlay(simulate(table, COSTS), events, memory=True).sentence for name, events in seen.items()
+    }
+    peaks = {name: float(said.split("peak ")[1].split()[0]) for name, said in overlays.items()}
+    assert {name: peak for name, peak in peaks.items() if peak != peaks[CLEAN] == 2.5} == {
+        "short warm-up": 2.0,
+        "one group": 4.5,
+    }
+
+    def way_round(events: list[Any]) -> float:
+        """Shortest time from the end of a forward on the last rank to the one on rank 0 that reads it."""
+        at = {event.name: event for event in events}
+        return min(at[f"2F{i}"].start - at[f"1F{i}"].end for i in range(2))
+
+    late = {name: way_round(events) for name, events in seen.items() if name not in ("short warm-up", "one group")}
+    assert {name for name, wait in late.items() if wait > 0.045} == {"slow way round"}, late
 
 
 # ---- 12 ----
