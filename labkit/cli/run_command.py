@@ -250,7 +250,7 @@ COMMAND = Command(
             "parameter",
             "str",
             "set a parameter of every chapter named; 10:NAME=VALUE is only for chapter 10; may be repeated; of values "
-            "such as 2,4 every combination runs, in a folder of its own",
+            "such as 2,4 every combination runs",
             pairs=True,
             unset="default: the chapter's value",
         ),

@@ -231,7 +231,7 @@ COMMAND = Command(
     ),
     execute=execute,
     example="labkit checkpoint export runs/a model.safetensors --dtype bf16",
-    words="list|verify|export|import|push|pull DIR [OUT|SOURCE|REPO]",
+    words="ACTION DIR [OUT|SOURCE|REPO]",
     paths=True,
     actions=ACTIONS,
 )
