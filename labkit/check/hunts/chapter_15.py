@@ -122,8 +122,8 @@ HUNT = Hunt(
                     "": "Ledger and groups are those of the healthy run. By how much is the gradient off?",
                 },
                 "group": {
-                    "dp_cp": "The dense gradients are right. The experts' are summed over another group, and it's their "
-                    "sum that is divided by the wrong number.",
+                    "dp_cp": "The dense gradients are right. The experts' are summed over another group, and their "
+                    "sum is divided by the wrong number.",
                     "": "The loss is right, so rows and keys reached their ranks. What comes after backward?",
                 },
                 "first": _NAMED,
