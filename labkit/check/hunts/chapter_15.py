@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from labkit.check.hunts.hunting import Fault, Hunt
 from labkit.comm import groups
+from labkit.comm.fault_injection import dropped
 from labkit.config import ParallelConfig
-from labkit.moe import layer
 from labkit.parallel.data_parallel import grad_buffers
 
 # ---- the faults ----
@@ -62,14 +62,9 @@ def _copies_as_neighbours() -> AbstractContextManager[Any]:
     return patch.object(groups, "groups_of_rank", groups_of_rank)
 
 
-def _rows_gathered() -> AbstractContextManager[Any]:
-    """Every rank of ep gets all rows, and computes those of its own experts."""
-    honest = layer.build_dispatcher
-
-    def build_dispatcher(moe: Any, *given: Any, **options: Any) -> Any:
-        return honest(replace(moe, dispatcher="allgather"), *given, **options)
-
-    return patch.object(layer, "build_dispatcher", build_dispatcher)
+def _rows_stay() -> AbstractContextManager[Any]:
+    """In backward no gradient of a row is sent: each rank keeps those that it should send."""
+    return dropped(operation="all_to_all", group="ep", phase="backward")
 
 
 # ---- what a verdict says ----
@@ -89,7 +84,7 @@ HUNT = Hunt(
         "ep, edp, cp, dp_cp.",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
-    choices={"family": ("missing communication", "extra communication", "wrong data", "wrong scale", "wrong order")},
+    choices={"family": ("missing communication", "wrong data", "wrong scale", "wrong order")},
     faults=(
         Fault(
             "copies alone",
@@ -118,7 +113,7 @@ HUNT = Hunt(
             {
                 "family": {
                     "missing": "The ledger has the same messages with the same bytes, and copies agree.",
-                    "data": "Other experts' gradients would be off by some odd number. By how much is this one off?",
+                    "data": "Groups and bytes are those of the healthy run. By how much is the gradient off?",
                     "": "Ledger and groups are those of the healthy run. By how much is the gradient off?",
                 },
                 "group": {
@@ -139,7 +134,7 @@ HUNT = Hunt(
             {
                 "family": {
                     "missing": "The line of edp is gone from the ledger, but no byte is: another line has grown.",
-                    "scale": "A factor leaves ratios as they are; this gradient isn't a multiple of the right one.",
+                    "scale": "A factor would leave the ledger as it was.",
                     "": "Some sum is taken, over the wrong ranks. Which line of the ledger has grown?",
                 },
                 "group": {
@@ -151,7 +146,8 @@ HUNT = Hunt(
             },
             "The experts' gradients were in the buffers of the dense weights, so they were summed over dp_cp, whose "
             "ranks hold different experts. Shapes agree, nothing complains, and all copies agree too, since everybody "
-            "has the same mixture. In Megatron one attribute prevents it: allreduce = False on each parameter of an "
+            "has the same mixture. (Each half of the experts got a + b in place of a or b. So b and a are too much, which "
+            "is as long as what is right: an error of 1, as with a factor of 2. The ledger tells the two apart.) In Megatron one attribute prevents it: allreduce = False on each parameter of an "
             "expert.",
         ),
         Fault(
@@ -164,37 +160,41 @@ HUNT = Hunt(
             },
             {
                 "family": {
-                    "missing|extra": "The ledger is the same, line by line.",
+                    "missing": "The ledger has the same operations in the same groups. (Rank 1 exchanges rows with "
+                    "another rank, so those have other bytes.)",
                     "": "Every number agrees with one process. What do two ranks on one node want to be to each other?",
                 },
                 "group": {"": "Compare whom rank 1 meets with the healthy run: two lines differ."},
                 "first": {"": _NUMBERS_AGREE},
             },
             "The ranks were numbered with dp before ep. Copies of an expert are neighbours now, and the ranks that "
-            "exchange rows are far apart. Every number is right, and so is every byte of the ledger. On two nodes of "
-            "two, all rows would cross between the nodes.",
+            "exchange rows are far apart. Every number is right, and the ledger has the same operations in the same "
+            "groups. On two nodes of two, all rows would cross between the nodes.",
         ),
         Fault(
-            "rows gathered",
-            _rows_gathered,
-            {"family": "extra communication", "group": r"(^|\W)ep(\W|$)", "first": "none"},
+            "rows stay",
+            _rows_stay,
+            {
+                "family": "missing communication",
+                "group": r"(^|\W)ep(\W|$)",
+                "first": r"mlp\.experts\.fc2\.weight gradient",
+            },
             {
                 "family": {
-                    "order": "The ranks meet the same ranks as in the healthy run.",
-                    "missing": "The all-to-all is gone, but its rows arrive: every number is right. What is there "
-                    "instead?",
-                    "": "Every number agrees with one process, so no data and no factor is wrong.",
+                    "data": "The data is another row's, but why? Which line of the ledger has become smaller?",
+                    "scale": "An error by a factor would leave the ledger as it was. Which line has become smaller?",
+                    "": "The ranks meet whom they should. Which line of the ledger has become smaller?",
                 },
                 "group": {
-                    "": "Which exchange has changed its operation? The ledger names the group tp_ep; with tp 1 it has "
-                    "the ranks of one of the four kinds.",
+                    "edp|dp_cp": "Both sums of gradients are there, with all their bytes, and copies agree.",
+                    "": "Which line of the ledger has become smaller?",
                 },
-                "first": {"": _NUMBERS_AGREE},
+                "first": _NAMED,
             },
-            "The rows weren't sent to the ranks of their experts. Every rank got all rows of the ep group by an "
-            "all-gather, computed those of its own experts, and a reduce-scatter brought the results home. It is a "
-            "dispatcher that Megatron has as well (allgather). The numbers are the same, but a rank gets every row, "
-            "whether it needs it or not, and with a large ep that is most of them.",
+            "In backward the all-to-alls were lost, so each rank kept the gradients of rows that it should have sent, "
+            "and took them for those of the rows that it holds. The forward was right, and so is the loss. The sums "
+            "over the copies were taken, so copies agree, on gradients of other tokens. The ledger has half of the "
+            "healthy run's bytes over ep.",
         ),
     ),
 )

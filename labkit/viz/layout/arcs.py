@@ -42,7 +42,7 @@ def fold_arcs(layouts: Mapping[str, Mapping[str, Any]], *, above: str = "cp", be
 def arcs_of(panels: Mapping[str, tuple[Reading, Reading]], *, above: str = "cp", below: str = "ep") -> Figure:
     """Draw a panel for each pair of attention's and the experts' reading, as `fold_arcs` does."""
     ranks = [len(next(iter(attention.digits.values()))) for attention, _ in panels.values()]
-    if not panels or max(ranks) > MAX_GPUS:
+    if not ranks or max(ranks) > MAX_GPUS:
         raise ValueError(f"give 1 layout or more, each of at most {MAX_GPUS} GPUs; got {ranks} GPUs")
     tops = [max(_tallest(attention.groups(above)), 0.35) for attention, _ in panels.values()]
     bottoms = [max(_tallest(experts.groups(below)), 0.35) for _, experts in panels.values()]
