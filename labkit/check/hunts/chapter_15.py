@@ -146,9 +146,9 @@ HUNT = Hunt(
             },
             "The experts' gradients were in the buffers of the dense weights, so they were summed over dp_cp, whose "
             "ranks hold different experts. Shapes agree, nothing complains, and all copies agree too, since everybody "
-            "has the same mixture. (Each half of the experts got a + b in place of a or b. So b and a are too much, which "
-            "is as long as what is right: an error of 1, as with a factor of 2. The ledger tells the two apart.) In Megatron one attribute prevents it: allreduce = False on each parameter of an "
-            "expert.",
+            "has the same mixture. (Each half of the experts got a + b in place of a or b. So b and a are too much, "
+            "as long as what is right: an error of 1, as with a factor of 2. The ledger tells the two apart.) In "
+            "Megatron one attribute prevents it: allreduce = False on each parameter of an expert.",
         ),
         Fault(
             "copies as neighbours",
