@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from labkit.check.bets import ask
 from labkit.check.rank_threads import RankThreads
@@ -22,7 +23,8 @@ from labkit.plan.workload import Workload
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
 
-Sizes = Mapping[str, int]
+Sizes = Mapping[str, Any]
+Array = NDArray[Any]
 
 
 def _words(sizes: Sizes) -> str:
@@ -161,20 +163,20 @@ class _Case:
         """Return the number of losses of which the step's loss is the mean."""
         return len(self.groups[rank]["dp_cp"])
 
-    def local(self, rank: int) -> np.ndarray:
+    def local(self, rank: int) -> Array:
         """Return what backward gives a rank for its experts: parts of the losses of all ranks of its ep group."""
-        return sum(self.of_experts[other, self.held[rank]] for other in self.groups[rank]["ep"])
+        return np.sum([self.of_experts[other, self.held[rank]] for other in self.groups[rank]["ep"]], axis=0)
 
-    def summed(self, rank: int, kind: str) -> np.ndarray:
+    def summed(self, rank: int, kind: str) -> Array:
         """Return the sum over a kind of group of what backward gives for experts."""
-        return sum((self.local(other) for other in self.groups[rank][kind]), np.zeros(_WIDTH))
+        return np.sum([self.local(other) for other in self.groups[rank][kind]], axis=0)
 
-    def right(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        dense = sum(self.of_dense[other] for other in self.groups[rank]["dp_cp"])
+    def right(self, rank: int) -> tuple[Array, Array]:
+        dense = np.sum([self.of_dense[other] for other in self.groups[rank]["dp_cp"]], axis=0)
         return dense / self.losses(rank), self.summed(rank, "edp") / self.losses(rank)
 
 
-def _meanings(case: _Case, rank: int) -> dict[str, np.ndarray]:
+def _meanings(case: _Case, rank: int) -> dict[str, Array]:
     """Return words for a misunderstanding -> the gradient of experts that it gives."""
     own, losses, summed = case.groups[rank], case.losses(rank), case.summed(rank, "edp")
     wrong = {
@@ -203,9 +205,9 @@ def _finished(answer: Any, case: _Case) -> list[tuple[Any, Any]]:
         groups = {kind: case.groups[rank][kind].tolist() for kind in _KINDS}
         made = {kind: SimpleNamespace(name=kind, size=len(g), ranks=g) for kind, g in groups.items()}
 
-        def all_reduce(x: Any, group: Any) -> np.ndarray:
+        def all_reduce(x: Any, group: Any) -> Array:
             every = ranks.meet(rank, f"all_reduce over {group.name}", np.array(x, dtype=float))
-            return sum((every[other] for other in group.ranks), np.zeros_like(every[rank]))
+            return np.sum([every[other] for other in group.ranks], axis=0)
 
         given = case.of_dense[rank].copy(), case.local(rank).copy()
         dense, expert = answer(*given, SimpleNamespace(**made), all_reduce)
