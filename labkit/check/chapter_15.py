@@ -390,8 +390,7 @@ ask(
         "The weights and gradients shrink so much. But with ep 1 there are eight copies of each expert, over which the "
         "optimizer states were sharded already.": 8.0,
         "They would, if the optimizer states were all: those are sharded over the same eight GPUs either way.": 1.0,
-        "That's the bytes without ep over those of one expert's weight; ep 8 divides 18 bytes, and leaves no copies to "
-        "shard them over.": 7.5,
+        "Those are the bytes of a weight with ep 1. With ep 8 a weight costs 18/8 = 2.25 bytes on a GPU.": 7.5,
     },
     unit="times",
     because="With ep 1 a GPU holds all experts, at 6 + 12/8 = 7.5 bytes per weight. With ep 8 it holds an eighth of "
