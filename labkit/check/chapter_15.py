@@ -1,367 +1,410 @@
-"""Exercises of chapter 15: how many ranks a folded layout needs, an expert's place and gradient, safe order strings.
-
-Right answers come from the library's rank generators, and wrong ones are compared with those of known
-misunderstandings. A score says by which factor a wrong divisor spoils the gradient. It names the first rank that a
-wrong group loses or mixes in, and the first rank that an unsafe order puts into two stages.
-"""
+"""Exercises and bets of chapter 15: the experts' digits of a rank, two sums of gradients, a layout for eight GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import count
-from math import lcm
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, holds, plain, shown
-from labkit.comm.mixed_radix import prefix_product
-from labkit.comm.rank_generator import DEFAULT_ORDER, rank_generators
+import numpy as np
+from numpy.typing import NDArray
 
-Sizes = dict[str, Any]
+from labkit.check.bets import ask
+from labkit.check.rank_threads import RankThreads
+from labkit.check.scoring import Finding, Misreadings, Outcome, asked, exercise, holds, shown
+from labkit.comm.rank_generator import rank_generators
+from labkit.config import presets
+from labkit.plan.fitting import RESERVE, fullest
+from labkit.plan.machine import load_machine
+from labkit.plan.step_time import predict_step, schedule_of
+from labkit.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
+
+Sizes = Mapping[str, Any]
+Array = NDArray[Any]
 
 
 def _words(sizes: Sizes) -> str:
-    return " ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
-def _laid_out(ranks: int, sizes: Sizes, order: str = DEFAULT_ORDER) -> bool:
-    try:
-        rank_generators(world_size=ranks, **sizes, order=order)
-    except ValueError:
-        return False
+# ---- the experts' digits of a rank ----
+
+_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+"""Axis of the experts' generator -> its name in the chapter."""
+_LAYOUTS: tuple[tuple[int, Sizes], ...] = (
+    (2, {"tp": 1, "cp": 2, "pp": 1, "etp": 1, "ep": 2}),
+    (8, {"tp": 1, "cp": 2, "pp": 1, "etp": 1, "ep": 4}),
+    (8, {"tp": 2, "cp": 2, "pp": 1, "etp": 1, "ep": 8}),
+    (8, {"tp": 1, "cp": 2, "pp": 1, "etp": 2, "ep": 2}),
+    (16, {"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 2}),
+    (24, {"tp": 1, "cp": 6, "pp": 2, "etp": 1, "ep": 4}),
+)
+_DRAWN = 1
+"""The layout that is drawn."""
+Digits = dict[str, int]
+
+
+def _digits(inside: int, stage: int, axes: Mapping[str, int]) -> Digits:
+    """Return the digits of a place in its stage, for axes with the fastest first, and the stage."""
+    found: Digits = {}
+    for axis, size in axes.items():
+        inside, found[axis] = divmod(inside, size)
+    return {axis: found[axis] for axis in ("etp", "ep", "edp")} | {"pp": stage}
+
+
+def _right_digits(world: int, sizes: Sizes) -> list[Digits]:
+    _, experts = rank_generators(world_size=world, **sizes)
+    ranks = range(world)
+    return [{_NAMES[axis]: digit for axis, digit in experts.coordinates(r).items() if axis in _NAMES} for r in ranks]
+
+
+def _misread_digits(world: int, sizes: Sizes) -> Misreadings:
+    tp, cp, pp, etp, ep = (sizes[axis] for axis in ("tp", "cp", "pp", "etp", "ep"))
+    stage = world // pp
+    edp, dp = stage // (etp * ep), stage // (tp * cp)
+
+    def each(rule: Callable[[int, int], Digits]) -> list[Digits]:
+        return [rule(rank % stage, rank // stage) for rank in range(world)]
+
+    return {
+        "ep is still a part of dp, so all ranks of a cp group hold the same experts": each(
+            lambda inside, p: {
+                "etp": inside % tp,
+                "ep": inside // (tp * cp) % ep,
+                "edp": inside // tp % cp + cp * (inside // (tp * cp) // ep),
+                "pp": p,
+            }
+        ),
+        "etp is the fastest axis of the experts, as tp is of attention": each(
+            lambda inside, p: _digits(inside, p, {"ep": ep, "etp": etp, "edp": edp})
+        ),
+        "copies are neighbours here, and ranks that share the experts out are far apart; in the order tp-cp-ep-dp-pp "
+        "ep is faster than dp": each(lambda inside, p: _digits(inside, p, {"etp": etp, "edp": edp, "ep": ep})),
+        "edp is not dp: it is what etp and ep leave of the stage": each(
+            lambda inside, p: _digits(inside, p, {"etp": etp, "ep": ep, "edp": edp}) | {"edp": inside // (tp * cp) % dp}
+        ),
+        "the ranks of all stages are numbered together, but a rank holds experts of its own stage only": [
+            {"etp": rank % etp, "ep": rank // etp % ep, "edp": rank // (etp * ep), "pp": rank // stage}
+            for rank in range(world)
+        ],
+        "the experts' tp is etp, which may be another size than tp": each(
+            lambda inside, p: _digits(inside, p, {"etp": tp, "ep": ep, "edp": max(1, stage // (tp * ep))})
+        ),
+    }
+
+
+def draw_digits(answer: Any) -> Figure | None:
+    """Draw the numbering that the answer gives on eight GPUs, and the right one below it."""
+    from labkit.viz.layout.arcs import arcs_of  # matplotlib, which a score does without
+    from labkit.viz.layout.folding import Reading, readings
+
+    world, sizes = _LAYOUTS[_DRAWN]
+    attention, experts = readings(sizes, world)
+    found = [answer(rank, world, **sizes) for rank in range(world)]
+    axes = tuple(experts.digits)
+    if any(not isinstance(each, dict) or set(each) != set(axes) for each in found):
+        return None
+    digits = {axis: np.array([int(each[axis]) for each in found]) for axis in axes}
+    yours = Reading("experts", digits, {axis: int(digits[axis].max()) + 1 for axis in axes}, experts.job_axes)
+    return arcs_of({"your numbering": (attention, yours), "cp 2, ep 4, as it should be": (attention, experts)})
+
+
+@exercise(
+    "15.digits",
+    "Write expert_digits(rank, world, tp, cp, pp, etp, ep) -> the digits etp, ep, edp and pp of the rank.",
+    draw=draw_digits,
+)
+def digits(answer: Any) -> Iterator[Outcome]:
+    """Judge all ranks of six layouts: with and without tp, etp, stages, and copies of the experts."""
+    return asked(
+        _LAYOUTS,
+        given=lambda world, sizes: f"{world} ranks, {_words(sizes)}",
+        right=_right_digits,
+        tried=lambda world, sizes: [answer(rank, world, **sizes) for rank in range(world)],
+        misread=_misread_digits,
+    )
+
+
+# ---- two sums of gradients ----
+
+_RUNS: tuple[tuple[int, Sizes], ...] = (
+    (4, {"tp": 1, "cp": 4, "pp": 1, "etp": 1, "ep": 4}),
+    (8, {"tp": 1, "cp": 2, "pp": 1, "etp": 1, "ep": 4}),
+    (4, {"tp": 1, "cp": 4, "pp": 1, "etp": 1, "ep": 1}),
+    (8, {"tp": 1, "cp": 2, "pp": 2, "etp": 1, "ep": 2}),
+    (8, {"tp": 2, "cp": 2, "pp": 1, "etp": 1, "ep": 4}),
+)
+_KINDS = ("dp", "cp", "dp_cp", "tp", "etp", "ep", "edp", "tp_ep")
+_WIDTH = 3
+"""Numbers of a gradient."""
+
+
+class _Case:
+    """Gradients of the losses on the ranks of a layout, and the groups of each rank.
+
+    `of_dense[r]` is the gradient of the loss on rank r with respect to the dense weights that the rank holds, and
+    `of_experts[r, e]` that of expert e, wherever it is. Small integers sum exactly.
+    """
+
+    def __init__(self, world: int, sizes: Sizes) -> None:
+        from labkit.comm.group_plan import groups_of_rank
+
+        numbers = np.random.default_rng(world + sum(sizes.values()))
+        self.world, self.groups = world, [groups_of_rank(rank, sizes, world) for rank in range(world)]
+        self.held = [int(np.flatnonzero(own["ep"] == rank)[0]) for rank, own in enumerate(self.groups)]
+        self.of_dense = numbers.integers(1, 9, (world, _WIDTH)) * 4.0
+        self.of_experts = numbers.integers(1, 9, (world, sizes["ep"], _WIDTH)) * 4.0
+
+    def losses(self, rank: int) -> int:
+        """Return the number of losses of which the step's loss is the mean."""
+        return len(self.groups[rank]["dp_cp"])
+
+    def local(self, rank: int) -> Array:
+        """Return what backward gives a rank for its experts: parts of the losses of all ranks of its ep group."""
+        return np.sum([self.of_experts[other, self.held[rank]] for other in self.groups[rank]["ep"]], axis=0)
+
+    def summed(self, rank: int, kind: str) -> Array:
+        """Return the sum over a kind of group of what backward gives for experts."""
+        return np.sum([self.local(other) for other in self.groups[rank][kind]], axis=0)
+
+    def right(self, rank: int) -> tuple[Array, Array]:
+        dense = np.sum([self.of_dense[other] for other in self.groups[rank]["dp_cp"]], axis=0)
+        return dense / self.losses(rank), self.summed(rank, "edp") / self.losses(rank)
+
+
+def _meanings(case: _Case, rank: int) -> dict[str, Array]:
+    """Return words for a misunderstanding -> the gradient of experts that it gives."""
+    own, losses, summed = case.groups[rank], case.losses(rank), case.summed(rank, "edp")
+    wrong = {
+        "this is the mean over the copies of the expert, but its rows came from all ranks of ep, so more losses are in "
+        "the sum than there are copies": summed / len(own["edp"]),
+        "the sum is not divided, and the loss of the step is a mean": summed,
+        "the group of the dense weights adds up gradients of different experts": case.summed(rank, "dp_cp") / losses,
+        "the mean over the group of the dense weights, whose ranks hold different experts": (
+            case.summed(rank, "dp_cp") / len(own["dp_cp"])
+        ),
+        "nobody has added up the copies, so they drift apart": case.local(rank) / losses,
+        "each rank keeps what its own backward gave; copies drift apart": case.local(rank),
+        "ranks of ep hold different experts, so their gradients must not be added": case.summed(rank, "ep") / losses,
+        "the ranks of ep hold different experts": case.summed(rank, "ep") / len(own["ep"]),
+        "ranks of tp share one loss, and so do the stages; count the losses, not the ranks": summed / case.world,
+        "ep ranks are counted, but each loss counts once, and there are dp cp of them": summed / len(own["ep"]),
+        "edp ep counts the ranks of a stage; ranks of tp share one loss": summed / (len(own["edp"]) * len(own["ep"])),
+    }
+    return {words: value for words, value in wrong.items() if not np.array_equal(value, case.right(rank)[1])}
+
+
+def _finished(answer: Any, case: _Case) -> list[tuple[Any, Any]]:
+    ranks = RankThreads(case.world)
+
+    def program(rank: int) -> tuple[Any, Any]:
+        groups = {kind: case.groups[rank][kind].tolist() for kind in _KINDS}
+        made = {kind: SimpleNamespace(name=kind, size=len(g), ranks=g) for kind, g in groups.items()}
+
+        def all_reduce(x: Any, group: Any) -> Array:
+            every = ranks.meet(rank, f"all_reduce over {group.name}", np.array(x, dtype=float))
+            return np.sum([every[other] for other in group.ranks], axis=0)
+
+        given = case.of_dense[rank].copy(), case.local(rank).copy()
+        dense, expert = answer(*given, SimpleNamespace(**made), all_reduce)
+        return np.asarray(dense, dtype=float), np.asarray(expert, dtype=float)
+
+    return ranks.run(program)
+
+
+@exercise(
+    "15.finish",
+    "Write finish(dense, expert, g, all_reduce) -> the complete gradients of the dense weights and of the experts.",
+)
+def finish(answer: Any) -> Iterator[Outcome]:
+    """Judge both gradients on every rank of five layouts: folded, with copies, without ep, in stages, with tp."""
+    for world, sizes in _RUNS:
+        case, found, error = _Case(world, sizes), [], ""
+        try:
+            found = _finished(answer, case)
+        except (Exception, SystemExit) as problem:
+            error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
+        for place, name in enumerate(("dense weights", "experts")):
+            yield holds(
+                f"{world} ranks, {_words(sizes)}: {name}",
+                "the gradient of one process on every rank",
+                lambda f=found, c=case, p=place, e=error: (e, e) if e else _judged(f, c, p),
+            )
+
+
+def _judged(found: list[tuple[Any, Any]], case: _Case, place: int) -> Finding:
+    for rank, each in enumerate(found):
+        value, right = each[place], case.right(rank)[place]
+        if value.shape == right.shape and np.allclose(value, right, 1e-12):
+            continue
+        if value.shape != right.shape:
+            return "shape", f"an array of shape {list(value.shape)} on rank {rank}; keep the shape {list(right.shape)}"
+        ratio = value / right
+        factor = f"{ratio[0]:.4g} times the right one" if np.allclose(ratio, ratio[0]) else "no multiple of it"
+        if place == 0:
+            reason = "dense weights have copies on all ranks of dp and cp, and as many losses are in the mean"
+        else:
+            wrong = _meanings(case, rank)
+            reason = next((words for words, other in wrong.items() if np.allclose(value, other, 1e-12)), "")
+        return reason or shown(value), f"{shown(value)} on rank {rank}, {factor}{f': {reason}' if reason else ''}"
     return True
 
 
-def _kept(tried: Callable[[], Any]) -> Any:
-    """Return the value, or the exception that was raised instead."""
+# ---- a layout for eight GPUs ----
+
+GPUS, SAMPLES, TOKENS = 8, 64, 32_768
+UNFOLDED, BEST = 32.17, 26.42
+"""Seconds of a step: the fastest layout that does not fold, though it may recompute, and the fastest of all that
+recompute nothing. `tests/unit/exercises/test_chapter_15.py` searches them anew."""
+_AXES = ("tp", "cp", "pp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    """What the plan says of a layout."""
+
+    seconds: float
+    gigabytes: float
+    available: float
+    parts: Mapping[str, float]
+
+
+def predicted(sizes: Mapping[str, int]) -> _Predicted:
+    """Return the plan's step and memory of DeepSeekMoE 16B with long sequences on eight H100s.
+
+    Microbatches of one sample, nothing recomputed, the optimizer sharded, sequence parallelism with tp. Raises
+    ValueError (or ConfigError, which is one) for an impossible layout.
+    """
+    split = {f"parallel.{axis}": sizes[axis] for axis in _AXES} | {"parallel.sequence_parallel": sizes["tp"] > 1}
+    batch = {"train.global_batch_size": SAMPLES, "train.micro_batch_size": 1, "model.seq_length": TOKENS}
+    batch |= {"optim.distributed_optimizer": True, "optim.overlap_param_gather": True}
+    config = presets.get("deepseek_moe_16b").override(split | batch)
+    machine = load_machine("h100")
+    workload = Workload(config, GPUS, software=machine.default_software)
+    step = predict_step(workload, machine)
+    need = fullest(workload, machine, schedule_of(workload.config, workload.microbatches))
+    return _Predicted(step.seconds, need.bytes / 1e9, (machine.memory_bytes - RESERVE) / 1e9, step.parts)
+
+
+@exercise(
+    "15.layout",
+    "Write layout() -> a dict with tp, cp, pp, ep and etp for DeepSeekMoE 16B with 32,768 tokens on eight H100s.",
+    ladder=True,
+)
+def layout(answer: Any) -> Iterator[Outcome]:
+    """Judge one layout four times: is it legal, does it fit, is it faster than any unfolded one, is it the fastest?"""
+    where = "8 H100s"
+    yield holds(where, "a layout that labkit accepts", lambda: _legal(answer()) or True)
+    yield holds(where, "it fits", lambda: _fits(answer()))
+    for most, words in ((UNFOLDED, "faster than every layout that doesn't fold"), (BEST, "as fast as any")):
+        yield holds(where, f"{words}: at most {most:.1f} s per step", lambda most=most: _fast(answer(), most))
+
+
+def _legal(sizes: Any) -> tuple[str, str] | None:
+    """Return what is wrong with a layout; None for a legal one."""
+    if not isinstance(sizes, Mapping) or set(sizes) != set(_AXES):
+        return "form", f"{shown(sizes)}: give a dict with {', '.join(_AXES)}"
+    if any(not isinstance(size, int) or size < 1 for size in sizes.values()):
+        return "form", f"{shown(sizes)}: sizes are whole numbers from 1 on"
+    if GPUS % (sizes["tp"] * sizes["cp"] * sizes["pp"]):
+        return "attention", f"tp cp pp is {sizes['tp'] * sizes['cp'] * sizes['pp']}, which does not divide {GPUS}"
+    if (GPUS // sizes["pp"]) % (sizes["etp"] * sizes["ep"]):
+        wide = sizes["etp"] * sizes["ep"]
+        return "experts", f"etp ep is {wide}, which does not divide the {GPUS // sizes['pp']} ranks of a stage"
     try:
-        return tried()
-    except (Exception, SystemExit) as error:
-        return error
+        predicted(sizes)
+    except ValueError as problem:
+        return "rejected", " ".join(str(problem).split())[:200]
+    return None
 
 
-def _unless_raised(value: Any) -> Any:
-    if isinstance(value, BaseException):
-        raise value
-    return value
+def _fits(sizes: Any) -> Finding:
+    if wrong := _legal(sizes):
+        return wrong
+    found = predicted(sizes)
+    if found.gigabytes <= found.available:
+        return True
+    if sizes["ep"] * sizes["etp"] == 1:
+        why = "each rank holds all experts of its layers"
+    elif sizes["tp"] * sizes["cp"] < 4:
+        why = "the experts are shared out, so what is left is activations of long sequences, which tp and cp cut"
+    else:
+        why = "weights or activations have to be cut once more"
+    return why, f"{found.gigabytes:.1f} GB of {found.available:.1f}: {why}"
 
 
-# ---- ranks of a layout ----
+def _fast(sizes: Any, most: float) -> Finding:
+    fits = _fits(sizes)
+    if fits is not True:
+        return fits
+    found = predicted(sizes)
+    if found.seconds <= most + 0.005:
+        return True
+    names = ("tp", "cp", "ep", "dp", "pp", "bubble")
+    largest = max(names, key=lambda part: found.parts.get(part, 0.0))
+    if sizes["etp"] > 1:
+        why = "etp cuts each expert's matrices, and its ranks add up in every layer; ep only moves rows"
+    elif largest == "bubble" and found.parts["bubble"] > 0.3:
+        why = "stages wait for each other; the experts are shared out by ep already"
+    else:
+        why = "tp and cp both cut activations, and the first step of each costs least"
+    cost = f"{largest} costs {found.parts.get(largest, 0.0):.1f} s of it"
+    return why, f"{found.seconds:.1f} s, and {cost}: {why}"
 
-_WORLDS: tuple[Sizes, ...] = (
-    {"tp": 1, "cp": 6, "pp": 2, "etp": 1, "ep": 4},
-    {"tp": 1, "cp": 8, "pp": 1, "etp": 1, "ep": 8},
-    {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 4},
-    {"tp": 2, "cp": 2, "pp": 4, "etp": 1, "ep": 64},
-    {"tp": 2, "cp": 3, "pp": 1, "etp": 2, "ep": 2},
+
+# ---- bets ----
+
+ask(
+    "15.gpus",
+    "Attention with cp 8, experts with ep 8, one pipeline stage, tp 1. How many GPUs does that need at least?",
+    choices={
+        "8": "The same eight GPUs can hold eight parts of a sequence and eight parts of the experts. Nothing forces "
+        "two ranks with different parts of a sequence to hold the same experts.",
+        "16": "More than one group of each kind isn't needed: the ranks of a cp group can share the experts out.",
+        "64": "That is true if ep is cut out of dp, as in GShard and DeepSpeed-MoE. Then all ranks of a cp group hold "
+        "the same experts.",
+    },
 )
-"""Two where neither product divides the other, tp cp = etp ep without and with a pipeline, and ep larger than tp cp."""
-
-
-@exercise("15.world", "Write smallest_world(tp, cp, pp, etp, ep) -> the fewest ranks that hold the folded layout.")
-def world(answer: Any) -> Iterator[Outcome]:
-    """Judge five layouts; the right answer is the smallest number of ranks that the library lays out."""
-    diagnosis = Diagnosis()
-    given = [_kept(lambda s=sizes: answer(**s)) for sizes in _WORLDS]
-    rows = [_misread_worlds(**sizes) for sizes in _WORLDS]
-    for sizes, value, row in zip(_WORLDS, given, fitting(given, rows)):
-        right = next(ranks for ranks in count(1) if _laid_out(ranks, sizes))
-        yield diagnosis.outcome(_words(sizes), right, lambda v=value: _unless_raised(v), row)
-
-
-def _misread_worlds(tp: int, cp: int, pp: int, etp: int, ep: int) -> Misreadings:
-    attention, experts = tp * cp, etp * ep
-    return {
-        "ep gets ranks of its own next to tp and cp, as without folding": attention * ep * pp,
-        "all sizes are multiplied; attention and experts share their ranks": attention * experts * pp,
-        "a stage has the larger product of ranks; it must be a multiple of the smaller one, too": (
-            pp * max(attention, experts)
-        ),
-        "experts are folded over the pipeline, too; a stage has experts of its own layers": lcm(
-            attention * pp, experts
-        ),
-        "this is one stage; the layout has pp of them": lcm(attention, experts),
-        "these are the ranks of attention; the experts need whole copies, too": pp * attention,
-        "these are the ranks of the experts; attention needs whole copies, too": pp * experts,
-    }
-
-
-# ---- place of an expert ----
-
-
-class _Place(NamedTuple):
-    rank: int
-    ranks: int
-    experts: int
-    sizes: Sizes
-
-
-_PLACES = (
-    _Place(5, 8, 8, {"tp": 1, "cp": 8, "pp": 1, "etp": 1, "ep": 8}),
-    _Place(13, 16, 8, {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 4}),
-    _Place(3, 16, 16, {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 8}),
-    _Place(14, 16, 4, {"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 2}),
-    _Place(21, 32, 6, {"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 2}),
+ask(
+    "15.adam",
+    "In every step the experts' gradients are n times too large (n is the size of ep). The optimizer is Adam, and "
+    "nothing is clipped. How far is the loss from the right one after 100 steps?",
+    choices={
+        "under 1 %": "Adam divides each gradient by the root of the mean of its squares. A factor that is the same in "
+        "every step is in both, and drops out.",
+        "1 to 20 %": "With plain gradient descent it would be in this range or further off. Adam divides a gradient by "
+        "its own size.",
+        "over 20 %, or it diverges": "A step that is n times too large would do that. But Adam's step doesn't grow "
+        "with the gradient.",
+    },
 )
-_PARTS = ("its experts", "the ranks that add up their gradients", "what the sum is divided by")
-
-
-@exercise(
-    "15.place",
-    "Write expert_place(rank, world_size, num_experts, *, tp, cp, pp, etp, ep) -> (experts, ranks, divisor).",
+ask(
+    "15.memory",
+    "cp 8 on eight GPUs, the optimizer states sharded over the copies. By what factor does ep 8 shrink the experts' "
+    "weights, gradients and optimizer states on a GPU, compared with ep 1?",
+    misread=lambda: {
+        "The weights and gradients shrink so much. But with ep 1 there are eight copies of each expert, over which the "
+        "optimizer states were sharded already.": 8.0,
+        "They would, if the optimizer states were all: those are sharded over the same eight GPUs either way.": 1.0,
+        "Those are the bytes of a weight with ep 1. With ep 8 a weight costs 18/8 = 2.25 bytes on a GPU.": 7.5,
+    },
+    unit="times",
+    because="With ep 1 a GPU holds all experts, at 6 + 12/8 = 7.5 bytes per weight. With ep 8 it holds an eighth of "
+    "them, at 18 bytes, since there are no copies left: 2.25 bytes per weight.",
 )
-def place(answer: Any) -> Iterator[Outcome]:
-    """Judge three questions about each of five layouts in the order tp-cp-ep-dp-pp, each a case of its own."""
-    diagnosis = Diagnosis()
-    kept = [_kept(lambda c=case: _three(answer(c.rank, c.ranks, c.experts, **c.sizes))) for case in _PLACES]
-    given = [[each] * len(_PARTS) if isinstance(each, BaseException) else each for each in kept]
-    columns = zip(*given)
-    misread = [fitting(column, list(map(read, _PLACES))) for column, read in zip(columns, _MISREAD)]
-    for case, parts, rows in zip(_PLACES, given, zip(*misread)):
-        words = f"rank {case.rank} of {case.ranks}, {case.experts} experts, {_words(case.sizes)}"
-        for index, (value, right) in enumerate(zip(parts, _right(case))):
-            asked = f"{words}: {_PARTS[index]}"
-            outcome = diagnosis.outcome(asked, right, lambda v=value: _unless_raised(v), rows[index])
-            failed = not outcome.passed and not isinstance(value, BaseException)
-            yield _with_consequence(outcome, _CONSEQUENCES[index](value, case)) if failed else outcome
-
-
-def _with_consequence(outcome: Outcome, words: str) -> Outcome:
-    """Return the outcome with a finding that also says what the answer would do to a gradient."""
-    value, colon, reason = outcome.got.partition(": ")
-    return replace(outcome, got=f"{value}, {words}{colon}{reason}") if words else outcome
-
-
-def _right(case: _Place) -> tuple[list[int], list[int], int]:
-    dense, expert = rank_generators(world_size=case.ranks, **case.sizes)
-    copies = expert.group_of("dp", case.rank).tolist()
-    return _held(case, expert.coordinates(case.rank)["ep"]), copies, dense.sizes["dp"] * dense.sizes["cp"]
-
-
-def _held(case: _Place, number: int) -> list[int]:
-    """Return the number-th of ep equal parts of the experts."""
-    each = case.experts // case.sizes["ep"]
-    return list(range(number * each, (number + 1) * each))
-
-
-def _inside(case: _Place) -> tuple[int, int, int]:
-    """Return (ranks of a stage, first rank of this rank's stage, place in it)."""
-    stage = case.ranks // case.sizes["pp"]
-    return stage, case.rank // stage * stage, case.rank % stage
-
-
-def _misread_experts(case: _Place) -> Misreadings:
-    tp, cp, etp, ep = (case.sizes[axis] for axis in ("tp", "cp", "etp", "ep"))
-    _, _, inside = _inside(case)
-    return {
-        "these are all experts; each rank of ep holds a part of them": list(range(case.experts)),
-        "without folding ep is a part of dp; here it takes all ranks of the stage": _held(
-            case, inside // (tp * cp) % ep
-        ),
-        "the digit of etp is faster than that of ep: neighbours hold shards of the same expert": _held(
-            case, inside % ep
-        ),
-        "the digit of ep is counted over all stages; etp comes first, then ep": _held(case, case.rank % ep),
-        "experts are dealt out in turn; the i-th rank of ep holds the i-th part of the list": list(
-            range(inside // etp % ep, case.experts, ep)
-        ),
-    }
-
-
-def _misread_copies(case: _Place) -> Misreadings:
-    tp, cp, etp, ep = (case.sizes[axis] for axis in ("tp", "cp", "etp", "ep"))
-    stage, start, inside = _inside(case)
-    edp = stage // (etp * ep)
-    whole = range(start, start + stage)
-    dense, expert = rank_generators(world_size=case.ranks, **case.sizes)
-    number = inside // (tp * cp) % ep
-    return {
-        "this is the whole stage; most of its ranks hold other experts": list(whole),
-        "the group of attention's weights (dp x cp) adds up gradients of different experts": (
-            dense.group_of("dp-cp", case.rank).tolist()
-        ),
-        "copies along dp are copies of attention": dense.group_of("dp", case.rank).tolist(),
-        "these ranks exchange tokens (ep), and hold different experts": expert.group_of("ep", case.rank).tolist(),
-        "the stride of edp is etp ep, the product of the sizes to its left, not etp edp": [
-            start + inside % (etp * edp) + i * etp * edp for i in range(edp)
-        ],
-        "without folding the ranks of cp hold the same experts; here they do not": [
-            rank for rank in whole if (rank - start) // (tp * cp) % ep == number
-        ],
-        "copies are taken for neighbours; etp and ep are faster than edp": [
-            start + inside // edp * edp + i for i in range(edp)
-        ],
-        "the first rank of the stage is not added": list(range(inside % (etp * ep), stage, etp * ep)),
-    }
-
-
-def _misread_divisors(case: _Place) -> Misreadings:
-    dense, expert = rank_generators(world_size=case.ranks, **case.sizes)
-    stage = case.ranks // case.sizes["pp"]
-    return {
-        "averaged over edp, but the all-to-all brought home what the tokens of all ranks of ep contributed": (
-            expert.sizes["dp"]
-        ),
-        "ranks of tp share one loss, so they do not count": stage,
-        "all ranks are counted, with tp and the other stages": case.ranks,
-        "ranks of cp have losses of their own, so they count": dense.sizes["dp"],
-        "this counts the ranks of ep; each loss counts once, and there are dp cp of them": case.sizes["ep"],
-        "the sum is not divided": 1,
-    }
-
-
-def _factor(value: Any, case: _Place) -> str:
-    """Say by how much the gradient would be wrong."""
-    right = _right(case)[2]
-    if not isinstance(value, (int, float)) or value <= 0 or value == right:
-        return ""
-    large = value < right
-    times = right / value if large else value / right
-    return f"which makes the gradient {times:g} times too {'large' if large else 'small'}"
-
-
-def _lost_or_mixed(value: Any, case: _Place) -> str:
-    """Name the first rank whose gradients would be lost, or mixed in although it has other experts."""
-    right = _right(case)[1]
-    given = [rank for rank in plain(value) if isinstance(rank, int)]
-    for rank in sorted({*right, *given}):
-        if rank in right and rank not in given:
-            return f"which loses the gradients of rank {rank}"
-        if rank not in right:
-            if not 0 <= rank < case.ranks:
-                return f"but there is no rank {rank}"
-            held = _right(case._replace(rank=rank))[0]
-            stage, start, _ = _inside(case)
-            alien = "of another stage" if rank // stage != start // stage else f"that holds {_experts(held, case)}"
-            return f"which mixes in the gradients of rank {rank} {alien}"
-    return "which is not in ascending order" if given != right else ""
-
-
-def _experts(held: list[int], case: _Place) -> str:
-    if held == _right(case)[0]:
-        return "another shard"
-    return f"expert {held[0]}" if len(held) == 1 else f"experts {held[0]} to {held[-1]}"
-
-
-def _three(value: Any) -> tuple[Any, Any, Any]:
-    """Split a returned value into (experts, ranks, divisor)."""
-    if not isinstance(value, (tuple, list)) or len(value) != 3:
-        raise ValueError(f"the answer is {value!r}; return (experts, ranks, divisor)")
-    experts, ranks, divisor = value
-    return list(experts), list(ranks), divisor
-
-
-_MISREAD = (_misread_experts, _misread_copies, _misread_divisors)
-_CONSEQUENCES: tuple[Callable[[Any, _Place], str], ...] = (lambda value, case: "", _lost_or_mixed, _factor)
-"""What a wrong answer does to a gradient, one function for each of `_PARTS`."""
-
-
-# ---- safe order strings ----
-
-
-class _Order(NamedTuple):
-    order: str
-    world: int
-    sizes: Sizes
-
-
-_HALF = {"tp": 2, "cp": 1, "pp": 2, "etp": 1, "ep": 2}
-_ORDERS = (
-    _Order("tp-pp-cp-ep-dp", 8, _HALF),
-    _Order("tp-cp-ep-dp-pp", 8, _HALF),
-    _Order("pp-dp-tp-cp-ep", 8, _HALF | {"ep": 4}),
-    _Order("tp-ep-pp-cp-dp", 8, _HALF),
-    _Order("tp-cp-ep-pp-dp", 16, {"tp": 2, "cp": 2, "pp": 2, "etp": 1, "ep": 4}),
-    _Order("tp-ep-pp-dp-cp", 16, {"tp": 2, "cp": 1, "pp": 2, "etp": 2, "ep": 2}),
-    _Order("dp-pp-tp-cp-ep", 24, {"tp": 2, "cp": 3, "pp": 2, "etp": 1, "ep": 3}),
-    _Order("ep-pp-tp-cp-dp", 8, {"tp": 2, "cp": 1, "pp": 1, "etp": 1, "ep": 4}),
+ask(
+    "15.nodes",
+    "The same model, groups of the same sizes, a large batch. Which numbering of the ranks sends more between the "
+    "nodes?",
+    choices={
+        "ep across nodes": "Rows travel for every sample and layer, gradients once in a step. With many samples it's "
+        "the rows that have to stay inside a node.",
+        "copies across nodes": "The experts are most of the model, so their gradients are many bytes. But they are "
+        "paid once in a step, and rows for every sample.",
+        "both the same": "They would be the same if all groups were inside a node, or none.",
+    },
 )
-"""Equal copies but unsafe; two that need no look at sizes; products left of pp that agree, twice; two that disagree;
-one stage."""
-
-
-@exercise(
-    "15.safe", "Write safe(order, world, tp, cp, pp, etp, ep) -> True if both numberings have the same pipelines."
-)
-def safe(answer: Any) -> Iterator[Outcome]:
-    """Judge eight orders; rejecting a safe one and accepting an unsafe one are two reasons, each shown once."""
-    right = [_laid_out(case.world, case.sizes, order=case.order) for case in _ORDERS]
-    given: list[Any] = []
-    for case in _ORDERS:
-        try:
-            given.append(answer(case.order, case.world, **case.sizes))
-        except (Exception, SystemExit) as error:
-            given.append(error)
-    belief = next((words for words, rule in _RULES.items() if [rule(case) for case in _ORDERS] == given), "")
-    named = False
-    for case, expected, value in zip(_ORDERS, right, given):
-        kind, finding = _verdict(case, expected, value)
-        if kind and belief and not named:
-            finding, named = f"{finding}: {belief}", True
-        yield holds(
-            f"{case.order} on {case.world} ranks, {_words(case.sizes)}",
-            f"{expected}",
-            lambda kind=kind, finding=finding: (kind, finding),
-        )
-
-
-def _verdict(case: _Order, expected: bool, value: Any) -> tuple[str, str]:
-    """Return (kind of mistake, sentence); both empty for a right answer."""
-    if isinstance(value, BaseException):
-        return "raised", f"{type(value).__name__}: {' '.join(str(value).split())[:200]}"
-    if not isinstance(value, bool):
-        return "form", f"{shown(value)}: give True or False"
-    if value == expected:
-        return "", ""
-    if expected:
-        return "strict", "False, which rejects a safe order: both numberings put every rank into the same pipeline"
-    attention, experts = (_stages(case, side) for side in (0, 1))
-    rank = next(rank for rank in range(case.world) if attention[rank] != experts[rank])
-    held = f"rank {rank} would hold attention of stage {attention[rank]} and experts of stage {experts[rank]}"
-    return "unsafe", f"True, and {held}"
-
-
-def _sides(case: _Order) -> tuple[Sizes, Sizes]:
-    """Return the sizes of the axes in the case's order, for attention and for the experts."""
-    s, axes = case.sizes, case.order.split("-")
-    stage = case.world // s["pp"]
-    attention = {"tp": s["tp"], "cp": s["cp"], "ep": 1, "dp": stage // (s["tp"] * s["cp"]), "pp": s["pp"]}
-    experts = {"tp": s["etp"], "cp": 1, "ep": s["ep"], "dp": stage // (s["etp"] * s["ep"]), "pp": s["pp"]}
-    return {axis: attention[axis] for axis in axes}, {axis: experts[axis] for axis in axes}
-
-
-def _left_of_pp(case: _Order, side: int) -> int:
-    """Return the stride of pp."""
-    sizes = _sides(case)[side]
-    return prefix_product(list(sizes.values()))[list(sizes).index("pp")]
-
-
-def _stages(case: _Order, side: int) -> list[int]:
-    stride, pp = _left_of_pp(case, side), case.sizes["pp"]
-    return [rank // stride % pp for rank in range(case.world)]
-
-
-def _one_axis_at_pp(case: _Order) -> bool:
-    axes = case.order.split("-")
-    beside = axes[max(axes.index("pp") - 1, 0)]
-    attention, experts = _sides(case)
-    return attention[beside] == experts[beside]
-
-
-_RULES: dict[str, Callable[[_Order], bool]] = {
-    "only orders that end in pp pass; the two strides of pp can agree in other orders, too": lambda case: (
-        case.order.endswith("pp")
-    ),
-    "only orders with pp at an end pass; in the middle the sizes decide": lambda case: (
-        case.order.startswith("pp") or case.order.endswith("pp")
-    ),
-    "equal numbers of copies (dp and edp) are asked for, which say nothing about the stride of pp": lambda case: (
-        _sides(case)[0]["dp"] == _sides(case)[1]["dp"]
-    ),
-    "every order passes; one order string gives two strides of pp, since sizes differ": lambda case: True,
-    "only the axis before pp is compared; the stride is the product of all axes before it": _one_axis_at_pp,
-    "a layout with one stage has one pipeline per rank, so any order is safe": lambda case: (
-        case.sizes["pp"] > 1 and _left_of_pp(case, 0) == _left_of_pp(case, 1)
-    ),
-}
-"""Words for a misunderstanding -> the answer that it gives in a case."""

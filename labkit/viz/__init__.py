@@ -68,10 +68,9 @@ if TYPE_CHECKING:
     from labkit.viz.layer_memory import layer_areas as layer_areas
     from labkit.viz.layer_memory import memory_over_time as memory_over_time
     from labkit.viz.layer_messages import layer_timelines as layer_timelines
-    from labkit.viz.layout.expert_costs import expert_costs as expert_costs
+    from labkit.viz.layout.arcs import fold_arcs as fold_arcs
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid
-    from labkit.viz.layout.folding import folded_digits as folded_digits
     from labkit.viz.layout.node_placements import placed_ranks as placed_ranks
     from labkit.viz.layout.order_comparison import compare_orders as compare_orders
     from labkit.viz.layout.rank_grids import explore_layout as explore_layout

@@ -73,8 +73,7 @@ CASES = {
             "dp [1, 5] on 1 node": "dp [1, 5] on 2 nodes",
         },
     ),
-    # cp = ep = 4: 4 x 4 ranks without folding on 2 nodes of 8, ep with stride 4 (0, 4 | 8, 12) across them; 4 ranks
-    # folded, one node that has no more
+    # cp = ep = 4: 4 x 4 ranks on 2 nodes of 8. By the rule ep has stride 4 (0, 4 | 8, 12), across the nodes
     "15_moe_folding": Case(
         {"world_size": 4},
         {
@@ -83,15 +82,8 @@ CASES = {
                 "16 ranks on 2 nodes of 8, not folded: attention cp 4 dp 4, experts ep 4 edp 4; cp groups all inside a "
                 "node; ep groups all across nodes"
             ),
-            "8 ranks on 1 node of 8: attention cp 8, experts ep 8": (
-                "4 ranks on 1 node of 4: attention cp 4, experts ep 4"
-            ),
-            # 4 experts of 8 x 8 numbers; rows of 16 tokens as before
-            "cp 8, folded: ep 8: 512 weights, 4,096 rows, 0 gradients": (
-                "cp 4, folded: ep 4: 512 weights, 4,096 rows, 0 gradients"
-            ),
-            "cp 8, not folded: ep 1: 4,096 weights, 0 rows, 4,096 gradients": (
-                "cp 4, not folded: ep 1: 2,048 weights, 0 rows, 2,048 gradients"
+            "64 ranks on 8 nodes of 8: attention cp 8 dp 8, experts ep 8 edp 8": (
+                "16 ranks on 2 nodes of 8: attention cp 4 dp 4, experts ep 4 edp 4"
             ),
         },
     ),
@@ -396,8 +388,8 @@ EXTREMES = [
     ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50, "fault": 99}),
     ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "fault": 0}),
     ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "fault": 99}),
-    ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "hunt": 0}),
-    ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256, "hunt": 99}),
+    ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "fault": 0}),
+    ("15_moe_folding", {"world_size": 12, "gpus_per_node": 64, "tokens_per_rank": 256, "fault": 99}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8, "fault": 0}),
     ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512, "fault": 99}),
     ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "fault": 0}),

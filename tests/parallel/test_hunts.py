@@ -718,6 +718,53 @@ def test_12_a_run_with_late_gradients_hangs_and_every_rank_waits_in_a_receive() 
         assert f"rank {rank}: waiting in recv pp" in str(report.value)
 
 
+# ---- 15 ----
+
+FOLDED = presets.tiny_moe().override(
+    {
+        "model.layers": 2, "model.hidden": 32, "model.heads": 4, "model.seq_length": 16, "moe.num_experts": 4,
+        "moe.ffn_hidden": 64, "global_batch_size": 4, "train.steps": 1, "train.eval_steps": 0,
+        "train.record_events": False, "parallel.cp": 2, "parallel.ep": 2, "parallel.pp": 1, "optim.precision": "fp64",
+    }
+)  # fmt: skip
+
+
+def folded() -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Bytes that this rank gave in each group of a step, and whom it meets for experts."""
+    groups = initialize_model_parallel(FOLDED.parallel)
+    with CommLedger() as ledger:
+        pretrain(FOLDED)
+    given: Counter[str] = Counter()
+    for record in ledger.records:
+        given[record.group] += record.bytes
+    return dict(given), {group.name: group.ranks for group in (groups.cp, groups.ep, groups.edp)}
+
+
+def test_15_each_fault_shows_in_the_microscope_in_the_ledger_or_in_the_groups() -> None:
+    faults = hunt_of("15").faults
+    with Ranks(4, device="cpu", backend="gloo") as own:
+        found = {name: runs[1] for name, runs in with_each_fault(own, "15", folded).items()}
+    given, met = found[CLEAN]
+    assert met == {"cp": (0, 1), "ep": (0, 1), "edp": (1, 3)}
+    moved = {name: ranks for name, (_, ranks) in found.items() if ranks != met}
+    assert moved == {"copies alone": met | {"edp": (1,)}, "copies as neighbours": met | {"ep": (1, 3), "edp": (0, 1)}}
+    assert {name for name, (sent, _) in found.items() if sent.get("edp", 0) != given["edp"]} == {
+        "copies alone", "experts with dense",
+    }  # fmt: skip
+    mixed = found["experts with dense"][0]
+    assert mixed["dp_cp"] == given["dp_cp"] + given["edp"]
+    assert found["rows stay"][0]["ep"] < 0.6 * given["ep"] and found["mean over copies"] == found[CLEAN]
+
+    layout = [{"cp": 2, "ep": 2, "world_size": 4}]
+    off = {}
+    for number, fault in enumerate(faults):
+        row = compare(FOLDED, layout, steps=1, pretrain=Planted("15", number, pretrain), device="cpu").rows[0]
+        assert search(fault.answers["first"], row.first_difference or "none"), fault.name
+        assert row.loss_diff < 1e-10 and bool(row.disagreements) == (fault.name == "copies alone"), fault.name
+        off[fault.name] = row.grad_diff
+    assert off["mean over copies"] == pytest.approx(1) == off["experts with dense"]
+
+
 # ---- 16 ----
 
 

@@ -32,7 +32,7 @@ from labkit.models.t5.t5_model import T5Model
 from labkit.moe.balance import AuxLossAutoScaler
 from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
-from labkit.parallel.data_parallel import distributed_data_parallel, distributed_optimizer, gradients
+from labkit.parallel.data_parallel import distributed_data_parallel, distributed_optimizer, grad_buffers, gradients
 from labkit.parallel.data_parallel.grad_buffers import Reduction
 from labkit.parallel.data_parallel.param_gather import ParamGather
 from labkit.parallel.vocab import cross_entropy
@@ -47,7 +47,8 @@ from labkit.train import bert_step
 from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "16", "17", "18", "19", "21", "22",
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "15", "16", "17", "18", "19", "21",
+    "22",
     "24",
 )  # fmt: skip
 CHANGED = (
@@ -57,7 +58,7 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model, chunks, execution,
+    CrossAttention, T5Model, chunks, execution, grad_buffers,
 )  # fmt: skip
 """Everything that a fault may change."""
 

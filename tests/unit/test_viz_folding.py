@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.patches import Arc
 
 from labkit.parallel import GROUP_TOKENS, RankGenerator, all_groups
-from labkit.viz import explore_folding, fold_grid, folded_digits
+from labkit.viz import explore_folding, fold_arcs, fold_grid
 from labkit.viz.layout.folding import readings
 
 AXES = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
@@ -71,18 +72,20 @@ def test_one_colour_is_one_job_and_every_cell_names_its_digits() -> None:
         assert [label.get_text() for label in axes.texts][13] == text
 
 
-def test_digits_mark_the_ranks_whose_pipelines_differ() -> None:
-    good = folded_digits({"tp": 2, "pp": 2, "etp": 1, "ep": 2}, world_size=8)
-    assert good.sentence == (
-        "8 ranks: attention tp 2 in steps of 1, dp 2 in steps of 2, pp 2 in steps of 4; experts ep 2 in steps of 1, "
-        "edp 2 in steps of 2, pp 2 in steps of 4; both put every rank into the same pipeline."
+def test_arcs_join_every_two_ranks_of_a_group_and_name_both_jobs() -> None:
+    figure = fold_arcs(
+        {
+            "naive": {"world_size": 4, "cp": 2, "ep": 2, "folded": False},
+            "folded": {"world_size": 4, "cp": 2, "ep": 4},
+        }
     )
-    # tp-pp-...: attention's stage is (rank // 2) % 2, the experts' rank % 2: they differ where the last two bits do
-    bad = folded_digits({"tp": 2, "pp": 2, "etp": 1, "ep": 2, "order": "tp-pp-cp-ep-dp"}, world_size=8)
-    assert bad.sentence.endswith("the pipelines differ: ranks 1, 2, 5, 6 would be in two stages at once.")
-    framed = [patch for patch in bad.fig.axes[0].patches if not patch.get_fill()]
-    assert sorted(int(patch.get_x()) for patch in framed) == [1, 1, 2, 2, 5, 5, 6, 6]
-    assert [patch for patch in good.fig.axes[0].patches if not patch.get_fill()] == []
+    assert figure.sentence == ("naive: cp [0, 1] [2, 3], ep [0, 2] [1, 3]; folded: cp [0, 1] [2, 3], ep [0, 1, 2, 3].")
+    for axes, arcs, experts in zip(
+        figure.fig.axes, (2 + 2, 2 + 6), (["e0d0", "e0d1", "e1d0", "e1d1"], ["e0", "e1", "e2", "e3"])
+    ):
+        assert sum(isinstance(patch, Arc) for patch in axes.patches) == arcs
+        texts = [text.get_text() for text in axes.texts]
+        assert set(experts) | {"c0d0", "c1d0", "c0d1", "c1d1", "attention", "arcs: ep"} <= set(texts)
 
 
 def test_controls_follow_the_sizes_and_hide_the_picture_where_a_layout_cannot_be(monkeypatch) -> None:

@@ -64,10 +64,6 @@ def placement(layers: int, pp: int, chunks: int) -> Any:
     return viz.layer_placement(schedule, stage_contents(presets.tiny().override({"model.layers": layers}), pp * chunks))
 
 
-def expert_bytes(layouts: int, rows: int) -> dict[str, dict[str, float]]:
-    return {f"cp 22, not folded: ep {i}": {"weights": 512, "rows": rows, "gradients": 0} for i in range(layouts)}
-
-
 def tp_block(size: int, bytes_: int) -> Any:
     parts = (
         ("attention.proj", "forward"),
@@ -294,17 +290,16 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.cut_matrices("mlp", 32, 512, 8, backward=True),
     ),
     "dispatch_steps": (lambda: viz.dispatch_steps(maps(2, 1, 2, 2)), lambda: viz.dispatch_steps(maps(8, 2, 16, 2))),
-    "expert_costs": (
-        lambda: viz.expert_costs(expert_bytes(1, 32)),
-        lambda: viz.expert_costs(*[expert_bytes(8, 10**6)] * 2),
+    "fold_arcs": (
+        lambda: viz.fold_arcs({"two GPUs": {"world_size": 2, "cp": 2, "ep": 2}}),
+        lambda: viz.fold_arcs({
+            "eight": {"world_size": 8, "tp": 2, "cp": 2, "ep": 8, "etp": 1},
+            "sixteen": {"world_size": 16, "cp": 16, "ep": 16},
+        }),
     ),
     "fold_grid": (
         lambda: viz.fold_grid({"cp": 4, "ep": 4}, world_size=4, gpus_per_node=1),
         lambda: viz.fold_grid({"cp": 22, "ep": 22}, world_size=484, gpus_per_node=64, folded=False),
-    ),
-    "folded_digits": (
-        lambda: viz.folded_digits({"ep": 2}, world_size=2),
-        lambda: viz.folded_digits({"tp": 2, "cp": 2, "pp": 2, "etp": 1, "ep": 8}, world_size=16),
     ),
     "gantt": (
         lambda: viz.gantt(simulate(one_f_one_b(2, 1)), memory=True, unit="forwards"),

@@ -42,7 +42,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: viz.fold_grid({"cp": 8, "ep": 8}, world_size=8, folded=False), "ep 8 does not divide dp 1"),
     (lambda: viz.fold_grid({"tp": 2, "ep": 2, "etp": 1}, world_size=8, folded=False), "etp is 1, tp 2"),
     (lambda: viz.fold_grid({}, world_size=1024), "1024 ranks make cells too small"),
-    (lambda: viz.folded_digits({}, world_size=33), "33 ranks make too many columns"),
+    (lambda: viz.fold_arcs({"wide": {"world_size": 17}}), r"at most 16 GPUs; got \[17\]"),
+    (lambda: viz.fold_arcs({}), "give 1 layout or more"),
     (lambda: viz.gantt([]), "nothing to draw"),
     (lambda: viz.gantt(simulate(one_f_one_b(64, 816))), r"104,448 actions are more than a picture can show"),
     (

@@ -1,43 +1,29 @@
 """Solutions of chapter 15, MoE folding."""
 
-from math import lcm, prod
-
 from labkit.check.solution_source import solves
 
 
-@solves("15.world")
-def smallest_world(tp, cp, pp, etp, ep):
-    """A stage must be a whole number of attention's copies and of the experts' copies;
-    there are pp of them."""
-    return pp * lcm(tp * cp, etp * ep)
-
-
-def held(number, num_experts, ep):
-    each = num_experts // ep
-    return list(range(number * each, (number + 1) * each))
-
-
-@solves("15.place")
-def expert_place(rank, world_size, num_experts, *, tp, cp, pp, etp, ep):
-    """Inside its stage a rank is etp + etp size * (ep + ep size * edp); the divisor is
-    that of the dense gradients."""
-    stage = world_size // pp
-    start, inside = rank // stage * stage, rank % stage
-    copies = [start + other for other in range(inside % (etp * ep), stage, etp * ep)]
-    return held(inside // etp % ep, num_experts, ep), copies, stage // tp
-
-
-def strides_of_pp(order, world, tp, cp, pp, etp, ep):
-    """In attention's numbering, and in the experts'."""
+@solves("15.digits")
+def expert_digits(rank, world, tp, cp, pp, etp, ep):
+    """tp and cp say nothing about the experts: inside its stage a rank is etp + etp size * (ep + ep size * edp)."""
     stage = world // pp
-    attention = {"tp": tp, "cp": cp, "ep": 1, "dp": stage // (tp * cp)}
-    experts = {"tp": etp, "cp": 1, "ep": ep, "dp": stage // (etp * ep)}
-    left = order.split("-")[: order.split("-").index("pp")]
-    return [prod(sizes[axis] for axis in left) for sizes in (attention, experts)]
+    inside = rank % stage
+    return {
+        "etp": inside % etp,
+        "ep": inside // etp % ep,
+        "edp": inside // (etp * ep),
+        "pp": rank // stage,
+    }
 
 
-@solves("15.safe")
-def safe(order, world, tp, cp, pp, etp, ep):
-    """Equal strides of pp give equal pipelines; one stage is one pipeline per rank."""
-    attention, experts = strides_of_pp(order, world, tp, cp, pp, etp, ep)
-    return pp == 1 or attention == experts
+@solves("15.finish")
+def finish(dense, expert, g, all_reduce):
+    """Every loss of dp x cp is in both sums once, so both are divided by their number."""
+    losses = g.dp_cp.size
+    return all_reduce(dense, g.dp_cp) / losses, all_reduce(expert, g.edp) / losses
+
+
+@solves("15.layout")
+def layout():
+    """Experts over all eight GPUs; of the other axes a little of each, as tp and cp cost most when they are large."""
+    return {"tp": 2, "cp": 2, "pp": 1, "ep": 8, "etp": 1}

@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.patches import Rectangle
 
 from labkit.comm.mixed_radix import as_size
 from labkit.comm.rank_generator import DEFAULT_ORDER, RankGenerator, rank_generators
 from labkit.viz.figure import Figure
 from labkit.viz.layout.rank_grids import Grid, nodes_in_words
 from labkit.viz.live import LiveFigure, is_live, whole_number, words
-from labkit.viz.style import box, color, mixed, new_figure, nth_style, styled
+from labkit.viz.style import new_figure, nth_style, styled
 
 _SIZES = ("tp", "cp", "pp", "etp", "ep")
 MAX_DRAWN = 512
 """Most ranks that `fold_grid` draws."""
-MAX_DIGITS = 32
-"""Most ranks that `folded_digits` draws, because each is a column of digits."""
 _EXPERT_NAMES = {"tp": "etp", "dp": "edp"}
 """Axes of the expert generator -> the names that their groups have."""
 
@@ -65,22 +62,19 @@ class Reading:
         return _sizes_in_words(self.sizes, self.digits)
 
 
-def readings(
-    sizes: Mapping[str, Any], world_size: int, *, folded: bool = True, same_pipelines: bool = True
-) -> tuple[Reading, Reading]:
+def readings(sizes: Mapping[str, Any], world_size: int, *, folded: bool = True) -> tuple[Reading, Reading]:
     """Return attention's and the experts' reading of the ranks 0 to world_size - 1.
 
     sizes: any of tp, cp, pp, ep, etp, order, as for `rank_generators`.
     folded: False gives the experts the groups that they had before folding: ep is cut out of dp, etp is tp, and copies
         of an expert are the ranks of cp and what is left of dp.
-    same_pipelines: reject a layout that puts a rank into two different pipelines; False shows the layout instead.
 
     Raises ValueError as `rank_generators` does, and without folding also if ep does not divide dp, or etp is not tp.
     """
     given = dict(sizes)
     order = given.pop("order", DEFAULT_ORDER)
     plain = rank_generators(world_size=world_size, **given)  # the usual order never disagrees: this finds dp and edp
-    if same_pipelines and folded:
+    if folded:
         dense, expert = rank_generators(world_size=world_size, **given, order=order)
     else:
         dense, expert = (RankGenerator(**each.sizes, order=order) for each in plain)
@@ -152,11 +146,16 @@ def _colour(axes: Any, grid: Grid, reading: Reading) -> None:
     title = f"{reading.name}: {reading.words}\ncolour: {jobs_by}\nlines separate {parted}"
     axes.set_title(title, loc="left", fontsize=8.5)
     jobs = reading.number(reading.job_axes)
-    shown = [axis for axis in reading.digits if reading.sizes[axis] > 1]
     for rank, job in enumerate(jobs.tolist()):
-        letters = "".join(f"{_LETTERS[axis]}{reading.digits[axis][rank]}" for axis in shown)
+        letters = letters_of(reading, rank)
         grid.draw(axes, rank, *nth_style(job), _cell_text(rank, letters), size=7 if len(letters) <= 5 else 6)
     grid.outline(axes, reading.groups(*reading.job_axes), width=2.2)
+
+
+def letters_of(reading: Reading, rank: int, without: Sequence[str] = ()) -> str:
+    """Return the digits of a rank along the axes larger than 1, each after its letter, as in `c3d0`."""
+    shown = [axis for axis in reading.digits if reading.sizes[axis] > 1 and axis not in without]
+    return "".join(f"{_LETTERS[axis]}{reading.digits[axis][rank]}" for axis in shown)
 
 
 def _cell_text(rank: int, letters: str) -> str:
@@ -173,72 +172,6 @@ def _crossing(grid: Grid, groups: list[list[int]]) -> str:
     if not crossing:
         return "all inside a node"
     return "all across nodes" if crossing == len(groups) else f"{crossing} of {len(groups)} across nodes"
-
-
-# ---- the digits, one column per rank ----
-
-
-def folded_digits(sizes: Mapping[str, Any], *, world_size: int) -> Figure:
-    """Draw both readings as digits: a column for each rank, a row for each axis, the fastest axis first.
-
-    Ranks that differ only in the digit of one row are a group of that axis. A frame marks each rank whose two rows `pp`
-    differ, because such a rank would hold attention of one stage and experts of another. Raises ValueError for a world
-    that does not factor, and for more than MAX_DIGITS ranks.
-    """
-    if world_size > MAX_DIGITS:
-        raise ValueError(f"{world_size} ranks make too many columns; draw at most {MAX_DIGITS}")
-    both = readings(sizes, world_size, same_pipelines=False)
-    clash = np.flatnonzero(both[0].digits["pp"] != both[1].digits["pp"]).tolist()
-    with styled():
-        fig = new_figure(min(8.6, 0.34 * world_size + 2.6), 0.27 * 8 + 0.75)
-        axes = fig.subplots()
-        top, ticks = 0.0, []
-        for reading in both:
-            for axis, digits in reading.digits.items():
-                _row(axes, top, axis, digits, reading.sizes[axis])
-                ticks.append((top + 0.5, f"{axis} {reading.sizes[axis]}"))
-                top += 1
-            axes.text(world_size + 0.25, top - len(reading.digits) / 2, reading.name, va="center", fontsize=9)
-            top += 0.45
-        _mark(axes, both, clash)
-        axes.set(xlim=(-0.05, world_size + 0.05), ylim=(top - 0.4, -0.05), xlabel="rank")
-        axes.set_xticks(np.arange(world_size) + 0.5, [str(rank) for rank in range(world_size)])
-        axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    return Figure(fig, f"{world_size} ranks: {_strides(both[0])}; {_strides(both[1])}; {_agreement(clash)}.")
-
-
-def _row(axes: Any, top: float, axis: str, digits: np.ndarray, size: int) -> None:
-    for rank, digit in enumerate(digits.tolist()):
-        fill = mixed(color(axis), 0.75 * (1 - (digit + 1) / size)) if size > 1 else "#EEEEEE"
-        box(axes, (rank, top), 1, 1, fill, str(digit), edgecolor="#FFFFFF", linewidth=0.8)
-
-
-def _mark(axes: Any, both: tuple[Reading, Reading], clash: list[int]) -> None:
-    """Draw a frame around both pp digits of each rank whose pipelines differ."""
-    top = 0.0
-    for reading in both:
-        row = top + list(reading.digits).index("pp")
-        for rank in clash:
-            axes.add_patch(Rectangle((rank + 0.06, row + 0.06), 0.88, 0.88, fill=False, edgecolor="#000000", lw=2))
-        top += len(reading.digits) + 0.45
-
-
-def _strides(reading: Reading) -> str:
-    stride, parts = 1, []
-    for axis in reading.digits:
-        if reading.sizes[axis] > 1:
-            parts.append(f"{axis} {reading.sizes[axis]} in steps of {stride}")
-        stride *= reading.sizes[axis]
-    return f"{reading.name} {', '.join(parts) or 'on one rank'}"
-
-
-def _agreement(clash: list[int]) -> str:
-    if not clash:
-        return "both put every rank into the same pipeline"
-    named = ", ".join(map(str, clash[:8])) + (", ..." if len(clash) > 8 else "")
-    return f"the pipelines differ: rank{'s' if len(clash) > 1 else ''} {named} would be in two stages at once"
 
 
 def _sizes_in_words(sizes: Mapping[str, int], axes: Mapping[str, Any]) -> str:

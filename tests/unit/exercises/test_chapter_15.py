@@ -1,153 +1,168 @@
 """Wrong answers to the exercises of chapter 15, with what each believes and words of its score."""
 
-from math import lcm
+import pytest
 
-from labkit.check import score
-from labkit.check.chapter_15 import _left_of_pp, _Order, _Place, _right, _sides
-
-WORLDS = {
-    # Does not fold: gives every axis ranks of its own, as if experts knew who holds which part of a sequence.
-    "product": (lambda tp, cp, pp, etp, ep: tp * cp * ep * pp, "as without folding"),
-    # Takes the larger of the two products, which is right only where the smaller one divides it.
-    "larger": (lambda tp, cp, pp, etp, ep: pp * max(tp * cp, etp * ep), "has the larger product"),
-    "all sizes": (lambda tp, cp, pp, etp, ep: tp * cp * pp * etp * ep * 1, "all sizes are multiplied"),
-    # Folds the experts over the pipeline too, though a stage has experts of its own layers.
-    "pipeline": (lambda tp, cp, pp, etp, ep: lcm(tp * cp * pp, etp * ep), "over the pipeline"),
-    "one stage": (lambda tp, cp, pp, etp, ep: lcm(tp * cp, etp * ep), "this is one stage"),
-    "experts": (lambda tp, cp, pp, etp, ep: pp * etp * ep, "these are the ranks of the experts"),
-}
+from labkit.check import chapter_15, score
+from labkit.check.solutions.chapter_15 import expert_digits
+from labkit.config import presets
+from labkit.plan.layouts import parse_words
+from labkit.plan.machine import load_machine
+from labkit.plan.search import Search
+from labkit.plan.workload import Workload
 
 
-def place(**changed):
-    """An answer to 15.place that is right but for the given parts: functions of (the right answer, the case)."""
+def places(rule):
+    """An answer to 15.digits by a rule of (place in the stage, ranks of a stage, all sizes)."""
 
-    def answer(rank, world_size, num_experts, **sizes):
-        case = _Place(rank, world_size, num_experts, sizes)
-        right = dict(zip(("experts", "copies", "divisor"), _right(case)))
-        return tuple({**right, **{part: change(right, case) for part, change in changed.items()}}.values())
+    def answer(rank, world, **sizes):
+        stage = world // sizes["pp"]
+        return {"pp": rank // stage, **rule(rank % stage, stage, **sizes)}
 
     return answer
 
 
-def _stage(case):
-    size = case.ranks // case.sizes["pp"]
-    start = case.rank // size * size
-    return list(range(start, start + size))
+def cut(inside, *axes):
+    """Digits of a place by (axis, size), with the fastest axis first."""
+    found = {}
+    for axis, size in axes:
+        inside, found[axis] = divmod(inside, size)
+    return found
 
 
-def _ep_group(right, case):
-    """Ranks of one block of etp x ep with the rank's digit of etp."""
-    etp, block = case.sizes["etp"], case.sizes["etp"] * case.sizes["ep"]
-    return [r for r in _stage(case) if r // block == case.rank // block and (r - case.rank) % etp == 0]
-
-
-def _by_wrong_stride(right, case):
-    etp, edp = case.sizes["etp"], len(right["copies"])
-    start = case.rank // len(_stage(case)) * len(_stage(case))
-    return [start + (case.rank - start) % (etp * edp) + i * etp * edp for i in range(edp)]
-
-
-def _unfolded(rank, world_size, num_experts, *, tp, cp, pp, etp, ep):
-    stage = world_size // pp
-    start, inside = rank // stage * stage, rank % stage
-    number = inside // (tp * cp) % ep
-    copies = [start + other for other in range(stage) if other // (tp * cp) % ep == number]
-    held = num_experts // ep
-    return list(range(number * held, number * held + held)), copies, stage // tp
-
-
-PLACES = {
-    "all experts": (place(experts=lambda right, case: list(range(case.experts))), "these are all experts"),
-    "dealt out": (
-        place(
-            experts=lambda right, case: list(
-                range(right["experts"][0] // len(right["experts"]), case.experts, case.sizes["ep"])
-            )
+DIGITS = {
+    "in dp": (
+        places(
+            lambda i, n, tp, cp, pp, etp, ep: {
+                "etp": i % tp, "ep": i // (tp * cp) % ep, "edp": i // tp % cp + cp * (i // (tp * cp) // ep),
+            }
         ),
-        "experts are dealt out in turn",
+        "ep is still a part of dp, so all ranks of a cp group hold the same experts",
     ),
-    "etp": (
-        place(
-            experts=lambda right, case: (lambda e, i: list(range(i * e, i * e + e)))(
-                len(right["experts"]), case.rank % case.sizes["ep"]
-            )
+    # Lets the ranks that hold different experts be the nearest, though shards of one expert should be.
+    "ep fastest": (
+        places(lambda i, n, tp, cp, pp, etp, ep: cut(i, ("ep", ep), ("etp", etp), ("edp", n // (etp * ep)))),
+        "etp is the fastest axis of the experts",
+    ),
+    # Reads the order string with dp before ep, so that copies are neighbours.
+    "copies first": (
+        places(lambda i, n, tp, cp, pp, etp, ep: cut(i, ("etp", etp), ("edp", n // (etp * ep)), ("ep", ep))),
+        "copies are neighbours here",
+    ),
+    # Takes attention's copies for those of the experts.
+    "dp": (
+        places(
+            lambda i, n, tp, cp, pp, etp, ep: {
+                "etp": i % etp, "ep": i // etp % ep, "edp": i // (tp * cp) % (n // (tp * cp)),
+            }
         ),
-        "shards of the same expert",
+        "edp is not dp: it is what etp and ep leave of the stage",
     ),
-    # Divides by the number of copies: a mean over edp, although the tokens came from every replica.
-    "no etp": (place(divisor=lambda right, case: len(right["copies"])), "averaged over edp"),
-    "8 times": (
-        place(divisor=lambda right, case: len(right["copies"])),
-        "got 1, which makes the gradient 8 times too large: averaged over edp",
+    "all stages": (
+        lambda rank, world, tp, cp, pp, etp, ep: {
+            "etp": rank % etp, "ep": rank // etp % ep, "edp": rank // (etp * ep), "pp": rank // (world // pp),
+        },
+        "the ranks of all stages are numbered together",
     ),
-    "tp counts": (
-        place(divisor=lambda right, case: len(_stage(case))),
-        "4 times too small: ranks of tp share one loss",
+    "tp": (
+        places(
+            lambda i, n, tp, cp, pp, etp, ep: cut(i, ("etp", tp), ("ep", ep), ("edp", max(1, n // (tp * ep))))
+        ),
+        "the experts' tp is etp",
     ),
-    "dp alone": (
-        place(divisor=lambda right, case: right["divisor"] // case.sizes["cp"]),
-        "ranks of cp have losses of their own",
+    "nothing": (lambda rank, world, **sizes: None, "got [None, None]"),
+}  # fmt: skip
+
+
+def finishing(of_experts, of_dense=None):
+    """An answer to 15.finish: the gradient of experts by a rule of (gradient, groups, all_reduce)."""
+
+    def answer(dense, expert, g, add):
+        dense = of_dense(dense, g, add) if of_dense else add(dense, g.dp_cp) / g.dp_cp.size
+        return dense, of_experts(expert, g, add)
+
+    return answer
+
+
+FINISH = {
+    # Averages over the copies, though each copy has already seen the losses of all ranks of ep.
+    "copies": (
+        finishing(lambda x, g, add: add(x, g.edp) / g.edp.size),
+        "this is the mean over the copies of the expert",
     ),
-    "the sum": (place(divisor=lambda right, case: 1), "the sum is not divided"),
-    "ep": (place(divisor=lambda right, case: case.sizes["ep"]), "this counts the ranks of ep"),
-    "world": (place(divisor=lambda right, case: case.ranks), "all ranks are counted"),
-    "dense group": (
-        place(copies=lambda right, case: [r for r in _stage(case) if (r - case.rank) % case.sizes["tp"] == 0]),
-        "the group of attention's weights (dp x cp)",
+    "sum": (finishing(lambda x, g, add: add(x, g.edp)), "the sum is not divided"),
+    # Treats experts as dense weights: what other ranks of the group hold are other experts.
+    "dense": (finishing(lambda x, g, add: add(x, g.dp_cp) / g.dp_cp.size), "adds up gradients of different experts"),
+    "alone": (finishing(lambda x, g, add: x / g.dp_cp.size), "nobody has added up the copies"),
+    "own": (finishing(lambda x, g, add: x), "each rank keeps what its own backward gave"),
+    "ep": (finishing(lambda x, g, add: add(x, g.ep) / g.dp_cp.size), "ranks of ep hold different experts"),
+    "dense too": (
+        finishing(lambda x, g, add: add(x, g.edp) / g.dp_cp.size, lambda x, g, add: add(x, g.dp) / g.dp.size),
+        "dense weights have copies on all ranks of dp and cp",
     ),
+    # Counts the ranks of tp, which share one loss.
     "stage": (
-        place(copies=lambda right, case: _stage(case)),
-        "mixes in the gradients of rank 0 that holds expert 0: this is the whole stage",
+        finishing(lambda x, g, add: add(x, g.edp) / (g.edp.size * g.ep.size)),
+        "ranks of tp share one loss",
     ),
-    "ep group": (place(copies=_ep_group), "these ranks exchange tokens (ep)"),
-    # Takes steps of etp * edp from copy to copy, though the axes left of edp are etp and ep.
-    "stride": (place(copies=_by_wrong_stride), "the stride of edp is etp ep"),
-    # Does not fold: looks for the experts along dp, so that all ranks of tp and cp hold the same ones.
-    "unfolded": (_unfolded, "without folding ep is a part of dp"),
-    "alone": (place(copies=lambda right, case: [case.rank]), "which loses the gradients of rank 9"),
-    "form": (lambda *ranks, **sizes: None, "return (experts, ranks, divisor)"),
+    "shape": (finishing(lambda x, g, add: x[:1]), "keep the shape [3]"),
+    "error": (finishing(lambda x, g, add: x / g.world.size), "AttributeError"),
 }
 
 
-def safe(rule):
-    return lambda order, world, **sizes: rule(_Order(order, world, sizes))
+def sizes(tp=1, cp=1, pp=1, ep=1, etp=1):
+    return lambda: {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
 
 
-SAFE = {
-    "last": (
-        safe(lambda case: case.order.endswith("pp")),
-        "rejects a safe order: both numberings put every rank into the same pipeline: only orders that end",
-    ),
-    # Lets pp stand at either end alone: pp in the middle is taken for a mistake, whatever the sizes are.
-    "ends": (safe(lambda case: "pp" in (case.order[:2], case.order[-2:])), "only orders with pp at an end pass"),
-    # Asks for equal numbers of copies, dp and edp, which say nothing about the stride of pp.
-    "copies": (safe(lambda case: _sides(case)[0]["dp"] == _sides(case)[1]["dp"]), "equal numbers of copies"),
-    # Believes that one order string is one numbering, so that any order is safe.
-    "any": (
-        safe(lambda case: True),
-        "True, and rank 1 would hold attention of stage 0 and experts of stage 1: every order passes",
-    ),
-    "one stage": (
-        safe(lambda case: case.sizes["pp"] > 1 and _left_of_pp(case, 0) == _left_of_pp(case, 1)),
-        "a layout with one stage",
-    ),
-    "none": (safe(lambda case: False), "rejects a safe order"),
-    "form": (safe(lambda case: "yes"), "give True or False"),
-    "raised": (safe(lambda case: case.sizes["dp"]), "KeyError: 'dp'"),
+LAYOUTS = {
+    "form": (lambda: {"tp": 2}, 0, "give a dict with tp, cp, pp, ep, etp"),
+    "numbers": (sizes(tp=0), 0, "sizes are whole numbers from 1 on"),
+    # Multiplies cp and ep, as if the experts were cut out of what attention leaves.
+    "three": (sizes(tp=3), 0, "tp cp pp is 3, which does not divide 8"),
+    "sixteen": (sizes(cp=2, ep=16), 0, "etp ep is 16, which does not divide the 8 ranks of a stage"),
+    "stages": (sizes(pp=8), 0, "8 layers"),
+    "cp": (sizes(cp=8), 1, "each rank holds all experts"),
+    "ep": (sizes(ep=8), 1, "activations of long sequences, which tp and cp cut"),
+    "tp": (sizes(tp=8, etp=8), 2, "etp cuts each expert's matrices"),
+    "chapter": (sizes(cp=8, ep=8), 3, "the first step of each costs least"),
 }
-
-TABLES = {"15.world": WORLDS, "15.place": PLACES, "15.safe": SAFE}
 
 
 def test_the_first_sentence_names_the_misunderstanding() -> None:
-    for name, table in TABLES.items():
+    for name, table in {"15.digits": DIGITS, "15.finish": FINISH}.items():
         for answer, words in table.values():
-            assert words in repr(score(name, answer)).splitlines()[1]
+            assert words in " ".join(repr(score(name, answer)).split())
 
 
-def test_leave_and_refusal_are_told_apart_and_once() -> None:
-    flipped = score(
-        "15.safe", safe(lambda case: not (case.sizes["pp"] == 1 or _left_of_pp(case, 0) == _left_of_pp(case, 1)))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_stands_on_its_rung_and_hears_what_costs_most(name: str) -> None:
+    answer, rung, words = LAYOUTS[name]
+    found = score("15.layout", answer)
+    assert found.passed == rung and words in " ".join(repr(found).split())
+
+
+def test_the_rungs_are_what_the_search_finds() -> None:
+    """Also that nothing with cp 8 fits without folding, even if it recomputes."""
+    machine = load_machine("h100")
+    run = {"model.seq_length": chapter_15.TOKENS, "train.global_batch_size": chapter_15.SAMPLES}
+    config = presets.get("deepseek_moe_16b").override(run)
+    base = Workload(config, chapter_15.GPUS, software=machine.default_software)
+    search = Search(base, machine, fixed=parse_words("micro_batch=1"))
+    rows = search.rows
+    unfolded = (rows["dp"] % rows["ep"] == 0) & (rows["etp"] == rows["tp"])
+    (best,) = search.best(1, unfolded)
+    assert best.prediction.seconds == pytest.approx(chapter_15.UNFOLDED, abs=0.005) and best.row["recompute"]
+    assert not search.best(1, unfolded & (rows["cp"] == 8))
+    fastest = search.best(1, (rows["recompute"] == 0) & (rows["vpp"] == 1))[0].prediction.seconds
+    assert fastest == pytest.approx(chapter_15.BEST, abs=0.005)
+    assert search.best(1)[0].prediction.seconds > chapter_15.BEST - 0.05
+    assert search.available / 1e9 == pytest.approx(chapter_15.predicted(sizes(cp=8, ep=8)()).available)
+
+
+def test_the_drawing_shows_the_answer_above_the_right_numbering() -> None:
+    figure = chapter_15.draw_digits(DIGITS["copies first"][0])
+    assert figure.sentence == (
+        "your numbering: cp [0, 1] [2, 3] [4, 5] [6, 7], ep [0, 2, 4, 6] [1, 3, 5, 7]; "
+        "cp 2, ep 4, as it should be: cp [0, 1] [2, 3] [4, 5] [6, 7], ep [0, 1, 2, 3] [4, 5, 6, 7]."
     )
-    assert flipped.passed == 0
-    assert repr(flipped).count("rejects a safe order") == 1 == repr(flipped).count("would hold attention of")
+    assert chapter_15.draw_digits(lambda *rank, **sizes: {"ep": 0}) is None
+    assert expert_digits(5, 8, 1, 2, 1, 1, 4) == {"etp": 0, "ep": 1, "edp": 1, "pp": 0}
