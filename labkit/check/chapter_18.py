@@ -57,8 +57,8 @@ ask(
     "Two GPTs learn the same language with the balancing loss. One drops what doesn't fit at factor 1, the other one "
     "drops nothing. How much higher is the first one's loss on samples that neither has seen?",
     choices={
-        "less than 1 %": "At this size the limit costs no more than another seed does. It doesn't follow that it is "
-        "free: Table 1 of the Switch Transformer has 0.5 % for one expert per token and 1.6 % for two.",
+        "less than 1 %": "At this size the limit costs less than three seeds can tell from nothing. It doesn't follow "
+        "that it is free: Table 1 of the Switch Transformer has 0.5 % for one expert per token and 1.6 % for two.",
         "1 to 10 %": "Table 1 of the Switch Transformer has 1.6 % for two experts per token after 100,000 steps. Our "
         "runs are far shorter, and theirs differ less than two seeds do.",
         "more than 10 %": "A batch learned by heart suggests that, but it measures what was memorised.",
