@@ -98,8 +98,10 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "layer": "Which layer has it?",
-        "what": "What is treated wrongly: one of the tensors that cross the end of a graph, a loss, or a step?",
-        "first": "What is the first that is wrong, from the loss back to the input: the loss, which gradient, or none?",
+        "what": "What is treated wrongly (a word or two): one of the tensors that cross the end of a graph, such as "
+        "rows or the residual, a loss, or a step?",
+        "first": "What is the first that is wrong, from the loss back to the input: the loss, which gradient (give its "
+        "parameter's name), or none?",
     },
     choices={"layer": ("0", "1", "both")},
     faults=(
