@@ -80,7 +80,7 @@ def _ends_after_the_router() -> AbstractContextManager[Any]:
 
 _RIGHT = "Loss, gradients and parameters agree with one process, so no tensor is wrong: say 'none'."
 _FIRST = {
-    "none": "A gradient is wrong: compare those of step 3 with a healthy run's.",
+    "none": "A gradient is wrong: compare those of step 2 with a healthy run's.",
     "": "Read from the output back to the input: layer 1 before layer 0, in a layer the experts, the router, the norm "
     "and then attention. Which gradient is the first that is wrong?",
 }
@@ -98,8 +98,10 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "layer": "Which layer has it?",
-        "what": "What is treated wrongly: one of the tensors that cross the end of a graph, a loss, or a step?",
-        "first": "What is the first that is wrong, from the loss back to the input: the loss, which gradient, or none?",
+        "what": "What is treated wrongly (a word or two): one of the tensors that cross the end of a graph, such as "
+        "rows or the residual, a loss, or a step?",
+        "first": "What is the first that is wrong, from the loss back to the input: the loss, which gradient (give its "
+        "parameter's name), or none?",
     },
     choices={"layer": ("0", "1", "both")},
     faults=(
@@ -148,7 +150,7 @@ HUNT = Hunt(
             {"family": "wrong data|reused memory", "layer": "1", "what": "token|metadata|permutation|map",
              "first": "loss|final_norm"},
             {
-                "family": {"": "The loss itself is wrong from step 3 on, so a forward reads something wrong."},
+                "family": {"": "The loss itself is wrong from step 2 on, so a forward reads something wrong."},
                 "layer": {
                     "0": "Even the gradients above layer 1 are wrong, so the output of layer 1 is.",
                     "": "The loss is wrong, and with it every gradient. Look at which errors are largest: which "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from labkit.viz.figure import Figure
 from labkit.viz.style import INK, SEQUENCE, name_cells, name_rows, new_figure, styled
@@ -146,6 +146,8 @@ def _bars(axes: Any, title: str, values: Sequence[float], form: str) -> None:
     axes.set_title(title, fontsize=8.5)
     axes.set_xlim(0, 1.5 * (max(values) or 1.0))
     axes.xaxis.set_major_locator(MaxNLocator(2))
+    if "%" in form:
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.tick_params(axis="y", length=0)
 
 
