@@ -300,8 +300,8 @@ ask(
 )
 ask(
     "19.rescue",
-    "Post at its full rate, without a warm-up: with c = 1/2, with your c, and with your c on the initial weights alone. "
-    "How many of the three learn to use the text?",
+    "Post at the full rate, without a warm-up: with c = 1/2, with your c, and with your c on the initial weights "
+    "alone. How many of the three learn to use the text?",
     choices={
         "none": "That would be the model as it was, whatever c is.",
         "one": "Only one of them did. Which one is in the table below.",
