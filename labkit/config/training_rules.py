@@ -25,7 +25,7 @@ def training_rules(found: Findings) -> None:
             rule = "layernorm is part of Transformer Engine's linear layers and has no output to drop"
             found.add(name, f"{rule}; leave it out, or set local layers")
         elif "layernorm" in modules and m.norm_placement == "post":
-            rule = "with model.norm_placement = post the output of a norm is the residual stream, which is kept"
+            rule = "with model.norm_placement = post the output of a norm is read again by the next residual addition"
             found.add(name, f"{rule}; leave layernorm out")
 
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from labkit.viz.data_parallel.layer_gathers import layer_gathers as layer_gathers
     from labkit.viz.encoders.masked_words import masked_words as masked_words
     from labkit.viz.encoders.norm_layouts import norm_layouts as norm_layouts
+    from labkit.viz.encoders.path_widths import path_widths as path_widths
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
-    from labkit.viz.encoders.step_sizes import step_sizes as step_sizes
     from labkit.viz.experts.expert_load import capacity_curve as capacity_curve
     from labkit.viz.experts.expert_load import explore_skew as explore_skew
     from labkit.viz.experts.expert_load import load_over_training as load_over_training

@@ -251,10 +251,10 @@ CASES = {
             "padded, factor 4 4.00 times the work": "padded, factor 8 8.00 times the work",
         },
     ),
-    # 2 L + 1 norms: 25 in 12 layers
+    # 2 L + 1 norms: 65 in 32 layers
     "19_bert_and_layernorm": Case(
-        {"layers": 12},
-        {"49 norms in 24 layers": "25 norms in 12 layers", "passes 49 of them": "passes 25 of them"},
+        {"layers": 32},
+        {"49 norms in 24 layers": "65 norms in 32 layers", "passes 49 of them": "passes 65 of them"},
     ),
     # 8 stages of one layer: the decoder's first is stage 2, and its last, which scores the words, is stage 7
     "24_encoder_decoders": Case(
@@ -468,8 +468,8 @@ EXTREMES = [
     ),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4, "fault": 0}),
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 32, "steps": 40, "fault": 99}),
-    ("19_bert_and_layernorm", {"world_size": 2, "layers": 12, "steps": 60, "rate": 0.002, "fault": 0}),
-    ("19_bert_and_layernorm", {"world_size": 4, "layers": 24, "steps": 200, "rate": 0.006, "fault": 99}),
+    ("19_bert_and_layernorm", {"world_size": 2, "layers": 24, "steps": 60, "rate": 0.002, "fault": 0}),
+    ("19_bert_and_layernorm", {"world_size": 4, "layers": 32, "steps": 200, "rate": 0.006, "fault": 99}),
     ("24_encoder_decoders", {"world_size": 4, "split": 1, "fault": 0}),
     ("24_encoder_decoders", {"world_size": 8, "split": 2, "fault": 99}),
     (

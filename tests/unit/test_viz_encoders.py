@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from labkit.viz import distance_buckets, masked_words, norm_layouts, split_stages, step_sizes
+from labkit.viz import distance_buckets, masked_words, norm_layouts, path_widths, split_stages
 
 
 def words_of(axes) -> list[str]:
@@ -60,11 +60,11 @@ def test_a_key_that_is_never_seen_has_no_number():
 
 
 def test_bars_of_both_factors_stand_before_the_aim():
-    figure = step_sizes({3: 0.2, 6: 0.5}, {3: 0.46, 6: 0.89}, (0.15, 0.3))
+    figure = path_widths({3: 0.9, 6: 0.6}, {3: 0.7, 6: 0.35}, (0.8, 0.96))
     (axes,) = figure.fig.axes
     band, *bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-    assert (band.get_y(), band.get_height()) == (15, 15)
-    assert [round(bar.get_height()) for bar in bars] == [46, 89, 20, 50]
-    assert figure.sentence == ("One step moves the output by 15% to 30% at 1 of 2 depths; with factor 1 by 46% to 89%.")
+    assert (band.get_y(), band.get_height()) == pytest.approx((80, 16))
+    assert [round(bar.get_height()) for bar in bars] == [70, 35, 90, 60]
+    assert figure.sentence == ("80% to 96% of the input arrive at 1 of 2 depths; with factor 1 0.35 to 0.7 of it.")
     with pytest.raises(ValueError, match=r"depths \[3\] and \[6\] differ"):
-        step_sizes({3: 0.2}, {6: 0.4}, (0.15, 0.3))
+        path_widths({3: 0.2}, {6: 0.4}, (0.15, 0.3))

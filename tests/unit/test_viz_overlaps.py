@@ -478,9 +478,9 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.masked_words(["word", "##s"] * 40, ["word", "[MASK]"] * 40, [[n] for n in range(80)], "[MASK]"),
     ),
     "norm_layouts": (lambda: viz.norm_layouts(1), lambda: viz.norm_layouts(24)),
-    "step_sizes": (
-        lambda: viz.step_sizes({3: 0.2}, {3: 0.4}, (0.15, 0.3)),
-        lambda: viz.step_sizes(dict.fromkeys((3, 6, 12, 24, 48), 1.9), dict.fromkeys((3, 6, 12, 24, 48), 1.9), (0, 1)),
+    "path_widths": (
+        lambda: viz.path_widths({3: 0.2}, {3: 0.4}, (0.15, 0.3)),
+        lambda: viz.path_widths(dict.fromkeys((3, 6, 12, 24, 48), 1.9), dict.fromkeys((3, 6, 12, 24, 48), 1.9), (0, 1)),
     ),
     "split_stages": (
         lambda: viz.split_stages([1], [1], {"words": [0, 1], "positions": [0, 1]}),

@@ -22,5 +22,5 @@ def norm_backward(x, dy):
 
 @solves("19.branch")
 def branch(layers):
-    """2 L sublayers move towards the same end, so each may move the output by 1 / (2 L) of what one alone may."""
-    return 3 / (2 * layers)
+    """The squares of 2 L independent sublayers add up, so each has 1 / (2 L) of the square."""
+    return (2 * layers) ** -0.5

@@ -1,4 +1,4 @@
-"""By how much one step moves the output of a stack, by depth: a reader's factor of the halves next to the factor 1."""
+"""How much of the input arrives at the output past all sublayers, by depth: a reader's factor next to the factor 1."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from labkit.viz.style import SEQUENCE, new_figure, styled
 _BAND = "#D9D9D9"
 
 
-def step_sizes(yours: Mapping[int, float], plain: Mapping[int, float], aim: tuple[float, float]) -> Figure:
-    """Draw two bars for each depth, in percent of the output, before the band of the aim.
+def path_widths(yours: Mapping[int, float], plain: Mapping[int, float], aim: tuple[float, float]) -> Figure:
+    """Draw two bars for each depth, in percent, before the band of the aim.
 
-    yours, plain: layers -> by how much a step moves the output, relative to it, with the reader's factor and with 1.
+    yours, plain: layers -> what share of the input arrives on the direct path, with the reader's factor and with 1.
     aim: least and most.
 
     Raises ValueError if the depths of the two differ.
@@ -30,12 +30,12 @@ def step_sizes(yours: Mapping[int, float], plain: Mapping[int, float], aim: tupl
             places = [place + shift for place in range(len(values))]
             axes.bar(places, [100 * value for value in values.values()], 0.36, color=shade, label=name, zorder=2)
         axes.set_xticks(range(len(yours)), [str(layers) for layers in yours])
-        axes.set(xlabel="layers", ylabel="% of the output")
+        axes.set(xlabel="layers", ylabel="% of the input that arrives")
         handles, _ = axes.get_legend_handles_labels()
         fig.legend(handles=[*handles, Patch(facecolor=_BAND, label="the aim")], loc="outside upper right", ncols=3)
     inside = [layers for layers, value in yours.items() if aim[0] <= value <= aim[1]]
     return Figure(
         fig,
-        f"One step moves the output by {aim[0]:.0%} to {aim[1]:.0%} at {len(inside)} of {len(yours)} depths; with "
-        f"factor 1 by {min(plain.values()):.0%} to {max(plain.values()):.0%}.",
+        f"{aim[0]:.0%} to {aim[1]:.0%} of the input arrive at {len(inside)} of {len(yours)} depths; with factor 1 "
+        f"{min(plain.values()):.2g} to {max(plain.values()):.2g} of it.",
     )
