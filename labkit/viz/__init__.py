@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
     from labkit.viz.encoders.step_sizes import step_sizes as step_sizes
-    from labkit.viz.experts.expert_load import capacity_curve as capacity_curve
     from labkit.viz.experts.expert_load import explore_skew as explore_skew
     from labkit.viz.experts.expert_load import load_over_training as load_over_training
     from labkit.viz.experts.expert_load import skew_curve as skew_curve
     from labkit.viz.experts.policy_bars import compare_policies as compare_policies
     from labkit.viz.experts.policy_bars import explore_policies as explore_policies
+    from labkit.viz.experts.router_balance import load_and_scores as load_and_scores
+    from labkit.viz.experts.router_balance import loss_beside_load as loss_beside_load
+    from labkit.viz.experts.router_balance import mass_tables as mass_tables
+    from labkit.viz.experts.router_balance import price_of_balance as price_of_balance
     from labkit.viz.experts.router_lab import replay as replay
     from labkit.viz.experts.router_lab import replay_policies as replay_policies
     from labkit.viz.experts.router_lab import skewed_logits as skewed_logits
