@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from labkit.check.bets import ask
-from labkit.check.scoring import Finding, Misreadings, Outcome, asked, exercise, holds, plain
+from labkit.check.scoring import ONLY_FIRST, Finding, Misreadings, Outcome, asked, exercise, holds, plain
 
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
@@ -110,12 +110,11 @@ def cheat(answer: Any) -> Iterator[Outcome]:
         claim = f"a fullest expert with at least {_UNEVEN} times the mean, and a loss of less than 1"
         yield holds(given, claim, lambda t=tokens, e=experts: _cheats(answer(t, e), t, e, 1.0))
     tokens, experts = _SIZES[0]
-    outcome = holds(
+    yield holds(
         f"{tokens} tokens and {experts} experts, the aim",
         f"a loss of at most {_AIM}",
         lambda: _cheats(answer(tokens, experts), tokens, experts, _AIM),
     )
-    yield outcome
 
 
 def _cheats(logits: Any, tokens: int, experts: int, below: float) -> Finding:
@@ -128,7 +127,7 @@ def _cheats(logits: Any, tokens: int, experts: int, below: float) -> Finding:
     if loss < below - 1e-9 or (below < 1 and loss <= below + 1e-6):
         return True
     said, scores = f"a loss of {loss:.3f} with a fullest expert of {fullest:.2f} times the mean", found.softmax(1)
-    if loss < 1:
+    if loss < 0.98:
         why = "share the tokens out over several experts, and give every empty one as much of each score as you can"
     elif found.max() < -5:
         why = "a softmax doesn't see what all logits have in common; lowering all of them changes nothing here"
@@ -197,13 +196,17 @@ def draw_bias(answer: Any) -> Figure | None:
 @exercise("14.bias", "Write next_bias(bias, load) -> the bias for the next microbatch, from the load.", draw=draw_bias)
 def bias(answer: Any) -> Iterator[Outcome]:
     """Probe direction, memory and scale, then judge three recordings by their aims."""
-    yield holds("bias 0 and a full expert 2", "a bias of expert 2 that is the smallest", lambda: _direction(answer))
-    yield holds("a bias and an even load", "a bias whose differences stay", lambda: _memory(answer))
-    yield holds("the same load with ten times the tokens", "the same new bias", lambda: _scale(answer))
+    probes = [
+        holds("bias 0 and a full expert 2", "a bias of expert 2 that is the smallest", lambda: _direction(answer)),
+        holds("a bias and an even load", "a bias whose differences stay", lambda: _memory(answer)),
+        holds("the same load with ten times the tokens", "the same new bias", lambda: _scale(answer)),
+    ]
+    yield from probes
+    reason = "" if all(outcome.passed for outcome in probes) else ONLY_FIRST
     for name, aim in _AIMS.items():
         claim = f"at most {aim} times the mean, on average over {_BATCHES - _SKIPPED} microbatches"
         outcome = holds(f"a recording with {name}, the fullest expert", claim, lambda n=name: _balances(answer, n))
-        yield outcome
+        yield replace(outcome, reason=reason or outcome.reason)
 
 
 def _given(answer: Any, bias: list[float], load: list[float]) -> Tensor:
@@ -306,9 +309,7 @@ def _by_groups(
 def _chosen_by(answer: Any, scores: Tensor, k: int, groups: int, keep: int) -> list[list[int]]:
     found = torch.as_tensor(answer(scores.clone(), k, groups, keep))
     if found.shape != scores.shape:
-        raise ValueError(
-            f"a map of shape {list(found.shape)}; it has a row for each token and a column for each expert"
-        )
+        raise ValueError("the result has not the shape of scores: rows are tokens, columns are experts")
     return [row.nonzero().flatten().tolist() for row in found]
 
 

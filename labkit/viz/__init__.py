@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from labkit.viz.experts.router_lab import replay_policies as replay_policies
     from labkit.viz.experts.router_lab import skewed_logits as skewed_logits
     from labkit.viz.experts.router_lab import standard_policies as standard_policies
-    from labkit.viz.experts.token_routes import dispatch_steps as dispatch_steps
-    from labkit.viz.experts.token_routes import send_matrix_figure as send_matrix_figure
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
     from labkit.viz.graphs.gradient_errors import gradient_errors as gradient_errors

@@ -98,7 +98,7 @@ HUNT = Hunt(
                     "Which line is missing?",
                 },
                 "what": {"": "What has to be the same on every rank, and isn't?"},
-                "first": {"": "The loss and all gradients of step 1 are right. What does a step change besides parameters?"},
+                "first": {"": "Loss and gradients of step 1 are right. What does a step change besides parameters?"},
             },
             "Each rank moved its biases by the load of its own tokens. The counts of all ranks have to be added first, "
             "one all-reduce for each step, and that line is missing in the ledger. From then on the ranks route by "
@@ -127,10 +127,10 @@ HUNT = Hunt(
             {"family": "wrong data|wrong scale", "what": "weight|prob|gradient",
              "first": r"layers\.1\.mlp\.(router|norm)"},
             {
-                "family": {"": "The loss of step 1 is right, and so are the messages. The routers' gradients are wrong."},
+                "family": {"": "Loss and messages of step 1 are right. The routers' gradients are wrong."},
                 "what": {
-                    "aux|balanc|score": "Then a router would still have the model's gradient. Set the coefficient of the "
-                    "balancing loss to 0: what is left?",
+                    "aux|balanc|score": "Then a router would still have the model's gradient. Set the coefficient of "
+                    "the balancing loss to 0: what is left?",
                     "": "Through which numbers does a router learn from the model's loss?",
                 },
                 "first": {"": "Read from the output back: layer 1 before layer 0. Which gradient is the first?"},
@@ -144,7 +144,7 @@ HUNT = Hunt(
             {"family": "wrong data|wrong scale", "what": "aux|balanc|score|own loss",
              "first": r"layers\.1\.mlp\.(router|norm)"},
             {
-                "family": {"": "The loss of step 1 is right, and so are the messages. The routers' gradients are wrong."},
+                "family": {"": "Loss and messages of step 1 are right. The routers' gradients are wrong."},
                 "what": {
                     "weight|prob": "Then nothing would be left of the gradient with a coefficient of 0. Is that so?",
                     "": "Set the coefficient of the balancing loss to 0: what changes, and what should change?",
