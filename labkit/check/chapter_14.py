@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 ask(
     "14.cheat",
-    "A router is trained with a balancing loss. At an even load that loss would be 4, and it falls to less than a "
-    "tenth of that. How full is the fullest of the 8 experts then, against the mean?",
+    "A router is trained with a balancing loss. It begins at 4 and falls to less than a tenth of that. How full is the "
+    "fullest of the 8 experts then, against the mean?",
     choices={
         "at most 1.5 times": "That is what the loss was written for. But a router has a second way to make it small, "
         "and that one is shorter: lower all scores together.",
@@ -37,15 +37,15 @@ ask(
 )
 ask(
     "14.future",
-    "256 characters of a text are routed together, and then once more with another last character. How many of the 255 "
-    "before it get another expert, by Sinkhorn's table?",
+    "256 characters of a text are routed together. Then they are routed again with another second half. How many of "
+    "the 128 tokens of the first half get another expert, by Sinkhorn's table?",
     choices={
         "none": "By top-k that would be so, because a token then looks at its own scores only. Here each column is "
-        "divided by its sum, and the last token is part of every sum.",
-        "some": "Each column is divided by its sum, and the last token is part of every sum. A token whose second and "
+        "divided by its sum, and later tokens are part of every sum.",
+        "some": "Each column is divided by its sum, and later tokens are part of every sum. A token whose second and "
         "third expert are nearly equal changes, wherever it is in the text.",
-        "more than half": "The last token is one of 256 in each sum, so the columns change by little, and only tokens "
-        "whose second and third expert are nearly equal follow.",
+        "more than half": "The other half changes the sums of the columns by little, because it is English, too. Only "
+        "tokens whose second and third expert are nearly equal follow.",
     },
 )
 ask(

@@ -28,6 +28,7 @@ from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
 from labkit.models.t5.t5_layers import CrossAttention
 from labkit.models.t5.t5_model import T5Model
+from labkit.moe import router
 from labkit.moe.balance import AuxLossAutoScaler
 from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
@@ -41,11 +42,12 @@ from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
-from labkit.train import bert_step
+from labkit.train import bert_step, stepping
 from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "16", "17", "18", "19", "21", "22", "24",
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "14", "16", "17", "18", "19", "21", "22",
+    "24",
 )  # fmt: skip
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
@@ -54,7 +56,7 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model,
+    CrossAttention, T5Model, router, stepping,
 )  # fmt: skip
 """Everything that a fault may change."""
 
