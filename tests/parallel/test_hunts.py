@@ -525,19 +525,21 @@ def test_07_each_wrong_number_shows_in_the_messages_or_in_the_keys(ranks) -> Non
 
 
 def asleep_on_a_slow_link() -> float:
-    """Seconds of a ring of two ranks, whose messages take half as long as a block."""
+    """Least of three runs' seconds of a ring of two ranks, whose messages take half as long as a block."""
     cp = initialize_model_parallel(presets.tiny().override({"parallel.cp": 2, "parallel.pp": 1}).parallel).cp
     cut = [[0, 1, 6, 7], [2, 3, 4, 5]]
-    with delayed(0.04, group="cp"):
-        events = [each for each in sleeping_ring(cp, cut, seconds_per_pair=0.01) if each.kind == "forward"]
-    return events[-1].end - events[0].start
+    seconds: list[float] = []
+    for _ in range(3):  # other work only adds
+        with delayed(0.04, group="cp"):
+            events = [each for each in sleeping_ring(cp, cut, seconds_per_pair=0.01) if each.kind == "forward"]
+        seconds.append(events[-1].end - events[0].start)
+    return min(seconds)
 
 
 def test_07_the_late_message_shows_in_the_time(ranks) -> None:
     seconds = {name: max(runs) for name, runs in with_each_fault(ranks, "07", asleep_on_a_slow_link).items()}
-    late = {"sent after the block"}
-    assert {name for name, each in seconds.items() if each > 0.21 and name in (CLEAN, *late)} == late, seconds
     assert seconds[CLEAN] > 0.179, "18 pairs"
+    assert seconds["sent after the block"] > seconds[CLEAN] + 0.02, (seconds, "half a block more")
 
 
 # ---- 08 ----
