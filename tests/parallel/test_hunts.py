@@ -72,7 +72,7 @@ PARTIAL = presets.tiny_moe().override(
 EXPERTS = {"parallel.ep": 2, "parallel.pp": 1}
 ROUTED = presets.tiny_moe().override(
     {
-        "model.hidden": 32, "model.seq_length": 16, "moe.layer_freq": [1], "moe.ffn_hidden": 32,
+        "model.layers": 2, "model.hidden": 32, "model.seq_length": 16, "moe.layer_freq": [1], "moe.ffn_hidden": 32,
         "moe.score_function": "sigmoid", "moe.expert_bias": True, "moe.expert_bias_update_rate": 0.01,
         "moe.z_loss_coeff": 0.0, "global_batch_size": 8, "train.micro_batch_size": 2, "train.eval_steps": 0,
     }

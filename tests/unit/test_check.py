@@ -62,7 +62,9 @@ def test_an_error_is_shown_where_it_arose_in_the_readers_code(capsys) -> None:
     *_, first, code, second, last, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("    test_check.py, line ") and first.endswith(", in mine")
     assert (
-        code == "        return inner(counts)" and second.endswith(", in inner") and last.strip() == "return counts[9]"
+        code == "        return inner(gradients)"
+        and second.endswith(", in inner")
+        and last.strip() == "return counts[9]"
     )
 
 
@@ -193,11 +195,9 @@ def test_rounding_is_told_from_a_wrong_result() -> None:
     assert rounding("text", 1.0) == rounding(None, 1.0) == rounding([[1.5], [1, 2]], 1.0) == rounding(np.nan, 1.0) == ""
 
 
-@pytest.mark.parametrize("name", ["08.tokens", "24.cross"])
-def test_a_score_names_rounding_once_and_no_misunderstanding(name: str) -> None:
+def test_a_score_names_rounding_once_and_no_misunderstanding() -> None:
     """The solution in float32 is not a wrong idea."""
-    right = exercises(name[:2])[name].solution
-    found = score(name, lambda *case: np.asarray(right(*case), dtype=np.float32).astype(float))
+    found = score("08.tokens", lambda *case: np.asarray(MEAN(*case), dtype=np.float32).astype(float))
     assert len(found.told) == 1 and "the rounding of float32; compute in float64" in found.told[0].got, found
 
 
