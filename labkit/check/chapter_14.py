@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 ask(
     "14.cheat",
-    "A router is trained with a balancing loss. It begins at 4 and falls to less than a tenth of that. How full is the "
-    "fullest of the 8 experts then, against the mean?",
+    "The balancing loss has fallen from 4 to less than a tenth of that, and the load is nearly as uneven as before. "
+    "How did the router do it?",
     choices={
-        "at most 1.5 times": "That is what the loss was written for. But a router has a second way to make it small, "
-        "and that one is shorter: lower all scores together.",
-        "1.5 to 2.5 times": "A compromise between the two losses would look like this. But nothing stood in the way of "
-        "the router here: lowering all scores together costs the language model nothing.",
-        "more than 2.5 times": "The loss is a product of counts and scores. The router has made all scores small. That "
-        "changes neither the order of the experts nor their weights, which are shares of a sum.",
+        "the counts are small": "The counts add up to k T in every step, whatever the router does.",
+        "full experts have small scores": "Then a token's scores would still add up to about as much as before, "
+        "and only be somewhere else. Here they add up to nearly nothing.",
+        "all scores are small": "Nothing asks a token's scores to add up to anything. Lowering all of its logits "
+        "together changes neither the order of the experts nor that the weights are shares.",
     },
 )
 ask(
