@@ -1,367 +1,350 @@
-"""Exercises of chapter 14: splits of an all-to-all, one rank's program of an MoE layer, places under a capacity.
+"""Exercises and bets of chapter 14: scores that cheat a balancing loss, a bias that follows the load, choice by groups.
 
-Wrong answers are compared with those of known misunderstandings. The score names the first token or expert that
-differs.
+An answer is judged by what it does: the loss that its scores have, the load that its bias leads to, the experts that it
+chooses. Known misunderstandings are told apart by probes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from labkit.check.rank_threads import RankThreads, Stalled
-from labkit.check.rounding import ROUNDED, rounding
-from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, asked, exercise, holds, listed, plain, raised, shown
+from labkit.check.bets import ask
+from labkit.check.scoring import ONLY_FIRST, Finding, Misreadings, Outcome, asked, exercise, holds, plain
 
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
-# ---- splits ----
+# ---- bets ----
 
-Counts = Sequence[Sequence[int]]
-_COUNTS: tuple[tuple[Counts, int], ...] = (
-    ([[1, 2, 3, 4], [5, 6, 7, 8]], 0),
-    ([[1, 2, 3, 4], [5, 6, 7, 8]], 1),
-    ([[4]], 0),
-    ([[3, 0, 2, 5, 1, 4], [0, 0, 0, 0, 0, 0], [2, 7, 0, 1, 6, 3]], 2),
-    ([[5, 0, 1], [2, 4, 0], [0, 3, 6]], 1),
+ask(
+    "14.cheat",
+    "The balancing loss has fallen from 4 to less than a tenth of that, and the load is nearly as uneven as before. "
+    "How did the router do it?",
+    choices={
+        "the counts are small": "The counts add up to k T in every step, whatever the router does.",
+        "full experts have small scores": "Then a token's scores would still add up to about as much as before, "
+        "and only be somewhere else. Here they add up to nearly nothing.",
+        "all scores are small": "Nothing asks a token's scores to add up to anything. Lowering all of its logits "
+        "together changes neither the order of the experts nor that the weights are shares.",
+    },
 )
-"""(rows of each expert by rank, the rank that is asked about)."""
+ask(
+    "14.future",
+    "256 characters of a text are routed together. Then they are routed again with another second half. How many of "
+    "the 128 tokens of the first half get another expert, by Sinkhorn's table?",
+    choices={
+        "none": "By top-k that would be so, because a token then looks at its own scores only. Here each column is "
+        "divided by its sum, and later tokens are part of every sum.",
+        "some": "Each column is divided by its sum, and later tokens are part of every sum. A token whose second and "
+        "third expert are nearly equal changes, wherever it is in the text.",
+        "more than half": "The other half changes the sums of the columns by little, because it is English, too. Only "
+        "tokens whose second and third expert are nearly equal follow.",
+    },
+)
+ask(
+    "14.price",
+    "The repaired loss keeps the load nearly even. How does the language model's loss on unseen text compare with that "
+    "of a router which nobody balances?",
+    choices={
+        "higher by more than 0.1 %": "It is a second aim, and a second aim usually costs something. With a large "
+        "coefficient it does. Here experts that would have learned nothing get tokens to learn from.",
+        "the same within 0.1 %": "Then the experts that nobody visits would have been superfluous.",
+        "lower by more than 0.1 %": "Left alone, the router feeds a few experts, and the others learn nothing. An even "
+        "load puts all of them to use, and here that is worth more than the second aim costs.",
+    },
+)
+ask(
+    "14.step",
+    "Mixtral 8x7B on 64 H100s has one expert on each of 8 ranks. The fullest rank gets twice the mean. By how many "
+    "percent does the planner expect the step to get longer?",
+    misread=lambda: {
+        "That doubles everything. Attention and the output layer don't wait for the router.": 100,
+        "Products of experts are most of the step, not a small part.": 10,
+        "The mean over the ranks hasn't changed, but the ranks wait for each other in every layer.": 0.0,
+    },
+    unit="%",
+    because="In this model the experts' products are most of the work, and in every layer all ranks wait for the "
+    "fullest one. Attention, norms and the pipeline's bubble don't get longer with it.",
+)
+
+# ---- scores that cheat ----
+
+_SIZES = ((64, 8), (60, 4), (96, 16))
+"""(tokens, experts)."""
+_UNEVEN = 1.5
+"""How many times the mean the fullest expert has at least."""
+_AIM = 0.5
+"""Of the loss with the first sizes; 0.4 is as low as it can get there, with 4 or 5 experts in use."""
 
 
-@exercise("14.splits", "Write splits(counts, rank) -> (rows sent to each rank, rows received from each rank).")
-def splits(answer: Any) -> Iterator[Outcome]:
-    """Judge one to three ranks, one to four experts per rank, and a rank without rows."""
-    return asked(
-        _COUNTS,
-        given="counts {} and rank {}".format,
-        right=_splits,
-        tried=lambda counts, rank: answer([list(row) for row in counts], rank),
-        misread=_misread_splits,
+def _cheated(logits: Any, tokens: int, experts: int) -> tuple[float, Tensor]:
+    """Return the loss of these logits by a softmax and its largest entry, and the tokens of each expert.
+
+    Raises ValueError for logits of another form, and for a token without one largest logit.
+    """
+    found = torch.as_tensor(plain(logits), dtype=torch.float64)
+    if found.shape != (tokens, experts):
+        raise ValueError(f"{list(found.shape)} logits; {tokens} tokens and {experts} experts need {[tokens, experts]}")
+    if not found.isfinite().all():
+        raise ValueError("a logit is infinite or no number; a router's product is finite")
+    best = found.topk(2).values
+    if (best[:, 0] - best[:, 1] < 1e-6).any():
+        number = int((best[:, 0] - best[:, 1]).argmin())
+        raise ValueError(f"token {number} has two largest logits; it needs one favourite, if only by a hair")
+    scores, load = found.softmax(1), found.argmax(1).bincount(minlength=experts)
+    return float(experts / tokens**2 * (scores.sum(0) * load).sum()), load
+
+
+@exercise("14.cheat", "Write cheat(tokens, experts) -> logits of an uneven load whose balancing loss is less than 1.")
+def cheat(answer: Any) -> Iterator[Outcome]:
+    """Judge three sizes, and with the first of them an aim."""
+    for tokens, experts in _SIZES:
+        given = f"{tokens} tokens and {experts} experts"
+        claim = f"a fullest expert with at least {_UNEVEN} times the mean, and a loss of less than 1"
+        yield holds(given, claim, lambda t=tokens, e=experts: _cheats(answer(t, e), t, e, 1.0))
+    tokens, experts = _SIZES[0]
+    yield holds(
+        f"{tokens} tokens and {experts} experts, the aim",
+        f"a loss of at most {_AIM}",
+        lambda: _cheats(answer(tokens, experts), tokens, experts, _AIM),
     )
 
 
-def _splits(counts: Counts, rank: int, *, in_turn: bool = False) -> tuple[list[int], list[int]]:
-    """Return both lists; `in_turn` deals the experts out one by one."""
-    ranks, local = len(counts), len(counts[0]) // len(counts)
-    table = [[0] * ranks for _ in counts]
-    for sender, row in enumerate(counts):
-        for number, rows in enumerate(row):
-            table[sender][number % ranks if in_turn else number // local] += rows
-    return table[rank], [row[rank] for row in table]
-
-
-def _misread_splits(counts: Counts, rank: int) -> Misreadings:
-    sends, receives = _splits(counts, rank)
-    local = len(counts[0]) // len(counts)
-    loads = [sum(_splits(counts, other)[1]) for other in range(len(counts))]
-    by_expert = [sum(row[number] for row in counts) for number in range(rank * local, (rank + 1) * local)]
-    without = [[0 if other == rank else rows for other, rows in enumerate(each)] for each in (sends, receives)]
-    return {
-        "these are rows of each expert; the lists have one number for each rank": (counts[rank], counts[rank]),
-        "the two lists are exchanged; a row of the table is what its rank sends": (receives, sends),
-        "a rank does not receive what it sends; others decide what comes": (sends, sends),
-        "the rank's own rows are missing; an all-to-all carries rows that stay, too": tuple(without),
-        "experts are dealt out one by one; here neighbours are on one rank": _splits(counts, rank, in_turn=True),
-        "the second list counts rows by expert; it has one number for each sender": (sends, by_expert),
-        "the second list is the load of every rank; it has what each rank sends to this one": (sends, loads),
-    }
-
-
-# ---- one rank's program ----
-
-Part = tuple[Array, Array, Array]
-HIDDEN = 5
-"""Numbers of a row."""
-
-
-class _Problem:
-    """Tokens, routing and experts of all ranks. It counts numbers that the answer sends, and calls of experts."""
-
-    def __init__(self, words: str, parts: list[Part], matrices: Array) -> None:
-        """parts: by rank x [T, H], weights [T, E], choice [T, E]. matrices [E, H, H]: expert e is tanh(row matrix)."""
-        self.words, self.parts, self.matrices = words, parts, matrices
-        self.local = len(matrices) // len(parts)
-        self.crossed = [0] * len(parts)
-        self.calls: list[int] = []
-
-    def run(self, answer: Any) -> list[Any]:
-        """Return what the answer returns on each rank. Raises its errors, and Stalled if ranks wait for each other."""
-        ranks = RankThreads(len(self.parts))
-        return ranks.run(lambda rank: self._program(answer, rank, ranks))
-
-    def _program(self, answer: Any, rank: int, ranks: RankThreads) -> Any:
-        size = len(self.parts)
-
-        def exchange(outbox: Any) -> list[Array]:
-            if len(outbox) != size:
-                raise ValueError(f"exchange takes a list of {size} arrays, one for each rank; got {len(outbox)}")
-            boxes = [np.array(box) for box in outbox]
-            self.crossed[rank] += sum(box.size for other, box in enumerate(boxes) if other != rank)
-            return [sent[rank] for sent in ranks.meet(rank, "exchange", boxes)]
-
-        def expert(number: int, rows: Any) -> Array:
-            if number // self.local != rank:
-                raise ValueError(f"expert {number} lives on rank {number // self.local}; rank {rank} asked for it")
-            self.calls.append(int(number))
-            return np.tanh(np.asarray(rows, dtype=float).reshape(-1, HIDDEN) @ self.matrices[number])
-
-        return answer(*(each.copy() for each in self.parts[rank]), rank, size, exchange, expert)
-
-    def most_numbers(self) -> int:
-        """Count each row that must travel, there and back, with one more number each way, and a table of counts."""
-        size, experts = len(self.parts), len(self.matrices)
-        away = sum(
-            int(chosen.sum()) - int(chosen[:, rank * self.local : (rank + 1) * self.local].sum())
-            for rank, (_, _, chosen) in enumerate(self.parts)
-        )
-        return 2 * away * (HIDDEN + 1) + size * (size - 1) * experts
-
-    def outputs(self, **misread: bool) -> list[Array]:
-        """Return the outputs of all tokens, right or with a misunderstanding (`_sums`)."""
-        sender, token, number = self._arrivals()
-        xs = np.array([self.parts[s][0][t] for s, t in zip(sender, token)]).reshape(-1, HIDDEN)
-        assumed, place = number.copy(), np.arange(len(number))
-        for rank in range(len(self.parts)):
-            here = np.flatnonzero(number // self.local == rank)
-            in_order = here[np.argsort(number[here], kind="stable")]
-            if misread.get("arrive_sorted"):
-                assumed[here] = number[in_order]
-            if misread.get("return_sorted"):
-                place[here] = in_order
-        results = np.tanh(np.einsum("nh,nhk->nk", xs, self.matrices[assumed]))[place]
-        return [
-            _sums(part, token[sender == rank], number[sender == rank], results[sender == rank], rank, self, misread)
-            for rank, part in enumerate(self.parts)
-        ]
-
-    def _arrivals(self) -> tuple[Array, Array, Array]:
-        """Return sender, token and expert of every row, in the order in which rows leave their senders."""
-        found = [(s, t, e) for s, (_, _, chosen) in enumerate(self.parts) for e, t in np.argwhere(chosen.T)]
-        sender, token, number = np.array(found).reshape(-1, 3).T
-        return sender, token, number
-
-
-def _sums(
-    part: Part, token: Array, number: Array, results: Array, rank: int, problem: _Problem, misread: dict[str, bool]
-) -> Array:
-    """Return the outputs of one rank from the results of its rows, in the order in which they left."""
-    x, weights, chosen = part
-    factor = weights[token, number]
-    if misread.get("weights_by_token"):
-        factor = weights[chosen]
-    if misread.get("unweighted"):
-        factor = np.ones(len(token))
-    stays = number // problem.local == rank
-    if misread.get("own_experts_only"):
-        factor = factor * stays
-    if misread.get("others_only"):
-        factor = factor * ~stays
-    out = np.zeros_like(x)
-    if misread.get("overwritten"):
-        out[token] = factor[:, None] * results
+def _cheats(logits: Any, tokens: int, experts: int, below: float) -> Finding:
+    loss, load = _cheated(logits, tokens, experts)
+    fullest = float(load.max()) * experts / tokens
+    found = torch.as_tensor(plain(logits), dtype=torch.float64)
+    if fullest < _UNEVEN:
+        why = "the load is nearly even, so there is nothing to hide; leave some experts empty"
+        return why, f"the fullest expert has {fullest:.2f} times the mean: {why}"
+    if loss < below - 1e-9 or (below < 1 and loss <= below + 1e-6):
+        return True
+    said, scores = f"a loss of {loss:.3f} with a fullest expert of {fullest:.2f} times the mean", found.softmax(1)
+    if loss < 0.98:
+        why = "share the tokens out over several experts, and give every empty one as much of each score as you can"
+    elif found.max() < -5:
+        why = "a softmax doesn't see what all logits have in common; lowering all of them changes nothing here"
+    elif (load > 0).sum() == 1 and loss < 1.01:
+        why = "with flat scores and one expert for all, the loss is that of an even load; use more than one expert"
+    elif scores.amax(1).mean() > 2 / experts:
+        why = "the favourites have most of the score, so what is full is what is punished; let them win by a hair"
     else:
-        np.add.at(out, token, factor[:, None] * results)
-    return out
+        why = "full experts still have as much of the score as empty ones; a token's favourite must have the most, but "
+        why += "the other full ones needn't have anything"
+    return why, f"{said}: {why}"
 
 
-_MISREAD_OUTPUTS = {
-    "own_experts_only": "only experts on the token's own rank are heard; send the other rows to their experts",
-    "others_only": "rows whose expert is on their own rank are lost; put them into the outbox, too",
-    "arrive_sorted": "arrived rows are taken as sorted by expert; they are sorted by sender, so other experts compute",
-    "return_sorted": "results go home expert by expert; a sender takes them in the order in which its rows came",
-    "overwritten": "a token's results overwrite each other; add them up (np.add.at)",
-    "unweighted": "the weights are left out",
-    "weights_by_token": "the weights are sorted by token, the rows by expert; a row has the weight of another",
-}
+# ---- a bias that follows the load ----
+
+_TOKENS, _EXPERTS, _TOP_K, _BATCHES, _SKIPPED = 256, 8, 2, 60, 10
+_AIMS = {"a steady favour": 1.22, "a favour that moves": 1.32, "no favour": 1.22}
+"""Largest mean of fullest over mean, after the first ten microbatches."""
+Rule = Callable[[Tensor, Tensor], Tensor]
 
 
-def _problem(words: str, tokens: Sequence[int], experts: int, top_k: int, *, to: int | None = None) -> _Problem:
-    """Make random tokens and choices; `to` makes every token choose that expert first."""
-    numbers = np.random.default_rng(7 * experts + top_k)
-    parts: list[Part] = []
-    for count in tokens:
-        scores = numbers.normal(size=(count, experts))
-        if to is not None:
-            scores[:, to] = 9.0
-        chosen = _best(scores, top_k)
-        weights = np.where(chosen, np.exp(scores), 0.0)
-        weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-9)
-        parts.append((numbers.normal(size=(count, HIDDEN)), weights, chosen))
-    return _Problem(words, parts, numbers.normal(size=(experts, HIDDEN, HIDDEN)))
+@cache
+def recording(name: str) -> Tensor:
+    """Return artificial logits [microbatch, token, expert], in which all tokens favour some experts, or none."""
+    numbers = torch.Generator().manual_seed(1 + list(_AIMS).index(name))
+    own = torch.randn(_BATCHES, _TOKENS, _EXPERTS, generator=numbers)
+    first, last = torch.randn(2, _EXPERTS, generator=numbers)
+    time = torch.arange(_BATCHES)[:, None] / _BATCHES
+    favour = {"a steady favour": first.expand(_BATCHES, -1), "no favour": torch.zeros(_BATCHES, _EXPERTS)}
+    return own + favour.get(name, (1 - time) * first + time * last)[:, None]
 
 
-def _best(scores: Array, k: int) -> Array:
-    """Return True for the k largest scores of each token."""
-    chosen = np.zeros(scores.shape, dtype=bool)
-    np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :k], True, axis=1)
-    return chosen
+def loads_under(rule: Rule, name: str) -> Tensor:
+    """Return the tokens of each expert by microbatch of a recording, when `rule` moves the bias after each of them.
+
+    Raises ValueError for a bias of another form.
+    """
+    bias, loads = torch.zeros(_EXPERTS), []
+    for logits in recording(name):
+        scores = logits.sigmoid() + bias
+        loads.append(torch.zeros_like(scores).scatter(1, scores.topk(_TOP_K).indices, 1.0).sum(0))
+        bias = torch.as_tensor(rule(bias.clone(), loads[-1].clone()), dtype=torch.float32)
+        if bias.shape != (_EXPERTS,):
+            raise ValueError(f"the new bias has the shape {list(bias.shape)}; it is one number for each expert")
+    return torch.stack(loads)
 
 
-_CASES: tuple[Callable[[], _Problem], ...] = (
-    lambda: _problem("1 rank, 4 experts, top-1", (6,), 4, 1),
-    lambda: _problem("2 ranks with one expert each, top-1", (3, 3), 2, 1),
-    lambda: _problem("2 ranks with 2 experts each, top-2", (4, 4), 4, 2),
-    lambda: _problem("4 ranks with 2 experts each, top-2", (6, 6, 6, 6), 8, 2),
-    lambda: _problem("3 ranks, rank 1 without tokens", (4, 0, 3), 6, 2),
-    lambda: _problem("4 ranks, all tokens to expert 5", (3, 3, 3, 3), 8, 1, to=5),
-    lambda: _problem("2 ranks, every token to every expert", (3, 2), 4, 4),
-)
-_COUNTED = 3
-"""The case whose calls and numbers are counted."""
+def papers_rule(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
+    """Return the bias after a step of fixed size against the load (arXiv 2408.15664, algorithm 1)."""
+    return bias + rate * (load.mean() - load).sign()
 
 
-@exercise("14.dispatch", "Write moe(x, weights, chosen, rank, ranks, exchange, expert) -> the outputs of one rank.")
-def dispatch(answer: Any) -> Iterator[Outcome]:
-    """Judge one rank, several, a rank without tokens, one expert for all, all experts for each; then calls and cost."""
-    claim = "each token's weighted sum over its experts"
-    problems = [make() for make in _CASES]
-    outputs = [holds(f"{p.words}, the outputs", claim, lambda p=p: _output_problem(answer, p)) for p in problems]
-    yield from outputs
-    reason = "" if all(outcome.passed for outcome in outputs) else ONLY_FIRST
-    problem = _CASES[_COUNTED]()
-    error = _output_problem(answer, problem)[1]
-    wrong = [f"{n} calls of expert {e}" for e in range(len(problem.matrices)) if (n := problem.calls.count(e)) != 1]
-    claim = f"one call for each of the {len(problem.matrices)} experts, with all its rows"
-    calls = holds(f"{problem.words}, the experts", claim, lambda: listed(wrong, most=3) if error or wrong else True)
-    yield replace(calls, reason=reason)
-    crossed, most = sum(problem.crossed), problem.most_numbers()
-    claim = f"at most {most:,}: each row only to its expert's rank and back"
-    said = "" if crossed <= most else f"{crossed:,}: the outputs are right, but rows go where no expert needs them"
-    cost = holds(f"{problem.words}, the numbers that change ranks", claim, lambda: error or said or True)
-    yield replace(cost, reason=reason)
+def draw_bias(answer: Any) -> Figure | None:
+    """Draw the load under the answer, next to that of the paper's rule with its own rate and with a rate that fits."""
+    from labkit.viz.experts.expert_load import load_over_training  # matplotlib, which a score does without
 
-
-def _output_problem(answer: Any, problem: _Problem) -> tuple[str, str]:
-    """Return (reason, sentence) of the first wrong output; both empty for right outputs."""
-    try:
-        found = [np.asarray(plain(output), dtype=float) for output in problem.run(answer)]
-    except Stalled as stalled:
-        return "stalled", f"{stalled}; all ranks call exchange equally often, a rank without rows, too"
-    except (Exception, SystemExit) as error:
-        return raised(error), raised(error)
-    rights = problem.outputs()
-    for rank, (output, right) in enumerate(zip(found, rights, strict=True)):
-        if output.shape != right.shape and output.size + right.size:
-            return "shape", f"an array {list(output.shape)} on rank {rank}, which needs {list(right.shape)}"
-    for rank, (output, right) in enumerate(zip(found, rights, strict=True)):
-        wrong = [] if not right.size else np.flatnonzero(~np.isclose(output, right, rtol=0, atol=1e-9).all(axis=1))
-        if len(wrong) and (why := rounding(output, right)):
-            return ROUNDED, f"other digits on rank {rank}: {why}"
-        if len(wrong):
-            reason = next((words for name, words in _MISREAD_OUTPUTS.items() if _like(found, problem, name)), "")
-            pair = [shown(rows[wrong[0], :3].round(3)) for rows in (output, right)]
-            where = f"{pair[0]}.. instead of {pair[1]}.. for token {wrong[0]} of rank {rank}"
-            return reason or "values", f"{where}: {reason}" if reason else where
-    return "", ""
-
-
-def _like(found: Sequence[Array], problem: _Problem, misreading: str) -> bool:
-    return all(np.allclose(a, b) for a, b in zip(found, problem.outputs(**{misreading: True})) if b.size)
-
-
-# ---- places under a capacity ----
-
-_LIMITS = ((4, 2, 1, 1.0), (10, 8, 2, 1.25), (6, 4, 2, 1.0), (6, 3, 2, 2.0), (9, 4, 2, 0.5), (5, 4, 1, 1.5))
-"""(tokens, experts, k, factor)."""
-
-
-@exercise("14.places", "Write places(weights, chosen, k, factor) -> the tokens of each expert, -1 for an empty place.")
-def places(answer: Any) -> Iterator[Outcome]:
-    """Judge six routings with a capacity, tight and wide."""
-    named: set[str] = set()
-    for tokens, experts, k, factor in _LIMITS:
-        scores = np.random.default_rng(tokens + experts).normal(size=(tokens, experts)) - np.arange(experts) / 2
-        chosen = _best(scores, k)
-        weights = np.where(chosen, np.exp(scores), 0.0)
-        weights /= weights.sum(axis=1, keepdims=True) + np.arange(tokens)[:, None] / 100  # no two are equal
-        reasons, said = _first_wrong_place(answer, weights, chosen, k, factor)
-        capacity = _capacity(tokens, experts, k, factor)
-        given = f"{tokens} tokens, {experts} experts, k {k} and factor {factor:g}"
-        outcome = holds(given, f"the best of each expert in {capacity} places", lambda s=said: s or True)
-        yield replace(outcome, reason="; ".join(reason for reason in reasons if reason not in named) or ONLY_FIRST)
-        named.update(reasons)
-
-
-def _capacity(tokens: int, experts: int, k: int, factor: float) -> int:
-    return min(math.ceil(tokens * k / experts * factor), tokens)
-
-
-Reasons = tuple[str, ...]
-"""Words for each misunderstanding in an answer."""
-
-
-def _first_wrong_place(answer: Any, weights: Array, chosen: Array, k: int, factor: float) -> tuple[Reasons, str]:
-    """Return (reasons, sentence about the first expert that differs); both empty for a right table."""
-    try:
-        table = plain(answer(weights.copy(), chosen.copy(), k, factor))
-    except (Exception, SystemExit) as error:
-        return (raised(error),), raised(error)
-    right = _places(weights, chosen, _capacity(len(chosen), chosen.shape[1], k, factor))
-    if table == right:
-        return (), ""
-    if not isinstance(table, list) or len(table) != len(right) or not all(isinstance(row, list) for row in table):
-        return ("form",), f"{shown(table)}: give one list of tokens for each of the {len(right)} experts"
-    first = next(expert for expert, pair in enumerate(zip(table, right)) if pair[0] != pair[1])
-    fitting = (words for words, other in _misread_places(weights, chosen, k, factor) if other == table)
-    reasons = next(fitting, ())
-    where = f"{shown(table[first])} instead of {shown(right[first])} for expert {first}"
-    return reasons or ("values",), f"{where}: {'; '.join(reasons)}" if reasons else where
-
-
-def _places(weights: Array, chosen: Array, capacity: int, *, key: str = "weight", padded: bool = True) -> Any:
-    """Make the table: each expert takes tokens in the order of `key` and lists them by token (`listed`: as taken)."""
-    table = []
-    for weight, wanted in zip(weights.T, chosen.T):
-        wishes = np.flatnonzero(wanted)
-        if key in ("weight", "listed"):
-            wishes = wishes[np.argsort(-weight[wishes])]
-        elif key == "smallest":
-            wishes = wishes[np.argsort(weight[wishes])]
-        taken = wishes[:capacity].tolist()
-        taken = taken if key == "listed" else sorted(taken)
-        table.append(taken + [-1] * (capacity - len(taken)) * padded)
-    return table
-
-
-def _misread_places(weights: Array, chosen: Array, k: int, factor: float) -> Iterator[tuple[Reasons, Any]]:
-    """Yield (words for a misunderstanding, or for two at once; the table that it gives)."""
-    tokens, experts = chosen.shape
-    right = _capacity(tokens, experts, k, factor)
-    sizes = {
-        "": right,
-        "C is rounded up, not down": min(int(tokens * k / experts * factor), tokens),
-        "C counts rows, and a token makes k of them; k is missing": _capacity(tokens, experts, 1, factor),
-        "an expert never gets more than all T tokens, so C is at most T": math.ceil(tokens * k / experts * factor),
-        "C is the mean load; the factor is missing": _capacity(tokens, experts, k, 1.0),
+    name = "a favour that moves"
+    rules = {
+        "paper, rate 0.001": papers_rule,
+        "paper, rate 0.03": lambda bias, load: papers_rule(bias, load, 0.03),
+        "yours": answer,
     }
-    keys = {
-        "": "weight",
-        "a full expert keeps the first tokens, not those with the largest weights": "position",
-        "a full expert keeps the smallest weights; it needs the largest": "smallest",
-        "the right tokens in another order, so the layer's sums are the same; list them by number": "listed",
+    return load_over_training({words: loads_under(rule, name).numpy() for words, rule in rules.items()})
+
+
+@exercise("14.bias", "Write next_bias(bias, load) -> the bias for the next microbatch, from the load.", draw=draw_bias)
+def bias(answer: Any) -> Iterator[Outcome]:
+    """Probe direction, memory and scale, then judge three recordings by their aims."""
+    probes = [
+        holds("bias 0 and a full expert 2", "a bias of expert 2 that is the smallest", lambda: _direction(answer)),
+        holds("a bias and an even load", "a bias whose differences stay", lambda: _memory(answer)),
+        holds("the same load with ten times the tokens", "the same new bias", lambda: _scale(answer)),
+    ]
+    yield from probes
+    reason = "" if all(outcome.passed for outcome in probes) else ONLY_FIRST
+    for name, aim in _AIMS.items():
+        claim = f"at most {aim} times the mean, on average over {_BATCHES - _SKIPPED} microbatches"
+        outcome = holds(f"a recording with {name}, the fullest expert", claim, lambda n=name: _balances(answer, n))
+        yield replace(outcome, reason=reason or outcome.reason)
+
+
+def _given(answer: Any, bias: list[float], load: list[float]) -> Tensor:
+    return torch.as_tensor(answer(torch.tensor(bias), torch.tensor(load)), dtype=torch.float64)
+
+
+_EVEN = [64.0] * 8
+_FULL = [50.0, 50.0, 190.0, 40.0, 52.0, 45.0, 45.0, 40.0]
+
+
+def _direction(answer: Any) -> Finding:
+    found = _given(answer, [0.0] * 8, _FULL)
+    if found[2] < found[3]:
+        return True
+    if found[2] == found[3]:
+        return "the biases of a full and of an empty expert stay equal"
+    return (
+        "expert 2 gets a larger bias than an empty one: a bias is added to the scores, so it has to fall for a full one"
+    )
+
+
+def _memory(answer: Any) -> Finding:
+    before = torch.tensor([0.0, 0.1, -0.2, 0.3, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    found = _given(answer, before.tolist(), _EVEN)
+    moved = (found - found.mean()) - (before - before.mean())
+    if moved.abs().max() < 0.05:
+        return True
+    why = "an even load says that the bias is right as it is; a rule that forgets it will have the old load back"
+    return why, f"{[round(float(value), 2) for value in found]} from {before.tolist()}: {why}"
+
+
+def _scale(answer: Any) -> Finding:
+    few, many = (_given(answer, [0.0] * 8, [factor * n for n in _FULL]) for factor in (1.0, 10.0))
+    if torch.allclose(few, many, rtol=1e-3, atol=1e-6):
+        return True
+    why = "a larger batch moves the bias further, though its load is as uneven; divide by the mean load"
+    return why, f"{float(few[2]):.3g} and {float(many[2]):.3g} for expert 2: {why}"
+
+
+def _balances(answer: Any, name: str) -> Finding:
+    loads = loads_under(answer, name)
+    ratio = loads.amax(1) / loads.mean(1)
+    mean = float(ratio[_SKIPPED:].mean())
+    if mean <= _AIMS[name]:
+        return True
+    favourite = loads.argmax(1)[_SKIPPED:]
+    flips = float((favourite[1:] != favourite[:-1]).double().mean())
+    alone = loads_under(lambda bias, _: bias, name)
+    untouched = float((alone.amax(1) / alone.mean(1))[_SKIPPED:].mean())
+    if mean > untouched + 0.05 or (flips > 0.9 and mean > 1.4):
+        why = "the bias overshoots: an expert is full in one microbatch and empty in the next; take smaller steps"
+    elif float(ratio[_SKIPPED : _SKIPPED + 15].mean()) > 1.1 * float(ratio[-15:].mean()) or flips < 0.6:
+        why = "the bias is too slow: it gets there after many microbatches, or never catches up; take larger steps"
+    else:
+        why = "the load zigzags around an even one: take small steps near it, and large ones far from it"
+    return why, f"{mean:.2f}: {why}"
+
+
+# ---- choice by groups ----
+
+_CHOICES = ((6, 8, 2, 4, 1), (6, 8, 2, 4, 2), (6, 12, 4, 3, 2), (5, 8, 2, 2, 2))
+"""(tokens, experts, k, groups, groups that a token may use)."""
+
+
+@cache
+def _scores(tokens: int, experts: int, biased: bool) -> Tensor:
+    numbers = torch.Generator().manual_seed(tokens * experts)
+    scores = torch.rand(tokens, experts, generator=numbers, dtype=torch.float64)
+    return scores - 0.9 if biased else scores  # a bias can make scores negative
+
+
+def _by_groups(
+    scores: Tensor,
+    k: int,
+    groups: int,
+    keep: int,
+    *,
+    worth: str = "best",
+    hidden: float = -torch.inf,
+    each: bool = False,
+    dealt: bool = False,
+) -> list[list[int]]:
+    """Return the experts of each token, right or with a misunderstanding."""
+    if dealt:  # expert e in group e % groups
+        order = torch.arange(scores.shape[1]).view(-1, groups).T.flatten()
+        found = _by_groups(scores[:, order], k, groups, keep)
+        return [sorted(int(order[expert]) for expert in row) for row in found]
+    by_group = scores.view(len(scores), groups, -1)
+    top = by_group.topk(k // keep).values
+    of_group = {"best": top.sum(-1), "single": by_group.amax(-1), "all": by_group.sum(-1)}[worth]
+    allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, of_group.topk(keep).indices, True)
+    if each:
+        share = torch.zeros_like(by_group, dtype=torch.bool).scatter(2, by_group.topk(k // keep).indices, True)
+        chosen = (share & allowed[..., None]).flatten(1)
+        return [row.nonzero().flatten().tolist() for row in chosen]
+    limited = by_group.masked_fill(~allowed[..., None], hidden).flatten(1)
+    return [sorted(row) for row in limited.topk(k).indices.tolist()]
+
+
+def _chosen_by(answer: Any, scores: Tensor, k: int, groups: int, keep: int) -> list[list[int]]:
+    found = torch.as_tensor(answer(scores.clone(), k, groups, keep))
+    if found.shape != scores.shape:
+        raise ValueError("the result has not the shape of scores: rows are tokens, columns are experts")
+    return [row.nonzero().flatten().tolist() for row in found]
+
+
+def _misread_groups(tokens: int, experts: int, k: int, groups: int, keep: int, biased: bool) -> Misreadings:
+    scores = _scores(tokens, experts, biased)
+    of = (scores, k, groups, keep)
+    return {
+        "these are the best k of all experts; a token may use those of its best groups only": (
+            [sorted(row) for row in scores.topk(k).indices.tolist()]
+        ),
+        "closed groups score 0 here, and 0 is more than a negative score; use minus infinity": _by_groups(
+            *of, hidden=0.0
+        ),
+        "a group counts by its best expert; a token takes k / keep of it, so these count": (
+            _by_groups(*of, worth="single")
+        ),
+        "a group counts by the sum of all its experts; only the best k / keep of them matter": (
+            _by_groups(*of, worth="all")
+        ),
+        "each group gives k / keep experts; the best k of all allowed experts are taken": _by_groups(*of, each=True),
+        "groups are dealt out one by one; here neighbours are a group": _by_groups(*of, dealt=True),
     }
-    for order, key in keys.items():
-        for size, capacity in sizes.items():
-            yield tuple(filter(None, (size, order))), _places(weights, chosen, capacity, key=key)
-    yield (
-        ("empty places are missing; without them the shape depends on the routing",),
-        _places(weights, chosen, right, padded=False),
+
+
+@exercise("14.groups", "Write group_limited(scores, k, groups, keep) -> the choice, a map [tokens, experts] of bool.")
+def groups(answer: Any) -> Iterator[Outcome]:
+    """Judge four sizes with scores that are positive, and the same with negative ones."""
+    cases = [(*sizes, biased) for biased in (False, True) for sizes in _CHOICES]
+    outcomes = asked(
+        cases,
+        given=lambda t, e, k, g, keep, biased: (
+            f"{t} tokens, {e} experts in {g} groups, k {k}, keep {keep}{', some scores negative' if biased else ''}"
+        ),
+        right=lambda t, e, k, g, keep, biased: _by_groups(_scores(t, e, biased), k, g, keep),
+        tried=lambda t, e, k, g, keep, biased: _chosen_by(answer, _scores(t, e, biased), k, g, keep),
+        misread=_misread_groups,
     )
-    kept = [[token for token in row if token >= 0] for row in _places(weights, chosen, right)]
-    dropped = {t for row, wanted in zip(kept, chosen.T) for t in np.flatnonzero(wanted).tolist() if t not in row}
-    alone = [[token for token in row if token not in dropped] for row in kept]
-    others = [np.flatnonzero(~wanted).tolist() for wanted in chosen.T]
-    yield (
-        ("a token that one expert drops loses its other experts, too; it keeps them",),
-        [row + [-1] * (right - len(row)) for row in alone],
-    )
-    filled = [sorted(row + other[: right - len(row)]) for row, other in zip(kept, others)]
-    words = (
-        "tokens that did not choose the expert fill its places; Megatron pads so, with weight 0, but here empty is -1"
-    )
-    yield (words,), filled
+    for outcome in outcomes:
+        yield replace(outcome, expected="the experts of each token " + outcome.expected)

@@ -16,7 +16,7 @@ from labkit.check.watched import Watch
 def check(name: str, answer: Any) -> Any:
     """Show the score of an answer; return the answer if it is right, otherwise labkit's solution.
 
-    So the reader's own function is the one that later cells call: `splits = check("14.splits", splits)`. Of an exercise
+    So the reader's own function is the one that later cells call: `order = check("11.order", order)`. Of an exercise
     with a ladder of targets the answer is given back as soon as it meets the first one. Where the exercise has a
     drawing, what a reader's answer makes is drawn below. Progress is kept for `labkit progress`; if LABKIT_BOARD names
     a board (`labkit board`), the score is posted there. Raises ValueError only if there is no such exercise.

@@ -2,8 +2,8 @@
 
 A solution is the function that the reader should write, under the reader's name for it:
 
-    @solves("14.splits")
-    def splits(counts, rank): ...
+    @solves("08.tokens")
+    def mean_gradient(gradients, tokens): ...
 
 What it needs besides stands above it in the same module, and is shown with it.
 """

@@ -31,18 +31,19 @@ if TYPE_CHECKING:
     from labkit.viz.encoders.path_widths import path_widths as path_widths
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
-    from labkit.viz.experts.expert_load import capacity_curve as capacity_curve
     from labkit.viz.experts.expert_load import explore_skew as explore_skew
     from labkit.viz.experts.expert_load import load_over_training as load_over_training
     from labkit.viz.experts.expert_load import skew_curve as skew_curve
     from labkit.viz.experts.policy_bars import compare_policies as compare_policies
     from labkit.viz.experts.policy_bars import explore_policies as explore_policies
+    from labkit.viz.experts.router_balance import load_and_scores as load_and_scores
+    from labkit.viz.experts.router_balance import loss_beside_load as loss_beside_load
+    from labkit.viz.experts.router_balance import mass_tables as mass_tables
+    from labkit.viz.experts.router_balance import price_of_balance as price_of_balance
     from labkit.viz.experts.router_lab import replay as replay
     from labkit.viz.experts.router_lab import replay_policies as replay_policies
     from labkit.viz.experts.router_lab import skewed_logits as skewed_logits
     from labkit.viz.experts.router_lab import standard_policies as standard_policies
-    from labkit.viz.experts.token_routes import dispatch_steps as dispatch_steps
-    from labkit.viz.experts.token_routes import send_matrix_figure as send_matrix_figure
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
     from labkit.viz.graphs.gradient_errors import gradient_errors as gradient_errors

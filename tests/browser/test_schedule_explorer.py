@@ -54,18 +54,18 @@ explore_pool(play_back(
 ))"""
 BET = 'from labkit.check import check, predict\n\nbet, steps = predict("06.bytes"), predict("12.one", p=4, m=8)'
 HUNT = 'from labkit.check import hunt\n\nhunt("21", 1).verdict(constant="network", factor="3")'
-WRONG = """def splits(counts, rank):
-    return counts[rank + 5], []
+WRONG = """def mean_gradient(gradients, tokens):
+    return gradients[len(tokens) + 5], []
 
 
-splits = check("14.splits", splits)"""
+mean_gradient = check("08.tokens", mean_gradient)"""
 ENDLESS = """def most_held(order):
     while True:
         pass
 
 
 most_held = check("17.held", most_held)"""
-SETTLE = 'bet.settle("none")\nsteps.settle(96)\nprint(splits.__module__)'
+SETTLE = 'bet.settle("none")\nsteps.settle(96)\nprint(mean_gradient.__module__)'
 PATIENCE = 60_000
 """Milliseconds for what a kernel start or a redraw may take on a busy machine."""
 
@@ -261,17 +261,17 @@ def test_bets_scores_and_verdicts_as_a_reader_sees_them(page: Any, tmp_path: Pat
     page.locator(".jp-CodeCell .cm-content").nth(1).click()
     page.keyboard.press("Shift+Enter")
     page.get_by_text("IndexError: list index out of range").wait_for()
-    page.get_by_text("return counts[rank + 5], []").nth(1).wait_for()
+    page.get_by_text("return gradients[len(tokens) + 5], []").nth(1).wait_for()
     page.keyboard.press("Shift+Enter")
     page.get_by_text("no end after 10 seconds").wait_for()
     page.keyboard.press("Shift+Enter")
     page.get_by_text("Not this time: you bet 100 %, and it is none.").wait_for()
     page.get_by_text("33 steps? That is 1F1B's time").wait_for()
-    page.get_by_text("labkit.check.solutions.chapter_14").wait_for()
+    page.get_by_text("labkit.check.solutions.chapter_08").wait_for()
     page.keyboard.press("Shift+Enter")
     page.get_by_text("1 of 2 right.").wait_for()
     page.get_by_text("constant: right.").wait_for()
     _screenshot(page, "verdict")
     kept = json.loads((tmp_path / "progress.json").read_text())
-    assert kept["check"] == {"14.splits": "tried", "17.held": "tried"}
+    assert kept["check"] == {"08.tokens": "tried", "17.held": "tried"}
     assert kept["predict"] == {"06.bytes": "wrong", "12.one": "wrong"}

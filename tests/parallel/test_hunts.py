@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from re import search
 from statistics import median
@@ -29,6 +30,7 @@ from labkit.graphs import make_graphed_callables
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, build_model_chunks, sleep_through
 from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
+from labkit.moe import TopKRouter
 from labkit.parallel import (
     DistributedDataParallel,
     initialize_model_parallel,
@@ -40,7 +42,7 @@ from labkit.parallel import (
 from labkit.parallel.context.ring_attention import ring_attention
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.schedules import Costs, simulate
-from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain
+from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain, stepping
 from labkit.train.lr_schedule import build_lr_schedule
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -68,6 +70,13 @@ PARTIAL = presets.tiny_moe().override(
     }
 )  # fmt: skip
 EXPERTS = {"parallel.ep": 2, "parallel.pp": 1}
+ROUTED = presets.tiny_moe().override(
+    {
+        "model.layers": 2, "model.hidden": 32, "model.seq_length": 16, "moe.layer_freq": [1], "moe.ffn_hidden": 32,
+        "moe.score_function": "sigmoid", "moe.expert_bias": True, "moe.expert_bias_update_rate": 0.01,
+        "moe.z_loss_coeff": 0.0, "global_batch_size": 8, "train.micro_batch_size": 2, "train.eval_steps": 0,
+    }
+)  # fmt: skip
 REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
 T5 = {"model.hidden": 32, "model.heads": 4, "model.layers": 1, "model.decoder_layers": 3, "train.eval_steps": 0}
 T5 |= {"global_batch_size": 4, "micro_batch_size": 2}
@@ -172,6 +181,10 @@ def of_17(config: RunConfig, observer: Any) -> Any:
     return train_marked("17", config, None, observer)
 
 
+def of_14(config: RunConfig, observer: Any) -> Any:
+    return train_marked("14", config, None, observer)
+
+
 def of_18(config: RunConfig, observer: Any) -> Any:
     return train_marked("18", config, None, observer)
 
@@ -195,6 +208,7 @@ def of_24(config: RunConfig, observer: Any) -> Any:
         ("10", SMALL.override({"model.layers": 4}), PIPELINE, 1, of_10),
         ("11", SMALL.override({"model.layers": 4}), PIPELINE | {"parallel.vpp": 2}, 1, of_11),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
+        ("14", ROUTED, EXPERTS, 3, of_14),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
         ("18", PARTIAL, EXPERTS, 3, of_18),
         ("24", presets.t5_tiny().override(T5), {"parallel.pp": 4, "parallel.split_rank": 1}, 1, of_24),
@@ -207,7 +221,7 @@ def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config,
     assert silent.verdict == "equal", silent
     for fault, row in zip([faults[number] for number in loud], spoilt, strict=True):
         assert row.verdict == "fault" and search(fault.answers["first"], str(row.first_difference)), (fault.name, row)
-        moves = fault.name in LOSS_MOVES or chapter in ("03", "09")  # whose second step counts
+        moves = fault.name in LOSS_MOVES or chapter in ("03", "09", "14")  # whose later steps count
         assert (row.loss_diff > 1e-12) == moves, "only outputs, the loss itself, and groups that log it, change it"
 
 
@@ -823,6 +837,50 @@ def test_17_each_silent_fault_shows_in_the_pool_or_in_the_replays(ranks) -> None
     assert {name for name, peak in pools.items() if peak > pools[CLEAN]} == {"nothing given back"}
     static = {name: runs[0][1]["static_input_bytes"][1] for name, runs in found.items()}
     assert {name for name, size in static.items() if size < static[CLEAN]} == {"input given away"}
+
+
+# ---- 14 ----
+
+
+def three_moves() -> tuple[list[float], int]:
+    """This rank's biases after three steps of a router alone, and the number of messages that moved them."""
+    groups = initialize_model_parallel(ROUTED.override(EXPERTS).parallel)
+    router, draw = TopKRouter("router", ROUTED.model, ROUTED.moe, groups), torch.Generator().manual_seed(groups.rank)
+    with CommLedger() as ledger:
+        for _ in range(3):
+            router(torch.randn(16, 2, 32, generator=draw))
+            stepping.finish_router_step([router], groups)
+    assert router.expert_bias is not None
+    return router.expert_bias.tolist(), sum(record.phase == "expert bias" for record in ledger.records)
+
+
+def test_14_biases_that_part_or_remember_show_on_a_router_alone(ranks) -> None:
+    found = with_each_fault(ranks, "14", three_moves)
+    assert {name for name, (one, two) in found.items() if one[0] != two[0]} == {"own load"}
+    assert {name: {count for _, count in runs} for name, runs in found.items() if name != CLEAN} == {
+        name: {0 if name == "own load" else 3} for name in found if name != CLEAN
+    }
+    others = {name for name, runs in found.items() if runs[0][0] != found[CLEAN][0][0]}
+    assert others == {"own load", "old counts"}
+
+
+def routers_learn(coefficient: float) -> list[float]:
+    """Lengths of the gradients of both routers in a first step, in one process."""
+    moe = replace(ROUTED.moe, aux_loss_coeff=coefficient)
+    model = GPTModel(ROUTED.model, single_process_groups(), moe=moe, layers=range(2), seed=0, dtype=torch.float64)
+    text = torch.arange(2 * 17).view(2, 17)
+    model(text[:, :-1], None, text[:, 1:]).mean().backward()
+    gradients = [layer.mlp.router.weight.grad for layer in model.layers.values()]
+    return [0.0 if gradient is None else float(gradient.norm()) for gradient in gradients]
+
+
+def test_14_a_router_without_one_of_its_two_gradients_shows_when_the_coefficient_is_0() -> None:
+    found = {
+        name: [Planted("14", number, routers_learn)(coefficient) for coefficient in (0.01, 0.0)]
+        for number, name in enumerate(names("14")[1:])
+    }
+    assert {name for name, (_, alone) in found.items() if not any(alone)} == {"router cut off"}
+    assert {name for name, (both, alone) in found.items() if both == alone} == {"no pull"}
 
 
 # ---- 18 ----

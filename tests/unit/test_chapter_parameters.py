@@ -176,7 +176,11 @@ def test_values_just_outside_are_refused_at_once(chapter, tmp_path):
             {"microbatches": "9"},
             "'9': must be 2 world_size to 64, a multiple of world_size (world_size is 4)",
         ),
-        ("14_moe_layer", {"top_k": "9"}, "-p top_k '9': must be 2 to experts (experts is 8) in 14_moe_layer"),
+        (
+            "14_moe_layer",
+            {"experts": "6"},
+            "-p experts '6': must be 4 to 16, a multiple of world_size (world_size is 4)",
+        ),
         ("17_graphs_in_a_pipeline", {"microbatches": "6"}, "a multiple of world_size (world_size is 4)"),
     ],
 )

@@ -17,8 +17,8 @@ from labkit.check.score_page import ScorePage
 from labkit.check.scoring import Outcome, holds
 from labkit.check.watched import Watch
 
-SPLITS = exercises("14")["14.splits"].solution
-assert SPLITS is not None
+MEAN = exercises("08")["08.tokens"].solution
+assert MEAN is not None
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +29,19 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_right_answer_is_what_later_cells_use(capsys, file) -> None:
-    def mine(counts, rank):
-        return SPLITS(counts, rank)
+    def mine(gradients, tokens):
+        return MEAN(gradients, tokens)
 
-    assert check("14.splits", mine) is mine
-    assert capsys.readouterr().out == "14.splits: 5/5. Right. From here on the chapter uses your function.\n"
-    assert kept.read(file)["check"] == {"14.splits": "solved"}
+    assert check("08.tokens", mine) is mine
+    assert capsys.readouterr().out == "08.tokens: 5/5. Right. From here on the chapter uses your function.\n"
+    assert kept.read(file)["check"] == {"08.tokens": "solved"}
 
 
 def test_instead_of_a_wrong_answer_later_cells_use_the_solution(capsys, file) -> None:
-    assert check("14.splits", lambda counts, rank: ([], [])) is SPLITS
+    assert check("08.tokens", lambda gradients, tokens: []) is MEAN
     said = capsys.readouterr().out
-    assert said.startswith("14.splits: 0/5. 5 to go.\n") and "the next cells use labkit's solution." in said
-    assert kept.read(file)["check"] == {"14.splits": "tried"}
+    assert said.startswith("08.tokens: 0/5. 5 to go.\n") and "the next cells use labkit's solution." in said
+    assert kept.read(file)["check"] == {"08.tokens": "tried"}
 
 
 def test_lines_are_at_most_90_columns_wide(capsys) -> None:
@@ -55,14 +55,16 @@ def inner(counts):
 
 
 def test_an_error_is_shown_where_it_arose_in_the_readers_code(capsys) -> None:
-    def mine(counts, rank):
-        return inner(counts)
+    def mine(gradients, tokens):
+        return inner(gradients)
 
-    check("14.splits", mine)
+    check("08.tokens", mine)
     *_, first, code, second, last, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("    test_check.py, line ") and first.endswith(", in mine")
     assert (
-        code == "        return inner(counts)" and second.endswith(", in inner") and last.strip() == "return counts[9]"
+        code == "        return inner(gradients)"
+        and second.endswith(", in inner")
+        and last.strip() == "return counts[9]"
     )
 
 
@@ -82,14 +84,14 @@ def test_an_error_that_the_reader_catches_is_not_shown() -> None:
         except TypeError:
             return [], []
 
-    assert score("14.splits", mine).frames == ()
+    assert score("08.tokens", mine).frames == ()
 
 
 def test_a_forgotten_return_is_named() -> None:
-    found = score("14.splits", lambda counts, rank: None)
+    found = score("08.tokens", lambda gradients, tokens: None)
     assert found.advice == "Your function returned None each time. Did you forget `return`?"
     assert len(ScorePage(found, attempted=True, solved_for_you=True).cases) == 1
-    found = score("14.splits", lambda counts, rank: None if rank else SPLITS(counts, rank))
+    found = score("08.tokens", lambda gradients, tokens: None if len(tokens) > 2 else MEAN(gradients, tokens))
     assert found.advice == "Your function returned None in 3 of 5 calls. Does a branch lack its `return`?"
     assert score("17.unsafe", lambda order, buffers: None if buffers[0] else (9, 9)).advice == ""
 
@@ -118,12 +120,12 @@ def stub(name: str, change: str = "") -> dict:
 
 
 def test_an_untouched_stub_is_said_to_be_one(capsys, file) -> None:
-    assert stub("14.splits")["splits"] is SPLITS
-    assert capsys.readouterr().out.startswith("14.splits: Not attempted yet: this is the body that you start from.")
-    stub("14.splits", "    # a comment\n\n")
+    assert stub("08.tokens")["mean_gradient"] is MEAN
+    assert capsys.readouterr().out.startswith("08.tokens: Not attempted yet: this is the body that you start from.")
+    stub("08.tokens", "    # a comment\n\n")
     assert "Not attempted" in capsys.readouterr().out and kept.read(file)["check"] == {}
-    stub("14.splits", "    rank += 0\n")
-    assert "Not attempted" not in capsys.readouterr().out and kept.read(file)["check"] == {"14.splits": "tried"}
+    stub("08.tokens", "    tokens += []\n")
+    assert "Not attempted" not in capsys.readouterr().out and kept.read(file)["check"] == {"08.tokens": "tried"}
 
 
 # ---- a case that does not end ----
@@ -193,11 +195,9 @@ def test_rounding_is_told_from_a_wrong_result() -> None:
     assert rounding("text", 1.0) == rounding(None, 1.0) == rounding([[1.5], [1, 2]], 1.0) == rounding(np.nan, 1.0) == ""
 
 
-@pytest.mark.parametrize("name", ["08.tokens", "14.dispatch"])
-def test_a_score_names_rounding_once_and_no_misunderstanding(name: str) -> None:
+def test_a_score_names_rounding_once_and_no_misunderstanding() -> None:
     """The solution in float32 is not a wrong idea."""
-    right = exercises(name[:2])[name].solution
-    found = score(name, lambda *case: np.asarray(right(*case), dtype=np.float32).astype(float))
+    found = score("08.tokens", lambda *case: np.asarray(MEAN(*case), dtype=np.float32).astype(float))
     assert len(found.told) == 1 and "the rounding of float32; compute in float64" in found.told[0].got, found
 
 

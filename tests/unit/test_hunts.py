@@ -29,6 +29,7 @@ from labkit.models.embedding import OutputLayer, PositionEmbedding
 from labkit.models.recomputation import Recomputation
 from labkit.models.t5.t5_layers import CrossAttention
 from labkit.models.t5.t5_model import T5Model
+from labkit.moe import router
 from labkit.moe.balance import AuxLossAutoScaler
 from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
@@ -43,12 +44,12 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules import execution
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
-from labkit.train import bert_step
+from labkit.train import bert_step, stepping
 from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "15", "16", "17", "18", "19", "21",
-    "22",
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "14", "15", "16", "17", "18", "19",
+    "21", "22",
     "24",
 )  # fmt: skip
 CHANGED = (
@@ -58,7 +59,7 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model, chunks, execution, grad_buffers,
+    CrossAttention, T5Model, chunks, execution, grad_buffers, router, stepping,
 )  # fmt: skip
 """Everything that a fault may change."""
 

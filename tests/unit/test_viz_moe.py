@@ -1,71 +1,20 @@
 """Figures of the MoE layer: sentences and places computed by hand, controls that redraw, refusals."""
 
-import itertools
 import time
 
-import numpy as np
 import pytest
 import torch
 
 from labkit.models.synthetic_load import SleepingExperts, zipf_logits
-from labkit.viz import capacity_curve, dispatch_steps, explore_skew, load_over_training, send_matrix_figure, skew_curve
-
-
-def map_of(experts, *choices):
-    """[T, E] from each token's experts."""
-    chosen = np.zeros((len(choices), experts), dtype=bool)
-    for token, each in enumerate(choices):
-        chosen[token, list(each)] = True
-    return chosen
-
-
-# ---- send matrix ----
-
-
-def test_the_send_matrix_says_what_travels_and_who_is_fullest():
-    figure = send_matrix_figure([[5, 3], [1, 7]])
-    assert figure.sentence == (
-        "16 rows over ep 2: 12 stay on their rank, 4 travel; rank 1 computes the most, 10, 1.25 times the mean, "
-        "rank 0 the least, 6."
-    )
-    above, below = figure.fig.axes
-    assert [bar.get_height() for bar in above.patches] == [6, 10]
-    assert [text.get_text() for text in below.texts] == ["5", "3", "1", "7"]
-    assert [patch.get_hatch() for patch in below.patches] == ["....", "", "", "...."]
-    assert "each computes 4." in send_matrix_figure([[1, 3], [3, 1]]).sentence
-
-
-def test_a_large_send_matrix_carries_no_numbers():
-    assert not send_matrix_figure(np.ones((32, 32), dtype=int)).fig.axes[1].texts
-    assert send_matrix_figure([[0]]).sentence == "0 rows over ep 1: 0 stay on their rank, 0 travel; each computes 0."
-
-
-# ---- where rows lie ----
-
-
-def test_rows_lie_as_the_dispatcher_puts_them():
-    """2 ranks, 4 experts, 2 a rank. Rank 0: token 0 to 3 and 0, 1 to 1. Rank 1: token 2 to 0, 3 to 1 and 2.
-
-    Permuted: 0 1 0 | 2 3 3. Received: rank 0 gets 0 1 from rank 0 and 2 3 from rank 1; rank 1 gets 0 and 3. Sorted by
-    local expert: expert 0 has 0 2, expert 1 has 1 3, then expert 2 has 3 and expert 3 has 0.
-    """
-    figure = dispatch_steps([map_of(4, (0, 3), (1,)), map_of(4, (0,), (1, 2))])
-    assert figure.sentence == (
-        "4 tokens of 2 ranks make 6 rows for 4 experts: 3 go to another rank, rank 0 gets the most, 4."
-    )
-    numbers = "".join(text.get_text() for text in figure.fig.axes[0].texts if text.get_text().isdigit())
-    tokens, permuted, received, by_expert = numbers[:4], numbers[4:10], numbers[10:16], numbers[16:22]
-    assert (tokens, permuted, received, by_expert) == ("0123", "010233", "012303", "021330")
-
-
-def test_boxes_do_not_overlap_where_ranks_have_few_rows():
-    """Tokens without a row, and a rank without a token."""
-    figure = dispatch_steps([map_of(3, (), (0, 1), (), ()), map_of(3), map_of(3, (2,))])
-    places = [(round(box.get_x(), 3), round(box.get_y(), 3)) for box in figure.fig.axes[0].patches]
-    columns = [sorted(y for x, y in places if x == column) for column in {x for x, _ in places}]
-    assert len(columns) == 4
-    assert all(b - a >= 0.9 for column in columns for a, b in itertools.pairwise(column))
-
+from labkit.viz import (
+    explore_skew,
+    load_and_scores,
+    load_over_training,
+    loss_beside_load,
+    mass_tables,
+    price_of_balance,
+    skew_curve,
+)
 
 # ---- load ----
 
@@ -128,24 +77,42 @@ def test_the_skew_slider_redraws_only_where_somebody_sits(monkeypatch):
     assert picture.value != before
 
 
-def test_a_capacity_drops_what_is_over_and_leaves_empty_what_is_under():
-    """8 tokens, top-1, 4 experts, factor 1: 2 rows an expert. Even: 8 of 8 kept, 0 of 8 empty; one expert: 2 of 8 kept.
+# ---- balance ----
 
-    Factor 2 means 4 rows, so 16 places: 8 empty and 12 empty.
-    """
-    loads = {"even": [[2, 2, 2, 2]], "one": [[8, 0, 0, 0]]}
-    figure = capacity_curve(loads, tokens=8, top_k=1, factors=(1, 2, 8))
+
+def test_the_loss_stands_beside_the_load():
+    """Fullest over mean: 20/10, 10/10; the run without a loss is on the right alone."""
+    figure = loss_beside_load({"loss": [2.0, 1.0]}, {"nobody": [[20, 0], [20, 0]], "loss": [[20, 0], [10, 10]]})
     assert figure.sentence == (
-        "Experts with a limit: at capacity factor 1 even drops 0.0% and leaves 0.0% empty, one drops 75.0% and leaves "
-        "75.0% empty; at capacity factor 2 even drops 0.0% and leaves 50.0% empty, one drops 50.0% and leaves 75.0% "
-        "empty."
+        "At the end the balancing loss is loss 1.50; the fullest expert has nobody 2.0, loss 1.5."
     )
-    dropped, empty = figure.fig.axes
-    assert list(dropped.lines[1].get_ydata()) == [0.75, 0.5, 0.0], "no more than all 8 tokens"
-    assert list(empty.lines[1].get_ydata()) == [0.75, 0.75, 0.75]
-    for wrong in ({}, {"a": [1, 2]}, {"a": [[0, 0]]}):
-        with pytest.raises(ValueError, match="at least one"):
-            capacity_curve(wrong, tokens=1, top_k=1)
+    left, right = figure.fig.axes
+    assert [len(axes.lines) for axes in (left, right)] == [2, 3], "and a dotted line each"
+    assert left.lines[0].get_color() == right.lines[1].get_color()
+
+
+def test_scores_that_avoid_the_load_have_a_small_loss():
+    """2 tokens, 4 experts: both experts with a token have 1/3 of its own score only: 4/4 (1/3 + 1/3) = 0.667."""
+    third = 1 / 3
+    figure = load_and_scores([1, 1, 0, 0], [[third, 0, third, third], [0, third, third, third]])
+    assert figure.sentence == "The fullest of 4 experts has 2.00 times the mean; the balancing loss is 0.667."
+    assert [[round(bar.get_height(), 3) for bar in axes.patches] for axes in figure.fig.axes] == [
+        [1, 1, 0, 0], [0.333, 0.333, 0.667, 0.667]
+    ]  # fmt: skip
+
+
+def test_tables_show_their_sums():
+    figure = mass_tables({"start": [[0.9, 0.1], [0.6, 0.4]], "end": [[0.5, 0.5], [0.5, 0.5]]})
+    assert figure.sentence == "Largest sum of a column over the mean: start 1.50, end 1.00."
+    assert [text.get_text() for text in figure.fig.axes[0].texts] == [
+        "0.90", "0.10", "0.60", "0.40", "1.00", "1.00", "1.50", "0.50"
+    ]  # fmt: skip
+
+
+def test_a_rule_has_a_mark_for_each_seed_and_a_large_one_for_their_mean():
+    figure = price_of_balance({"a": ([1.0, 2.0], [2.0, 2.5]), "b": ([1.0], [3.0])})
+    assert figure.sentence == "Mean loss on unseen text, and fullest expert over mean: a 2.250 at 1.5; b 3.000 at 1.0."
+    assert [list(line.get_ydata()) for line in figure.fig.axes[0].lines[:2]] == [[2.0, 2.5], [2.25]]
 
 
 # ---- sleeping experts ----

@@ -187,11 +187,6 @@ def kept_over_time(names: list[str], room: float) -> Any:
     return viz.memory_over_time(dict.fromkeys(names, line), room, 1.0, {names[0]: line})
 
 
-def maps(ranks: int, tokens: int, experts: int, top_k: int) -> list[np.ndarray]:
-    draw = np.random.default_rng(0)
-    return [np.argsort(draw.random((tokens, experts)), axis=1) < top_k for _ in range(ranks)]
-
-
 def policies(ranks: int, experts: int, top_k: int) -> list[Any]:
     logits = torch.randn(3, ranks, 16, experts, generator=torch.Generator().manual_seed(0))
     return replay_policies(logits, standard_policies(experts, top_k, groups=ranks, bias_rate=0.02))
@@ -263,11 +258,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.by_call({"eager": [1.0] * 8, "replay": [0.1] * 8}, "Factor"),
         lambda: viz.by_call({"by Python": range(121), "in a tensor": [0] * 121}, "Runs counted", captured=21),
     ),
-    "capacity_curve": (
-        lambda: viz.capacity_curve({"this router": np.ones((2, 2), int)}, tokens=1, top_k=2),
-        lambda: viz.capacity_curve({"this router": np.full((8, 16), 256), "skew 1": np.eye(8, 16) * 4096},
-                                   tokens=256, top_k=16),
-    ),
     "compare_orders": (
         lambda: viz.compare_orders(TINY, {"tp": 2}, world_size=4, gpus_per_node=1),
         lambda: viz.compare_orders(LARGE, {"tp": 4, "cp": 4, "pp": 2}, world_size=64, gpus_per_node=8),
@@ -289,7 +279,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.cut_matrices("mlp", 32, 8, 2, backward=True),
         lambda: viz.cut_matrices("mlp", 32, 512, 8, backward=True),
     ),
-    "dispatch_steps": (lambda: viz.dispatch_steps(maps(2, 1, 2, 2)), lambda: viz.dispatch_steps(maps(8, 2, 16, 2))),
     "fold_arcs": (
         lambda: viz.fold_arcs({"two GPUs": {"world_size": 2, "cp": 2, "ep": 2}}),
         lambda: viz.fold_arcs({
@@ -315,12 +304,25 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "layer_areas": (lambda: kept_areas(0.5), lambda: kept_areas(32)),
     "layer_placement": (lambda: placement(8, 2, 1), lambda: placement(32, 4, 4)),
+    "load_and_scores": (
+        lambda: viz.load_and_scores([2, 0], np.full((2, 2), 0.5)),
+        lambda: viz.load_and_scores([6] * 16, np.full((96, 16), 1 / 16)),
+    ),
     "load_over_training": (
         lambda: viz.load_over_training({"nothing": np.ones((1, 2))}),
         lambda: viz.load_over_training({name: np.ones((100, 16)) for name in ("nothing", "aux loss", "expert bias")}),
     ),
+    "loss_beside_load": (
+        lambda: viz.loss_beside_load({"loss": [1.0]}, {"loss": [[1, 1]]}),
+        lambda: viz.loss_beside_load({name: [4.0, 1.0] * 150 for name in ("sigmoids", "repaired")},
+                                     {name: np.ones((300, 16)) for name in ("nobody", "sigmoids", "repaired")}),
+    ),
     "loss_curves": (lambda: curves(2, 2, 0.0), lambda: curves(100, 4, 1e-6)),
     "loss_curves with levels": (lambda: tour(3, 1), lambda: tour(100, 8)),
+    "mass_tables": (
+        lambda: viz.mass_tables({"0 rounds": [[1.0, 2.0], [1.0, 1.0]]}),
+        lambda: viz.mass_tables({f"{n} rounds": np.full((12, 12), 10.5) for n in range(2)}),
+    ),
     "measured_ring": (lambda: ring_events(2), lambda: ring_events(8)),
     "memory_of_losses": (
         lambda: viz.memory_of_losses({"parallel": [0, 1, 0.5]}, {"parallel": 1}, "tensors [n, V]"),
@@ -391,6 +393,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
     "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),
+    "price_of_balance": (
+        lambda: viz.price_of_balance({"nobody": ([4.0], [2.5])}),
+        lambda: viz.price_of_balance({f"rule {n}": ([1 + n / 3] * 8, [2.4 + n / 50] * 8) for n in range(7)}),
+    ),
     "rank_grid": (
         lambda: viz.rank_grid({"tp": 1}, ["tp", "dp"], world_size=4, gpus_per_node=1),
         lambda: viz.rank_grid({"tp": 4, "pp": 4}, ["tp", "dp", "pp"], world_size=16, gpus_per_node=64),
@@ -413,10 +419,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "scoring_windows": (
         lambda: viz.scoring_windows([0], 3, 64, 1),
         lambda: viz.scoring_windows(list(range(0, 2109, 64)), 2173, 64, 64),
-    ),
-    "send_matrix_figure": (
-        lambda: viz.send_matrix_figure([[1, 0], [0, 1]]),
-        lambda: viz.send_matrix_figure(np.full((8, 8), 512)),
     ),
     "sequence_diagram": (lambda: calls(1), lambda: calls(14)),
     "skew_curve": (

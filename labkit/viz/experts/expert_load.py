@@ -1,8 +1,7 @@
-"""The load of experts in pictures: over training, against the time of a step, and against a capacity."""
+"""The load of experts in pictures: over training, and against the time of a step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -210,57 +209,3 @@ def _slider(figure: Figure, drawn: Callable[[float], Figure], chosen: float, lar
         value=chosen, min=0, max=largest, step=0.05, description="skew", layout=widgets.Layout(width="460px")
     )
     return LiveFigure(figure).panel({"skew": control}, lambda given: drawn(round(given["skew"], 2)))
-
-
-# ---- capacity ----
-
-
-def capacity_curve(
-    loads: Mapping[str, ArrayLike], *, tokens: int, top_k: int, factors: Sequence[float] = (0.5, 1, 1.25, 1.5, 2, 3, 4)
-) -> Figure:
-    """Draw the dropped rows and the empty part of a padded buffer over the capacity factor.
-
-    loads: name -> rows of each expert on each rank before dropping, [ranks, E]. tokens: tokens of a rank. top_k:
-        experts per token. An expert takes ceil(tokens top_k / E x factor) rows of a rank, but at most all its tokens.
-
-    Raises:
-        ValueError: no loads, or one that is no table of rows.
-    """
-    tables = {name: np.asarray(load) for name, load in loads.items()}
-    if not tables or any(table.ndim != 2 or not table.sum() for table in tables.values()):
-        raise ValueError("capacity_curve takes tables [ranks, experts] of rows, at least one, each with a row")
-    found = {name: [_limited(t, f, tokens, top_k) for f in factors] for name, t in tables.items()}
-    with styled():
-        fig = new_figure(7.4, 2.9)
-        panels = fig.subplots(1, 2, sharex=True)
-        titles = ("dropped, of all rows", "empty, of the padded buffer")
-        for panel, (axes, title) in enumerate(zip(panels, titles)):
-            for number, (name, points) in enumerate(found.items()):
-                axes.plot(factors, [point[panel] for point in points], LINES[number % len(LINES)], marker="o", ms=3,
-                          color=SEQUENCE[number % len(SEQUENCE)], label=name)  # fmt: skip
-            axes.set_title(title, loc="left")
-            axes.set(xlabel="capacity factor", ylim=(-0.02, 1))
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-            axes.grid(axis="y")
-        handles, labels = panels[0].get_legend_handles_labels()
-        fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    return Figure(fig, _capacity_sentence(found, factors))
-
-
-def _limited(table: NDArray[Any], factor: float, tokens: int, top_k: int) -> tuple[float, float]:
-    """Return the share of rows that are dropped, and of places that are empty."""
-    capacity = min(math.ceil(tokens * top_k / table.shape[1] * factor), tokens)
-    kept = np.minimum(table, capacity).sum()
-    return 1 - kept / table.sum(), 1 - kept / (capacity * table.size)
-
-
-def _capacity_sentence(found: Mapping[str, Sequence[tuple[float, float]]], factors: Sequence[float]) -> str:
-    shown = [place for place, factor in enumerate(factors) if factor in (1, 2)] or [0, len(factors) - 1]
-    words = [
-        f"at capacity factor {factors[place]:g} "
-        + ", ".join(
-            f"{name} drops {of[place][0]:.1%} and leaves {of[place][1]:.1%} empty" for name, of in found.items()
-        )
-        for place in shown
-    ]
-    return f"Experts with a limit: {'; '.join(words)}."
