@@ -313,7 +313,7 @@ ask(
     "Three models have read the same text, each with its own tokenizer. Which of them gives this text the highest "
     "probability?",
     choices={
-        "letters": "Its perplexity is the lowest, but that's a mean over tokens, and it has to pay for far more of them.",
+        "letters": "Its perplexity is the lowest, but that's a mean over tokens, and it pays for far more of them.",
         "the bundled one": "Its perplexity is in the middle, and so is the number of its tokens.",
         "words": "Each of its tokens is hard, but there are few. The probability of a text is the product over all of "
         "its tokens.",
@@ -336,8 +336,8 @@ ask(
     choices={
         "about 3": "The order of the tokens doesn't change with temperature. Their probabilities do, and top-p adds up "
         "these.",
-        "20 to 500": "A few dozen tokens would have to have most of the probability. At temperature 5 the unlikely ones have "
-        "it, because there are so many.",
+        "20 to 500": "Then a few dozen tokens would have most of the probability. At temperature 5 the unlikely ones "
+        "have it, because there are so many.",
         "over 500": "Logits that are divided by 5 are nearly equal, so a thousand unlikely tokens together have nearly "
         "all of the probability, and top-p has to take most of them.",
     },
