@@ -358,8 +358,8 @@ ask(
 )
 ask(
     "20.h100",
-    "A 175B model writes one text on eight H100s, whose tensor cores could do 8 * 989 TFLOP/s. What share of that does "
-    "it use?",
+    "A 175B model writes one text, with a kv cache, on eight H100s, whose tensor cores could do 8 * 989 TFLOP/s. What "
+    "share of that does it use?",
     choices={
         "under 1 %": "Each new token reads every weight once, for two operations per weight. The memory delivers the "
         "weights far more slowly than the tensor cores could use them.",
