@@ -325,7 +325,8 @@ ask(
     "right? Somebody who always says the same name gets about 10.",
     choices={
         "20 or fewer": "Then it knows little more than the list of names.",
-        "21 to 40": "It has learned the grammar of a story, and only now and then whom the story is about.",
+        "21 to 40": "It has learned the grammar of a story. For the name it leans to the right one, often enough by a "
+        "hair, and the most likely name counts, however likely it is.",
         "over 40": "Then the small difference in perplexity is a small difference in what is known.",
     },
 )
