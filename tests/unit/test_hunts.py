@@ -24,6 +24,7 @@ from labkit.finetune.task_samples import Packer
 from labkit.graphs import cuda_graph_helper, partial_moe
 from labkit.graphs.graphable_module import GraphableMegatronModule
 from labkit.graphs.graphed_callable import GraphedCallable
+from labkit.models import chunks
 from labkit.models.bert import bert_model
 from labkit.models.blocks import TransformerLayer
 from labkit.models.core_attention import CoreAttention
@@ -42,14 +43,15 @@ from labkit.plan import step_time
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
+from labkit.schedules import execution
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train import bert_step
 from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "16", "17", "18", "19", "20", "21", "22",
-    "24",
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "16", "17", "18", "19", "20", "21",
+    "22", "24",
 )  # fmt: skip
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
@@ -58,7 +60,7 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model, wikitext, generation, generation._Occurred, CachedAttention, Sampler,
+    CrossAttention, T5Model, chunks, execution, wikitext, generation, generation._Occurred, CachedAttention, Sampler,
 )  # fmt: skip
 """Everything that a fault may change."""
 
