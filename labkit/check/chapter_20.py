@@ -1,4 +1,4 @@
-"""Exercises of chapter 20: the windows of a long text, its perplexity, the tokens that top-p keeps.
+"""Exercises and bets of chapter 20: windows of a text, its scores, the tokens that top-p keeps, attention with a cache.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that fits.
 """
@@ -8,9 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labkit.check.scoring import Misreadings, Outcome, asked, close, exercise, plain
+import torch
+from torch import Tensor
+
+from labkit.check.bets import ask
+from labkit.check.scoring import Misreadings, Outcome, asked, close, exercise, holds, plain
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 Window = tuple[int, int, int]
 """(first token that the window reads, first label that it scores, label after the last that it scores)."""
@@ -33,8 +40,18 @@ def _windows(tokens: int, length: int, stride: int) -> list[Window]:
     return [(s, 1 if s == 0 else s + length - stride + 1, min(s + length + 1, tokens)) for s in starts]
 
 
+def draw_windows(answer: Any) -> Figure:
+    """Draw the windows of the answer for a text of 30 tokens."""
+    from labkit.viz.text_scores import scoring_windows  # matplotlib, which a score does without
+
+    windows = [(int(start), int(first), int(end)) for start, first, end in _listed(answer(30, 8, 3))]
+    return scoring_windows(windows, 30, 8)
+
+
 @exercise(
-    "20.windows", "Write windows(tokens, length, stride) -> (start, first label, label after the last) by window."
+    "20.windows",
+    "Write windows(tokens, length, stride) -> (start, first label, label after the last) by window.",
+    draw=draw_windows,
 )
 def windows(answer: Any) -> Iterator[Outcome]:
     """Judge windows side by side, windows that overlap, a last window that ends after the text, and a single window."""
@@ -77,53 +94,74 @@ def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
     }
 
 
-# ---- perplexity ----
+# ---- scores ----
 
-_BLOCKS = (
-    ([(12.0, 4)], 4),
-    ([(12.0, 4), (6.0, 4)], 8),
-    ([(40.0, 16), (9.0, 4), (3.0, 1)], 12),
-    ([(12.0, 4), (6.0, 2)], 4),
+_TEXTS_READ = (
+    ([(12.0, 4)], "It is so late\n"),
+    ([(12.0, 4), (6.0, 4)], "She said good night to all of them.\n"),
+    ([(40.0, 16), (9.0, 4), (3.0, 1)], "Ann tells of the rat  that ate the malt.\nGood night, Ann.\n"),
+    ([(9.0, 6), (6.0, 3)], "Caf\u00e9 na\u00efve, d\u00e9j\u00e0 vu\n"),
 )
-"""((sum of losses, scored tokens) of each window, words of the text)."""
+"""((sum of losses, scored tokens) of each window, the text)."""
+_SCORES = ("perplexity of a token", "perplexity of a word", "bits per byte")
 
 
-@exercise("20.perplexity", "Write perplexity(blocks, words) -> the perplexity of a text by its words, as the paper's.")
-def perplexity(answer: Any) -> Iterator[Outcome]:
-    """Judge one window, two, windows with unequally many tokens, and fewer words than tokens."""
+@exercise("20.scores", "Write scores(blocks, text) -> (perplexity of a token, perplexity of a word, bits per byte).")
+def scores(answer: Any) -> Iterator[Outcome]:
+    """Judge each of the three numbers for one window, two, three of unequal sizes, and a text with accents."""
+    cases = [(blocks, text, place) for blocks, text in _TEXTS_READ for place in range(len(_SCORES))]
     return asked(
-        _BLOCKS,
-        given="windows {} and {} words".format,
-        right=lambda blocks, words: round(math.exp(sum(loss for loss, _ in blocks) / words), 4),
-        tried=lambda blocks, words: round(float(answer(list(blocks), words)), 4),
-        misread=lambda *case: {reason: round(value, 4) for reason, value in _misread_perplexity(*case).items()},
-        equal=close(rtol=1e-6),
+        cases,
+        given=lambda blocks, text, place: f"windows {blocks} and {text!r}, {_SCORES[place]}",
+        right=lambda blocks, text, place: round(_scores(blocks, text)[place], 4),
+        tried=lambda blocks, text, place: round(float(answer(list(blocks), text)[place]), 4),
+        misread=lambda blocks, text, place: {
+            reason: round(value, 4) for reason, value in _misread_scores(blocks, text)[place].items()
+        },
+        equal=close(rtol=1e-4),
     )
 
 
-def _misread_perplexity(blocks: Sequence[tuple[float, int]], words: int) -> dict[str, float]:
+def _scores(blocks: Sequence[tuple[float, int]], text: str) -> tuple[float, float, float]:
     total, scored = sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
+    return math.exp(total / scored), math.exp(total / len(text.split())), total / math.log(2) / len(text.encode())
+
+
+def _misread_scores(blocks: Sequence[tuple[float, int]], text: str) -> tuple[dict[str, float], ...]:
+    total, scored = sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
+    words, size = len(text.split()), len(text.encode())
     means = [loss / count for loss, count in blocks]
-    return {
-        "this is the mean loss, in nats; the perplexity is its exponential": total / words,
-        "this divides by the scored tokens, so a finer tokenizer looks better; divide by the words": math.exp(
-            total / scored
-        ),
+    of_token = {
+        "this is the mean loss, in nats; the perplexity is its exponential": total / scored,
         "the windows' perplexities are averaged; add the losses first, and take one exponential": (
             sum(map(math.exp, means)) / len(means)
         ),
         "the windows' means are averaged, though windows score unequally many tokens": math.exp(
             sum(means) / len(means)
         ),
-        "the windows' perplexities are multiplied; add the losses, and divide the sum by the words": math.exp(
-            sum(means)
+        "this is a power of 2, and the losses are in nats: the base is e": 2 ** (total / scored),
+    }
+    of_word = {
+        "this divides by the scored tokens, whose number is the tokenizer's; divide by the words": math.exp(
+            total / scored
         ),
-        "this is a power of 2, and the losses are in nats: the base is e": 2 ** (total / words),
-        "this divides by the number of windows": math.exp(min(700.0, total / len(blocks))),
-        "this divides by words - 1, which is Megatron's adjusted form; the paper divides by the words": math.exp(
-            total / max(1, words - 1)
+        "this is a loss per word, in nats; the perplexity is its exponential": total / words,
+        "this is a power of 2 of nats: the base is e": 2 ** (total / words),
+        "blanks are counted, not words; two in a row are no word, and a line end ends one": math.exp(
+            min(300.0, total / max(1, text.count(" ")))
         ),
     }
+    per_byte = {
+        "these are nats; a bit is log 2 of them, 0.693": total / size,
+        "nats are multiplied by 0.693 here; a nat is more than a bit, 1.44 of them": total * math.log(2) / size,
+        "these are bits per token; divide by the bytes of the text": total / math.log(2) / scored,
+        "these are bits per word; divide by the bytes of the text": total / math.log(2) / words,
+        "these are bits per character; an accented letter has more than one byte": total / math.log(2) / len(text),
+        "this is the logarithm of a perplexity of windows that were averaged; begin with the sum of the losses": (
+            math.log2(sum(map(math.exp, means)) / len(means))
+        ),
+    }
+    return of_token, of_word, per_byte
 
 
 # ---- top-p ----
@@ -184,3 +222,150 @@ def _misread_top_p(probabilities: Sequence[float], p: float) -> Misreadings:
         "the least likely tokens are kept; begin with the most likely": _until(order[::-1], probabilities, p),
         "this is a share p of the tokens, as top-k keeps a number of them": sorted(order[: math.ceil(p * len(order))]),
     }
+
+
+# ---- attention with a cache ----
+
+_CALLS = ((5,), (4, 1), (3, 1, 1, 1), (2, 3), (4, 2, 1, 3))
+"""New tokens of each call."""
+Cache = tuple[Tensor, Tensor]
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Cache | None,
+    *,
+    diagonal: str = "last",
+    scale: float = 0.5,
+    keep: str = "all",
+) -> tuple[Tensor, Cache]:
+    """Return attention of the new queries [heads, new, 4], and (keys, values); other arguments astray."""
+    new = k, v
+    if kept is not None and keep != "nothing":
+        k, v = torch.cat([kept[0], k], 1), torch.cat([kept[1], v], 1)
+    shape, before = (q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
+    begin = {"last": before, "first": 0, "none": k.shape[1], "strict": max(before - 1, 0)}[diagonal]
+    hidden = ~torch.ones(shape, dtype=torch.bool).tril(begin)
+    out = (scale * q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1) @ v
+    return out, new if keep == "last" else (k, v)
+
+
+def _over_calls(attend: Callable[..., Any], calls: Sequence[int]) -> Tensor:
+    """Run the calls of one text, each with what the one before has kept; return the outputs of all tokens."""
+    made = torch.Generator().manual_seed(20)
+    q, k, v = torch.randn(3, 2, sum(calls), 4, generator=made, dtype=torch.float64)
+    kept, outputs, first = None, list[Tensor](), 0
+    for new in calls:
+        part = slice(first, first + new)
+        out, kept = attend(q[:, part].clone(), k[:, part].clone(), v[:, part].clone(), kept)
+        outputs.append(out)
+        first += new
+    return torch.cat(outputs, 1)
+
+
+_ASTRAY: dict[str, dict[str, Any]] = {
+    "without a mask the tokens of one call see those after them": {"diagonal": "none"},
+    "the mask begins at the first key, as is_causal's does: with 4 keys kept, the new token sees one of them": {
+        "diagonal": "first"
+    },
+    "nothing of the earlier calls is used, so each call is a text of its own": {"keep": "nothing"},
+    "only the last call's keys and values are kept; return all so far": {"keep": "last"},
+    "the products are not divided by the root of the head dimension": {"scale": 1.0},
+    "divide by the root of the head dimension, not by the dimension": {"scale": 0.25},
+    "a token sees itself, too": {"diagonal": "strict"},
+}
+
+
+@exercise(
+    "20.attend", "Write attend(q, k, v, kept) -> (output, (all keys, all values)): causal attention with a cache."
+)
+def attend(answer: Any) -> Iterator[Outcome]:
+    """Judge a prompt alone, a prompt and single tokens, and texts that come in pieces of several tokens."""
+    for calls in _CALLS:
+        yield holds(
+            f"calls with {', '.join(map(str, calls))} new tokens",
+            "what attention over the whole text gives",
+            lambda calls=calls: _judged_attention(answer, calls),
+        )
+
+
+def _judged_attention(answer: Callable[..., Any], calls: Sequence[int]) -> tuple[str, str]:
+    found, right = _over_calls(answer, calls), _over_calls(_attend, [sum(calls)])
+    if found.shape != right.shape:
+        why = "the output has another shape than q"
+        return why, f"{list(found.shape)} where q has {list(right.shape)}: {why}"
+    if torch.allclose(found, right, atol=1e-6):
+        return "", ""
+    wrong = int((found - right).abs().amax((0, 2)).gt(1e-6).nonzero()[0])
+    for why, how in _ASTRAY.items():
+        variant = _over_calls(lambda *case, how=how: _attend(*case, **how), calls)
+        if torch.allclose(found, variant, atol=1e-6, equal_nan=True):
+            return why, f"another output from token {wrong} on: {why}"
+    return "", f"another output from token {wrong} on"
+
+
+# ---- bets ----
+
+ask(
+    "20.tokenizers",
+    "Three models have read the same text, each with its own tokenizer. Which of them gives this text the highest "
+    "probability?",
+    choices={
+        "letters": "Its perplexity is the lowest, but that's a mean over tokens, and it pays for far more of them.",
+        "the bundled one": "Its perplexity is in the middle, and so is the number of its tokens.",
+        "words": "Each of its tokens is hard, but there are few. The probability of a text is the product over all of "
+        "its tokens.",
+    },
+)
+ask(
+    "20.cloze",
+    "Width 64 names the right person at the end of nearly every story. How many of the 60 names does width 32 get "
+    "right? Somebody who always says the same name gets about 10.",
+    choices={
+        "20 or fewer": "Then it knows little more than the list of names.",
+        "21 to 40": "It has learned the grammar of a story. For the name it leans to the right one, often enough by a "
+        "hair, and the most likely name counts, however likely it is.",
+        "over 40": "Then the small difference in perplexity is a small difference in what is known.",
+    },
+)
+ask(
+    "20.rescue",
+    "At temperature 1, top-p 0.9 leaves 3 tokens or so of 1,024. Temperature 5 comes first, then top-p 0.9. How many "
+    "tokens are left?",
+    choices={
+        "about 3": "The order of the tokens doesn't change with temperature. Their probabilities do, and top-p adds up "
+        "these.",
+        "20 to 500": "Then a few dozen tokens would have most of the probability. At temperature 5 the unlikely ones "
+        "have it, because there are so many.",
+        "over 500": "Logits that are divided by 5 are nearly equal, so a thousand unlikely tokens together have nearly "
+        "all of the probability, and top-p has to take most of them.",
+    },
+)
+ask(
+    "20.caches",
+    "Three caches, each with one fault, continue the same prompt greedily. How many of the three write exactly what "
+    "the model writes without a cache?",
+    choices={
+        "none": "Then reading the text would be a test. A fault changes numbers, though, and a token changes only if "
+        "another number becomes the largest.",
+        "one": "The largest logit is often far above the others. A fault can change all logits, and not the order of "
+        "the first two.",
+        "two": "The largest logit is often far above the others. A fault can change all logits, and not the order of "
+        "the first two.",
+        "all three": "Then no text shows any of these faults; only numbers do.",
+    },
+)
+ask(
+    "20.h100",
+    "A 175B model writes one text, with a kv cache, on eight H100s, whose tensor cores could do 8 * 989 TFLOP/s. What "
+    "share of that does it use?",
+    choices={
+        "under 1 %": "Each new token reads every weight once, for two operations per weight. The memory delivers the "
+        "weights far more slowly than the tensor cores could use them.",
+        "1 to 10 %": "That takes several texts at once: they share the reading of the weights.",
+        "over 10 %": "That's usual in training, where a weight that was read serves thousands of tokens. Here it "
+        "serves one.",
+    },
+)

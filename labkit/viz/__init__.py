@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from labkit.viz.text_scores import named_curves as named_curves
     from labkit.viz.text_scores import scoring_windows as scoring_windows
     from labkit.viz.text_scores import token_choices as token_choices
+    from labkit.viz.text_scores import token_prices as token_prices
     from labkit.viz.tp_layer import split_sequence as split_sequence
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
     from labkit.viz.vocabulary import added_rows as added_rows

@@ -1,4 +1,4 @@
-"""Figures of an evaluated language model: windows over a text, choices of the next token, curves with named axes."""
+"""Figures of an evaluated language model: windows over a text, prices of tokens, choices of the next one, curves."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, name_rows, new_figure, styled
+from labkit.viz.style import SEQUENCE, mixed, name_rows, new_figure, styled, text_color
 
 _READ, _SCORED = "#D9D9D9", SEQUENCE[0]
 MAX_WINDOWS = 12
 """Windows that are drawn; if there are more, the first ones."""
+_SHOWN_PRICE = 0.3
+"""Least price of a token that is written above it."""
+_PRICE_WIDTH = 2.4
+"""Characters that a written price takes."""
 
 # ---- windows ----
 
 
-def scoring_windows(starts: Sequence[int], tokens: int, length: int, stride: int) -> Figure:
+Window = tuple[int, int, int]
+"""(first token that a window reads, first label that it scores, label after the last that it scores)."""
+
+
+def scoring_windows(windows: Sequence[Window], tokens: int, length: int) -> Figure:
     """Draw a row for each window of a text: grey for the tokens that it reads, coloured for the labels that it scores.
 
-    starts: first token of each window. tokens: number of tokens in the text. length: tokens that a window reads.
-    stride: tokens by which a window moves; the first window scores all its labels, each later one its last `stride`.
+    windows: in the order of the text. tokens: number of tokens in the text. length: tokens that a window reads.
 
     Raises ValueError without a window.
     """
-    if not starts:
+    if not windows:
         raise ValueError("scoring_windows needs at least one window")
-    firsts = [1 if start == 0 else start + length - stride + 1 for start in starts]
-    ends = [min(start + length + 1, tokens) for start in starts]
-    drawn = list(zip(starts, firsts, ends))[:MAX_WINDOWS]
+    drawn = windows[:MAX_WINDOWS]
     with styled():
         fig = new_figure(7.4, 1.1 + 0.24 * len(drawn))
         axes = fig.subplots()
@@ -42,13 +47,55 @@ def scoring_windows(starts: Sequence[int], tokens: int, length: int, stride: int
         axes.spines[["left"]].set_visible(False)
         handles = [Patch(facecolor=_READ, label="read"), Patch(facecolor=_SCORED, label="label scored")]
         fig.legend(handles=handles, loc="outside upper right", ncols=2)
-    more = "" if len(drawn) == len(starts) else f", of which {len(drawn)} are drawn"
-    scored = [end - first for first, end in zip(firsts, ends)]
+    more = "" if len(drawn) == len(windows) else f", of which {len(drawn)} are drawn"
+    scored = [end - first for _, first, end in windows]
     return Figure(
         fig,
-        f"{len(starts)} windows of {length} tokens over {tokens:,} tokens{more}: the first scores {scored[0]} labels, "
+        f"{len(windows)} windows of {length} tokens over {tokens:,} tokens{more}: the first scores {scored[0]} labels, "
         f"the last {scored[-1]}, all together {sum(scored):,}.",
     )
+
+
+# ---- prices of tokens ----
+
+
+def token_prices(rows: Mapping[str, Sequence[tuple[str, float]]], *, unit: str = "bits") -> Figure:
+    """Draw one text per row, cut into tokens: a box spans its token's characters, and is the darker the more it costs.
+
+    rows: name of a model -> (token as text, what it costs) in order. All rows must be the same text, so that the same
+    characters are below each other, however they are cut. A token that costs at least 0.3 has its price above it,
+    unless a price before it leaves no room.
+
+    Raises ValueError without a row, for an empty text, and for rows that are not the same text.
+    """
+    texts = {"".join(token for token, _ in row) for row in rows.values()}
+    if len(texts) != 1 or "" in texts:
+        raise ValueError("token_prices needs at least one row, and the same text in all rows")
+    (text,) = texts
+    most = max(1.0, max(price for row in rows.values() for _, price in row))
+    with styled():
+        fig = new_figure(7.6, 0.7 + 0.52 * len(rows))
+        axes = fig.subplots()
+        for number, row in enumerate(rows.values()):
+            start, free = 0, -1.0
+            for token, price in row:
+                shade = mixed(SEQUENCE[0], 1 - max(0.0, min(1.0, price / most)))
+                axes.add_patch(Rectangle((start, number + 0.36), len(token), 0.56, fc=shade, ec="#999999", lw=0.5))
+                for place, character in enumerate(token.replace("\n", "\u21b5").replace(" ", "\u00b7"), start):
+                    axes.text(place + 0.5, number + 0.64, character, ha="center", va="center", fontsize=6.5,
+                              family="monospace", color=text_color(shade))  # fmt: skip
+                middle = start + len(token) / 2
+                if price >= _SHOWN_PRICE and middle > free:
+                    free = middle + _PRICE_WIDTH
+                    axes.text(middle, number + 0.2, f"{price:.1f}", ha="center", va="center",
+                              fontsize=6.5)  # fmt: skip
+                start += len(token)
+        totals = {name: sum(price for _, price in row) for name, row in rows.items()}
+        name_rows(axes, [f"{name}\n{total:.1f} {unit}" for name, total in totals.items()])
+        axes.set(xlim=(0, len(text)), xticks=[])
+        axes.spines[:].set_visible(False)
+    parts = [f"{name} {total:.1f} in {len(rows[name])} tokens" for name, total in totals.items()]
+    return Figure(fig, f"{unit} for {len(text)} characters: {', '.join(parts)}.")
 
 
 # ---- choices of a token ----

@@ -462,11 +462,11 @@ EXTREMES = [
     ("24_encoder_decoders", {"world_size": 8, "split": 2, "fault": 99}),
     (
         "20_evaluation_and_generation",
-        {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "hunt": 1},
+        {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "fault": 0},
     ),
     (
         "20_evaluation_and_generation",
-        {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48, "hunt": 2},
+        {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48, "fault": 99},
     ),
     (
         "21_scaling_laws_of_the_machine",

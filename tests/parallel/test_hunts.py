@@ -23,6 +23,9 @@ from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
 from labkit.data import load_tokenizer
 from labkit.data.cleaning import Cleaner, Rules
+from labkit.evaluate import CheckpointModel, Sampling, generate
+from labkit.evaluate.sampling import Sampler
+from labkit.evaluate.wikitext import score_windows
 from labkit.events import EventRecorder, recording, span, watching
 from labkit.finetune import Settings, repeated_runs
 from labkit.finetune.finetuning import prepare, train_and_predict
@@ -943,6 +946,40 @@ def test_22_each_fault_shows_in_the_part_that_its_verdict_names(tmp_path, one_th
         assert found == clean | {shown: other[shown]}, fault.name
     assert {fault.answers["shown_by"] for fault in hunt_of("22").faults} == set(other)
     assert audited(settings) == clean
+
+
+# ---- 20 ----
+
+
+def rehearsed(folder: str) -> dict[str, Any]:
+    """What the rehearsal of the chapter's hunt shows: a value for each part that a verdict can name."""
+    new = lambda: CheckpointModel(folder)  # noqa: E731
+    short, long = [5, 17, 300], [8, 2, 9, 40, 5, 77]
+    # below 1 it attracts: then an untrained model repeats its prompt, if it knows that it has one
+    penalty, sampler, one = Sampling(repetition_penalty=0.1), Sampler(Sampling(temperature=1.0)), new()
+    return {
+        "perplexity": sum(count for _, count in score_windows(new(), list(range(3, 43)), stride=4)),
+        "batch": generate(new(), [short, long], max_new_tokens=6),
+        "penalised": generate(new(), [short], max_new_tokens=6, sampling=penalty)[0],
+        "draws": len({int(sampler(torch.zeros(1, 4))) for _ in range(40)}),
+        "twice": [generate(one, [short], max_new_tokens=6)[0] for _ in range(2)],
+    }
+
+
+def test_20_each_fault_shows_in_the_part_that_its_verdict_names(tmp_path, one_thread) -> None:
+    model = {"layers": 2, "hidden": 32, "heads": 2, "seq_length": 16, "steps": 2, "global_batch_size": 2}
+    pretrain(presets.tiny().override(model | {"init_std": 0.5, "checkpoint.dir": str(tmp_path)}))
+    clean = rehearsed(str(tmp_path))
+    assert clean["perplexity"] == 39 and clean["draws"] == 4 and clean["twice"][0] == clean["twice"][1]
+    for number, fault in enumerate(hunt_of("20").faults):
+        found = Planted("20", number, rehearsed)(str(tmp_path))
+        assert {name for name in clean if found[name] != clean[name]} == {fault.answers["shown_by"]}, fault.name
+        if fault.name == "not emptied":
+            assert found["twice"][0] == clean["twice"][0], "the first text is right"
+        if fault.name == "padding seen":
+            assert found["batch"][1] == clean["batch"][1], "the longer prompt has no padding"
+    assert {fault.answers["shown_by"] for fault in hunt_of("20").faults} == set(clean)
+    assert rehearsed(str(tmp_path)) == clean
 
 
 # ---- 19 ----

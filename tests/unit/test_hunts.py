@@ -15,6 +15,9 @@ from labkit.comm import collectives, groups
 from labkit.comm.fault_injection import Dropped
 from labkit.data import batches
 from labkit.data.cleaning import Cleaner
+from labkit.evaluate import generation, wikitext
+from labkit.evaluate.kv_cache import CachedAttention
+from labkit.evaluate.sampling import Sampler
 from labkit.events import watchers_of
 from labkit.finetune import finetuning, repeated_runs
 from labkit.finetune.task_samples import Packer
@@ -49,8 +52,7 @@ from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
     "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "14", "15", "16", "17", "18", "19",
-    "21", "22",
-    "24",
+    "20", "21", "22", "24",
 )  # fmt: skip
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
@@ -59,7 +61,8 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model, chunks, execution, grad_buffers, router, stepping,
+    CrossAttention, T5Model, chunks, execution, grad_buffers, router, stepping, wikitext, generation,
+    generation._Occurred, CachedAttention, Sampler,
 )  # fmt: skip
 """Everything that a fault may change."""
 
@@ -144,8 +147,8 @@ def test_a_number_chooses_and_without_a_reader_it_is_the_first(monkeypatch) -> N
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"chapter '20' has no hunt; there are hunts in {', '.join(CHAPTERS)}"):
-        hunt("20")
+    with pytest.raises(ValueError, match=f"chapter '99' has no hunt; there are hunts in {', '.join(CHAPTERS)}"):
+        hunt("99")
     with pytest.raises(ValueError, match="number = -1: give 0 for a fault that you have not found"):
         hunt("06", -1)
     with pytest.raises(ValueError, match=r"this hunt asks for family=\.\.\., place=\.\.\., first=\.\.\.; got family"):

@@ -417,8 +417,8 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
                                      for i in range(6)]),
     ),
     "scoring_windows": (
-        lambda: viz.scoring_windows([0], 3, 64, 1),
-        lambda: viz.scoring_windows(list(range(0, 2109, 64)), 2173, 64, 64),
+        lambda: viz.scoring_windows([(0, 1, 3)], 3, 64),
+        lambda: viz.scoring_windows([(s, s + 1, s + 65) for s in range(0, 2109, 64)], 2173, 64),
     ),
     "sequence_diagram": (lambda: calls(1), lambda: calls(14)),
     "skew_curve": (
@@ -470,6 +470,11 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "token_choices": (
         lambda: viz.token_choices([" c"], {"T = 1": [1.0]}),
         lambda: viz.token_choices([" tells"] * 8, {f"top-p 0.{n}": [0.5] + [0.0] * 7 for n in range(4)}),
+    ),
+    "token_prices": (
+        lambda: viz.token_prices({"words": [("a", 2.6)]}),
+        lambda: viz.token_prices({f"width {n}": [(letter, 2.6) for letter in "Cleo tells of the rat. " * 4]
+                                  for n in (16, 32, 64)}),
     ),
     "vocabulary_shards": (
         lambda: viz.vocabulary_shards(600, 304, 2, [3]),

@@ -1,20 +1,36 @@
 """Figures of an evaluated language model: what is drawn, and the sentence, are those of the numbers given."""
 
+import pytest
 from matplotlib.patches import Rectangle
 
-from labkit.viz import named_curves, scoring_windows, token_choices
+from labkit.viz import named_curves, scoring_windows, token_choices, token_prices
 
 
 def test_each_window_shows_what_it_reads_and_what_it_scores():
-    figure = scoring_windows(range(0, 7, 2), 10, 4, 2)
+    figure = scoring_windows([(0, 1, 5), (2, 5, 7), (4, 7, 9), (6, 9, 10)], 10, 4)
     boxes = [(p.get_x(), p.get_width()) for p in figure.fig.axes[0].patches if isinstance(p, Rectangle)]
     assert boxes == [(0, 4), (1, 4), (2, 4), (5, 2), (4, 4), (7, 2), (6, 4), (9, 1)]
     assert figure.sentence == (
         "4 windows of 4 tokens over 10 tokens: the first scores 4 labels, the last 1, all together 9."
     )
-    many = scoring_windows(range(0, 200, 2), 203, 4, 2)
+    many = scoring_windows([(s, s + 3, s + 5) for s in range(0, 200, 2)], 203, 4)
     assert "100 windows of 4 tokens over 203 tokens, of which 12 are drawn" in many.sentence
     assert many.png.startswith(b"\x89PNG")
+
+
+def test_the_same_characters_are_below_each_other_however_they_are_cut():
+    figure = token_prices({"one": [("ab ", 2.0), ("c", 0.0)], "two": [("a", 0.2), ("b c", 1.0)]})
+    (axes,) = figure.fig.axes
+    boxes = [(p.get_x(), p.get_width()) for p in axes.patches if isinstance(p, Rectangle)]
+    assert boxes == [(0, 3), (3, 1), (0, 1), (1, 3)]
+    dark = [sum(p.get_facecolor()[:3]) for p in axes.patches]
+    assert dark[0] < dark[3] < dark[2] < dark[1] == 3, "the darker, the more it costs"
+    assert [text.get_text() for text in axes.texts if "." in text.get_text()] == ["2.0", "1.0"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one\n2.0 bits", "two\n1.2 bits"]
+    assert figure.sentence == "bits for 4 characters: one 2.0 in 2 tokens, two 1.2 in 2 tokens."
+    for rows in ({}, {"one": []}, {"one": [("a", 1.0)], "two": [("b", 1.0)]}):
+        with pytest.raises(ValueError, match="the same text in all rows"):
+            token_prices(rows)
 
 
 def test_panels_of_choices_share_an_axis_and_say_what_is_out():

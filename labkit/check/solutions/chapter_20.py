@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from labkit.check.solution_source import solves
 
 
@@ -18,11 +20,14 @@ def my_windows(tokens, length, stride):
     return found
 
 
-@solves("20.perplexity")
-def perplexity(blocks, words):
-    """All losses, shared out over the words of the file. The stub is right only
-    where words and tokens are as many, and all windows have one mean loss."""
-    return math.exp(sum(loss for loss, _ in blocks) / words)
+@solves("20.scores")
+def scores(blocks, text):
+    """One sum of losses, shared out over tokens, words, or bytes. The stub is right only
+    where windows are equally hard, and each token is a word and a byte."""
+    total, scored = sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
+    bits = total / math.log(2)
+    of_word = math.exp(total / len(text.split()))
+    return math.exp(total / scored), of_word, bits / len(text.encode())
 
 
 def _most_likely_first(probabilities):
@@ -40,3 +45,15 @@ def kept(probabilities, p):
         found.append(each)
         total += probabilities[each]
     return found
+
+
+@solves("20.attend")
+def attend(q, k, v, kept):
+    """All keys so far. The mask's diagonal ends at the last token: the last query sees
+    every key, the one before it all but one."""
+    if kept is not None:
+        k, v = torch.cat([kept[0], k], 1), torch.cat([kept[1], v], 1)
+    new, every = q.shape[1], k.shape[1]
+    may_see = torch.ones(new, every, dtype=torch.bool, device=q.device).tril(every - new)
+    products = q @ k.mT / q.shape[2] ** 0.5
+    return products.masked_fill(~may_see, -math.inf).softmax(-1) @ v, (k, v)

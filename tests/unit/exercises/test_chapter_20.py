@@ -3,6 +3,9 @@
 import math
 from itertools import accumulate
 
+import torch
+import torch.nn.functional as F
+
 from labkit.check import score
 from labkit.evaluate.wikitext import perplexity_of, window_starts
 
@@ -48,26 +51,49 @@ WINDOWS = {
     "last label": (changed(lambda w, n, s: (w[0], w[1], w[2] - 1)), "it must be the next token"),
 }
 
-# ---- 20.perplexity ----
+# ---- 20.scores ----
 
 
 def sums(blocks):
     return sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
 
 
-PERPLEXITIES = {
-    "mean loss": (lambda blocks, words: sums(blocks)[0] / words, "this is the mean loss"),
-    # Divides by the tokens, whose number is the tokenizer's; models with two tokenizers cannot be compared then.
-    "tokens": (lambda blocks, words: math.exp(sums(blocks)[0] / sums(blocks)[1]), "a finer tokenizer looks better"),
+def right_scores(blocks, text):
+    """Through labkit's own evaluation, except for the bytes."""
+    found = perplexity_of(blocks, tokens=100, original_words=len(text.split()))
+    return found.token_perplexity, found.perplexity, found.loss_sum / math.log(2) / len(text.encode())
+
+
+def with_part(place, part):
+    """The right scores, but for one of them."""
+
+    def scores(blocks, text):
+        found = list(right_scores(blocks, text))
+        found[place] = part(blocks, text)
+        return tuple(found)
+
+    return scores
+
+
+SCORES = {
+    "mean loss": (with_part(0, lambda b, text: sums(b)[0] / sums(b)[1]), "this is the mean loss"),
     # Averages perplexities, in which a hard window weighs exponentially more than an easy one.
-    "averaged": (lambda b, words: sum(math.exp(x / n) for x, n in b) / len(b), "perplexities are averaged"),
-    "means": (lambda b, words: math.exp(sum(x / n for x, n in b) / len(b)), "score unequally many tokens"),
-    "multiplied": (lambda b, words: math.prod(math.exp(x / n) for x, n in b), "perplexities are multiplied"),
+    "averaged": (with_part(0, lambda b, text: sum(math.exp(x / n) for x, n in b) / len(b)), "are averaged; add"),
+    "means": (with_part(0, lambda b, text: math.exp(sum(x / n for x, n in b) / len(b))), "unequally many tokens"),
     # Takes losses for bits: the logarithms of cross-entropy are natural.
-    "bits": (lambda blocks, words: 2 ** (sums(blocks)[0] / words), "the base is e"),
-    "windows": (lambda b, words: math.exp(sums(b)[0] / len(b)), "the number of windows"),
-    "adjusted": (lambda b, words: math.exp(sums(b)[0] / (words - 1)), "Megatron's adjusted form"),
-}
+    "power of 2": (with_part(0, lambda b, text: 2 ** (sums(b)[0] / sums(b)[1])), "the base is e"),
+    # Divides by the tokens, whose number is the tokenizer's; models with two tokenizers cannot be compared then.
+    "tokens": (with_part(1, lambda b, text: math.exp(sums(b)[0] / sums(b)[1])), "divide by the words"),
+    "loss of a word": (with_part(1, lambda b, text: sums(b)[0] / len(text.split())), "this is a loss per word"),
+    "blanks": (with_part(1, lambda b, text: math.exp(sums(b)[0] / text.count(" "))), "blanks are counted"),
+    "nats": (with_part(2, lambda b, text: sums(b)[0] / len(text.encode())), "these are nats"),
+    "multiplied": (with_part(2, lambda b, text: sums(b)[0] * math.log(2) / len(text.encode())), "nats are multiplied"),
+    "per token": (with_part(2, lambda b, text: sums(b)[0] / math.log(2) / sums(b)[1]), "these are bits per token"),
+    "per word": (
+        with_part(2, lambda b, text: sums(b)[0] / math.log(2) / len(text.split())), "these are bits per word"
+    ),
+    "characters": (with_part(2, lambda b, text: sums(b)[0] / math.log(2) / len(text)), "these are bits per character"),
+}  # fmt: skip
 
 # ---- 20.top_p ----
 
@@ -106,17 +132,58 @@ TOP_P = {
 }
 
 
-def of_labkit(blocks, words):
-    return perplexity_of(blocks, tokens=100, original_words=words).perplexity
+# ---- 20.attend ----
 
 
-TABLES = {"20.windows": WINDOWS, "20.perplexity": PERPLEXITIES, "20.top_p": TOP_P}
-RIGHT = {"20.windows": right_windows, "20.perplexity": of_labkit, "20.top_p": right_top_p}
+def attends(is_causal=lambda new, every: None, keep="all", scale=None):
+    """An answer made of torch's own attention; by default with the right mask."""
+
+    def attend(q, k, v, kept):
+        own = k, v
+        if kept is not None and keep != "nothing":
+            k, v = torch.cat([kept[0], k], 1), torch.cat([kept[1], v], 1)
+        new, every = q.shape[1], k.shape[1]
+        causal = is_causal(new, every)
+        mask = None if causal is not None else torch.ones(new, every, dtype=torch.bool).tril(every - new)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=bool(causal), scale=scale)
+        return out, own if keep == "last" else (k, v)
+
+    return attend
+
+
+def sees_no_self(q, k, v, kept):
+    if kept is not None:
+        k, v = torch.cat([kept[0], k], 1), torch.cat([kept[1], v], 1)
+    before = k.shape[1] - q.shape[1]
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(max(0, before - 1))
+    return F.scaled_dot_product_attention(q, k, v, mask), (k, v)
+
+
+ATTEND = {
+    "no mask": (attends(lambda new, every: False), "without a mask"),
+    # Trusts is_causal, whose diagonal begins at the first key also where there are more keys than queries.
+    "is_causal": (attends(lambda new, every: True), "the mask begins at the first key"),
+    # Masks a prompt alone, so a second piece of several tokens has no mask.
+    "nothing kept": (attends(keep="nothing"), "nothing of the earlier calls is used"),
+    "last kept": (attends(keep="last"), "only the last call's keys and values"),
+    "no scale": (attends(scale=1.0), "are not divided by the root"),
+    "scaled by d": (attends(scale=0.25), "not by the dimension"),
+    "not itself": (sees_no_self, "a token sees itself"),
+    "shape": (lambda q, k, v, kept: (v[:, :1], (k, v)), "another shape than q"),
+}
+
+TABLES = {"20.windows": WINDOWS, "20.scores": SCORES, "20.top_p": TOP_P, "20.attend": ATTEND}
+RIGHT = {"20.windows": right_windows, "20.scores": right_scores, "20.top_p": right_top_p, "20.attend": attends()}
+
+
+def test_one_token_after_a_prompt_needs_no_mask_and_a_piece_of_a_prompt_does():
+    found = score("20.attend", attends(lambda new, every: False if new == 1 else True if new == every else None))
+    assert found.ok
+    lazy = score("20.attend", attends(lambda new, every: new == every))
+    assert [outcome.passed for outcome in lazy.outcomes] == [True, True, True, False, False]
 
 
 def test_the_tokens_that_top_p_keeps_are_those_of_the_sampler():
-    import torch
-
     from labkit.check.chapter_20 import _CHOICES
     from labkit.evaluate.sampling import within_top_p
 
