@@ -43,12 +43,12 @@ ask(
 )
 ask(
     "13.rate",
-    "The first two tries overflow and are skipped. The warm-up gives the first update the rate 0, the second half of "
-    "the peak, the third the peak. Which rate does the third try, the first that updates, get?",
+    "The first three tries overflow and are skipped. The warm-up gives the first update the rate 0, the second half of "
+    "the peak, the third the peak. Which rate does the fourth try, the first that updates, get?",
     choices={
         "0": "The schedule counts updates, as in Megatron, and there has been none.",
         "half of the peak": "That would count one of the skipped tries.",
-        "the peak": "That would count tries. Then a run whose scale begins too high would lose its warm-up.",
+        "about the peak": "That would count tries. Then a run whose scale begins too high would lose its warm-up.",
     },
 )
 ask(

@@ -11,6 +11,7 @@ from re import search
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +21,9 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.data import load_tokenizer
+from labkit.data import bundled_text, load_tokenizer
 from labkit.data.cleaning import Cleaner, Rules
+from labkit.data.gpt_data import GPTDataset
 from labkit.events import EventRecorder, recording, span, watching
 from labkit.finetune import Settings, repeated_runs
 from labkit.finetune.finetuning import prepare, train_and_predict
@@ -39,9 +41,15 @@ from labkit.parallel import (
 )
 from labkit.parallel.context.ring_attention import ring_attention
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from labkit.parallel.data_parallel.optimizer import Optimizer
+from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 from labkit.schedules import Costs, simulate
 from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain
+from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import build_lr_schedule
+from labkit.train.pipeline import Pipeline
+from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
+from labkit.train.stepping import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from task_folders import write_task
@@ -676,6 +684,103 @@ def test_12_a_run_with_late_gradients_hangs_and_every_rank_waits_in_a_receive() 
         own.run(Planted("12", number, asleep))
     for rank in (0, 1):
         assert f"rank {rank}: waiting in recv pp" in str(report.value)
+
+
+# ---- 13 ----
+
+
+def in_bf16(tensors: list[torch.Tensor]) -> float:
+    """Share of the numbers other than 0 that bf16 has, too."""
+    found = torch.cat([torch.zeros(1), *(t.flatten() for t in tensors)])
+    found = found[found != 0]
+    return (found == found.bfloat16()).float().mean().item() if len(found) else 0.0
+
+
+class Summed:
+    """Looks at the summed gradients of a rank before they are used."""
+
+    def on_model(self, groups: Any, chunks: Any, schedule: Any) -> None:
+        pass
+
+    def on_gradients(self, step: int, chunks: Any) -> None:
+        sums = [main_grad_of(w) for chunk in chunks for w in chunk.parameters()]
+        self.overflow, self.in_bf16 = not all(each.isfinite().all() for each in sums), in_bf16(sums)
+
+    def on_update(self, step: int, chunks: Any) -> None:
+        pass
+
+
+def mixed_precision() -> list[dict[str, Any]]:
+    """What a rank has after each of twelve steps in fp16 over two ranks, as the chapter's table has it."""
+    run = initialize(FP16)
+    chunks, optimizer, rate_of = setup_model_and_optimizer(run)
+    assert isinstance(optimizer, Optimizer)
+    batches = build_data_iterators(run, bytes_of_text).train(0)
+    pipeline = Pipeline(FP16, run.groups, chunks, gpt_forward_step, run.schedule)
+    weights = [w for group in optimizer.groups for w in group.params]
+    mains = [main for group in optimizer.masters for main in group]
+    copied = [w for w in weights if not record_of(w).tensor_model_parallel]
+
+    table, updates, onlooker = [], 0, Summed()
+    for step in range(FP16.train.steps):
+        result = train_step(
+            pipeline, optimizer, run.timers, batches,
+            step=step, lr=rate_of(updates), clip_grad=1.0, observer=onlooker,
+        )  # fmt: skip
+        updates += not result.skipped
+        nearer = sum((main.abs() - w.detach().abs()).sum() for w, main in zip(weights, mains))
+        table.append({
+            "loss": result.loss, "scale": result.loss_scale, "norm": result.grad_norm, "skipped": result.skipped,
+            "overflow": onlooker.overflow,
+            "copies": torch.cat([w.detach().float().flatten() for w in copied]),
+            "sum": onlooker.in_bf16,
+            "second moment": in_bf16([s["exp_avg_sq"] for s in optimizer.adamw.state.values()]),
+            "bias": abs(float(nearer / sum(main.abs().sum() for main in mains))),
+        })  # fmt: skip
+    run.groups.close()
+    return table
+
+
+def bytes_of_text(config: RunConfig) -> tuple[GPTDataset, GPTDataset, GPTDataset]:
+    tokens = np.frombuffer(bundled_text().encode()[:300_000], np.uint8)
+    found = GPTDataset(tokens, config.model.seq_length, config.train.seed, shuffle=True)
+    return found, found, found
+
+
+FP16 = presets.tiny().override(
+    {
+        "model.layers": 2, "model.hidden": 64, "model.heads": 4, "model.seq_length": 64, "model.position": "rope",
+        "model.vocab_size": 256, "model.make_vocab_size_divisible_by": 32, "model.init_std": 0.1,
+        "model.untie_embeddings_and_output_weights": True, "parallel.pp": 1, "parallel.tp": 2,
+        "optim.data_parallel": "naive", "optim.lr": 1e-2, "optim.warmup_steps": 2, "optim.weight_decay": 0.0,
+        "train.steps": 12, "global_batch_size": 4, "micro_batch_size": 2, "train.eval_steps": 0,
+        "optim.precision": "fp16", "optim.initial_loss_scale": 2.0**17, "optim.loss_scale_window": 3,
+        "optim.hysteresis": 1,
+    }
+)  # fmt: skip
+
+
+def test_13_each_fault_shows_in_its_column(ranks) -> None:
+    found = with_each_fault(ranks, "13", mixed_precision)
+    healthy = found[CLEAN][0]
+    apart = {
+        name: [float((a["copies"] - b["copies"]).abs().max()) for a, b in zip(*runs)] for name, runs in found.items()
+    }
+    assert {name for name, each in apart.items() if any(each)} == {"alone"}
+    alone = [a["overflow"] != b["overflow"] for a, b in zip(*found[CLEAN])]
+    assert apart["alone"][alone.index(True)] > 0, "one rank updated, the other skipped"
+
+    def first(name: str, column: str) -> float:
+        """Of the second update: the first has the rate 0."""
+        return [row[column] for row in found[name][0] if not row["skipped"]][1]
+
+    others = [name for name in found if name != "alone"]
+    assert {name for name in others if first(name, "sum") > 0.5} == {"sum in 16 bits"}
+    assert {name for name in others if first(name, "second moment") > 0.5} == {"moment in 16 bits"}
+    assert {name for name in others if first(name, "bias") > 1e-4} == {"chopped"}
+    norms = {name: first(name, "norm") / first(CLEAN, "norm") for name in others}
+    assert {name for name, norm in norms.items() if not 0.9 < norm < 1.1} == {"scaled twice"}
+    assert 8 < norms["scaled twice"] < 32 and not any(row["skipped"] for row in healthy[:3])
 
 
 # ---- 16 ----

@@ -33,7 +33,9 @@ from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
 from labkit.parallel.data_parallel import distributed_data_parallel, distributed_optimizer, gradients
 from labkit.parallel.data_parallel.grad_buffers import Reduction
+from labkit.parallel.data_parallel.optimizer import Optimizer
 from labkit.parallel.data_parallel.param_gather import ParamGather
+from labkit.parallel.parameters import parameter_record
 from labkit.parallel.vocab import cross_entropy
 from labkit.plan import step_time
 from labkit.plan.machine import load_machine
@@ -41,11 +43,12 @@ from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
-from labkit.train import bert_step
+from labkit.train import bert_step, stepping
+from labkit.train.loss_scaler import LossScaler
 from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "16", "17", "18", "19", "21", "22", "24",
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "13", "16", "17", "18", "19", "21", "22", "24",
 )  # fmt: skip
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
@@ -54,7 +57,7 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model,
+    CrossAttention, T5Model, stepping, LossScaler, Optimizer, parameter_record,
 )  # fmt: skip
 """Everything that a fault may change."""
 

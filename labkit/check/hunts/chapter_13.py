@@ -18,15 +18,16 @@ from labkit.train.loss_scaler import LossScaler
 
 
 def _alone() -> AbstractContextManager[Any]:
-    """Each rank skips by its own gradients."""
+    """A rank whose own gradients are finite updates with them, clipped to norm 1, though another rank's are not."""
     honest = stepping._norm_and_finite
 
     def own(optimizer: Any, *rest: Any) -> Any:
         found = honest(optimizer, *rest)
         held = [*optimizer.gradient_pieces(), *optimizer.uncounted_pieces()]
-        finite = all(bool(gradient.isfinite().all()) for gradient in held)
-        norm = found.norm if found.finite else 1.0  # a norm that is not finite would spoil every weight at once
-        return found._replace(finite=finite, norm=norm)
+        if not found.finite and all(bool(gradient.isfinite().all()) for gradient in held):
+            norm = torch.stack([gradient.norm() for gradient in held]).norm()
+            optimizer.step(optimizer.adamw.param_groups[0]["lr"], 1.0 / float(norm))
+        return found
 
     return patch.object(stepping, "_norm_and_finite", own)
 
@@ -137,8 +138,8 @@ HUNT = Hunt(
                 "what": {"": "Who knows that a gradient overflowed on one rank, and who has to?"},
             },
             "Each rank decided by its own gradients whether to skip. In a step in which only one of them overflowed, "
-            "the other one updated: copies that must be equal were apart from then on, and so were the scales. In "
-            "Megatron the flag is exchanged for this reason, and here it travels with the norm.",
+            "the other one updated: copies that must be equal were apart from then on, and the parts of each layer "
+            "belonged to different steps. The flag has to be everybody's; in labkit it travels with the norm.",
         ),
         Fault(
             "scaled twice",
