@@ -31,8 +31,8 @@ ask(
 )
 ask(
     "13.moves",
-    "Late in the run an fp32 main weight takes every update, and the bf16 weight is its rounding. What share of the bf16 "
-    "weights is another number after one step?",
+    "Late in the run an fp32 main weight takes every update, and the bf16 weight is its rounding. What share of the "
+    "bf16 weights is another number after one step?",
     choices={
         "nearly all": "Nearly all main weights move in every step. The rounding only shows it when a main weight "
         "crosses the middle between two bf16 numbers.",
@@ -111,8 +111,7 @@ def _packed(given: Any, main: Any) -> tuple[str, str]:
         return "the rest may have 16 bits, or nothing is gained", f"the second is {_kind(rest)}"
     if rest.dtype != torch.int16:
         return (
-            "unpack adds integers: give the rest as int16. A difference of numbers won't do: as bf16 or fp16 it is "
-            "rounded itself",
+            "unpack adds integers: give the rest as int16. A difference of numbers would be rounded itself",
             f"the second is {_kind(rest)}",
         )
     off = (weight.float() - main).abs()
@@ -132,8 +131,7 @@ def _packed(given: Any, main: Any) -> tuple[str, str]:
     signed = torch.where(low >= 0x8000, low - 0x10000, low)
     if (back == main)[signed != -0x8000].all():
         return (
-            "only numbers in the middle are wrong: bfloat16() rounds a middle to the even neighbour, so the rest would "
-            "have to reach from -32768 to 32768, and int16 ends at 32767. Round every middle the same way",
+            "only numbers in the middle are wrong: bfloat16() rounds them to even, so the rest would need 65537 values",
             sentence,
         )
     if (rest.int() == 0).all():

@@ -44,11 +44,15 @@ from labkit.plan.what_if import CONSTANTS, scaled
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train import bert_step, stepping
+from labkit.train.checkpoint import checkpoints
+from labkit.train.checkpoint.checkpoints import Checkpoints
+from labkit.train.checkpoint.rank_state import RankState
 from labkit.train.loss_scaler import LossScaler
 from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "13", "16", "17", "18", "19", "21", "22", "24",
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "13", "16", "17", "18", "19", "21", "22",
+    "23", "24",
 )  # fmt: skip
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
@@ -58,6 +62,7 @@ CHANGED = (
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
     CrossAttention, T5Model, stepping, LossScaler, Optimizer, parameter_record,
+    checkpoints, Checkpoints, RankState,
 )  # fmt: skip
 """Everything that a fault may change."""
 

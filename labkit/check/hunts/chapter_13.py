@@ -166,7 +166,7 @@ HUNT = Hunt(
                 "column": _COLUMNS,
                 "what": {"": "How many of its numbers could be written in 16 bits, and how many should?"},
             },
-            "Adam's second moment was kept in bf16. Here, with beta2 0.95, that is an error of thousandths. With 0.999 a "
+            "Adam's second moment was kept in bf16. With this beta2 that is an error of thousandths. With 0.999 a "
             "step can lower it by a thousandth at most, and that is less than half of the distance between two bf16 "
             "numbers: such a moment can rise and never fall.",
         ),
