@@ -65,7 +65,7 @@ ask(
         "under a second": "2.1 TB in a second would be 4 GB/s from every GPU, which is what a good local disk does. "
         "Llama 3's storage did an eighth of a GB/s for each GPU.",
         "about half a minute": "2.1 TB are 4.1 GB for each of 512 GPUs, at 0.12 GB/s.",
-        "a quarter of an hour": "That's how long one rank would need if it wrote 2.3 GB/s alone.",
+        "hours": "That's one rank that writes everything at its own share of the storage: 2.1 TB at 0.12 GB/s.",
     },
 )
 

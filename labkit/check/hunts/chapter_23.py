@@ -101,8 +101,8 @@ HUNT = Hunt(
                 "what": {"": "Adam's update is a mean over past gradients. Which mean would give this size?"},
             },
             "Both moments were zeros after loading, and their count of updates was right. So Adam took them for means "
-            "over many gradients, all of them 0, and made a first update of another size and direction. Some steps later "
-            "it has new moments, and nobody remembers the bump.",
+            "over many gradients, all of them 0, and made a first update of another size and direction. Some steps "
+            "later it has new moments, and nobody remembers the bump.",
         ),
         Fault(
             "samples anew",
@@ -144,8 +144,8 @@ HUNT = Hunt(
                 "first": _FIRST,
                 "what": {"": "What does a forward in training have that a validation doesn't?"},
             },
-            "The random states weren't restored, so dropout left out other numbers than in the run that went on. The run "
-            "isn't worse for it. But it can't be repeated, and masks that begin anew at every resume repeat themselves.",
+            "The random states weren't restored, so dropout left out other numbers than in the run that went on. The "
+            "run isn't worse for it. But it isn't the same run, and masks that begin anew at each resume repeat.",
         ),
         Fault(
             "updates anew",
@@ -157,8 +157,8 @@ HUNT = Hunt(
             },
             {
                 "forgotten": {
-                    "moments": "With moments of zeros the first update would be smaller than it should be. How large is "
-                    "this one?",
+                    "moments": "With moments of zeros the first update would be smaller than it should be. How "
+                    "large is this one?",
                     "learning rate": "That would be so in a loop that counts from its own start. Then the second update "
                     "would tell: it's a function of the count of steps, which is right here.",
                     "": "Samples, weights and the first loss are right. What has Adam, beside the weights?",
