@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from re import search
 from statistics import median
@@ -22,6 +24,7 @@ from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
 from labkit.data import bundled_text, load_tokenizer
+from labkit.data.batches import data_iterator
 from labkit.data.cleaning import Cleaner, Rules
 from labkit.data.gpt_data import GPTDataset
 from labkit.events import EventRecorder, recording, span, watching
@@ -45,6 +48,8 @@ from labkit.parallel.data_parallel.optimizer import Optimizer
 from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 from labkit.schedules import Costs, simulate
 from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain
+from labkit.train.checkpoint.checkpoints import Checkpoints
+from labkit.train.checkpoint.resume import Progress
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.pipeline import Pipeline
@@ -942,3 +947,73 @@ def test_19_each_fault_has_its_own_line_of_the_check_up() -> None:
     sights = {name for name, each in found.items() if not torch.equal(each[3], seen)}
     assert sights == {"padding seen", "looks back only"}
     assert found["padding seen"][3][:6].all() and found["looks back only"][3].triu(1).sum() == 0
+
+
+# ---- 23 ----
+
+
+@dataclass(eq=False)
+class Recorded(GPTDataset):
+    """Notes which samples were read."""
+
+    read: list[int] = field(default_factory=list)
+
+    def ordered(self, position: int) -> np.ndarray:
+        self.read.append(position)
+        return super().ordered(position)
+
+
+def rehearsed(config: RunConfig) -> dict[str, tuple[float, float]]:
+    """Three steps, a save and a fourth step; then a resume and the fourth step again: (went on, resumed) by line."""
+    run = initialize(config)
+    tokens = np.frombuffer(bundled_text().encode()[:50_000], np.uint8)
+
+    def start() -> Any:
+        chunks, optimizer, rate_of = setup_model_and_optimizer(run)
+        assert isinstance(optimizer, Optimizer)
+        pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
+        kept = Checkpoints(config, run.groups, chunks, optimizer, say=lambda text: None)
+
+        def step(number: int, batches: Any) -> float:
+            where: dict[str, Any] = {"step": number, "lr": rate_of(number), "clip_grad": 1.0}
+            return train_step(pipeline, optimizer, run.timers, batches, **where).loss
+
+        return pipeline.loss_scaler, kept, [main for group in optimizer.masters for main in group], step
+
+    def fourth(samples: int, mains: list[torch.Tensor], step: Any) -> dict[str, float]:
+        data = Recorded(tokens, config.model.seq_length)
+        before = [main.detach().clone() for main in mains]
+        loss = step(3, data_iterator(data, config, run.groups, consumed_samples=samples))
+        squares = [float((a - b.detach()).square().sum()) for a, b in zip(before, mains)]
+        return {"next sample": data.read[0], "first loss": loss, "first update": sum(squares) ** 0.5}
+
+    scaler, kept, mains, step = start()
+    batches = data_iterator(Recorded(tokens, config.model.seq_length), config, run.groups)
+    for number in range(3):
+        step(number, batches)
+    saved = [main.detach().clone() for main in mains]
+    kept.save(Progress(3, 3 * config.train.global_batch_size, 0), scaler)
+    went_on = fourth(3 * config.train.global_batch_size, mains, step)
+    scaler, kept, mains, step = start()
+    progress = kept.load(scaler)
+    far = max(float((a - b.detach()).abs().max()) for a, b in zip(saved, mains))
+    again = fourth(progress.consumed_samples, mains, step)
+    run.groups.close()
+    return {"weights": (0.0, far)} | {name: (went_on[name], again[name]) for name in went_on}
+
+
+def test_23_each_fault_shows_first_in_the_line_that_its_verdict_names(ranks, tmp_path) -> None:
+    config = SMALL.override(
+        {
+            "parallel.tp": 2, "parallel.pp": 1, "model.layers": 2, "model.vocab_size": 256, "train.steps": 8,
+            "model.hidden_dropout": 0.1, "optim.warmup_steps": 2, "checkpoint.dir": str(tmp_path),
+            "micro_batch_size": 2,
+        }
+    )  # fmt: skip
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "23", partial(rehearsed, config)).items()}
+    order = ("next sample", "weights", "first loss", "first update")
+    first = {name: next((line for line in order if len(set(rows[line])) > 1), "none") for name, rows in found.items()}
+    assert first == {CLEAN: "none"} | {fault.name: fault.answers["first"] for fault in hunt_of("23").faults}
+    assert found["samples anew"]["next sample"] == (12, 0)
+    updates = {name: again / went_on for name, rows in found.items() for went_on, again in [rows["first update"]]}
+    assert updates["moments anew"] < 0.9 and updates["updates anew"] > 1.5
