@@ -40,9 +40,9 @@ ask(
         "the moments": "Without them the first steps after the resume are odd, and a bump in the loss shows it. Ten or "
         "twenty steps later Adam has new ones.",
         "the random state": "Dropout then leaves out other numbers. It's a different run, not a worse one.",
-        "the samples read": "Everything else is made good by the steps that follow. Text that is never read isn't.",
-        "the count of updates": "The learning rate then warms up again and is too high at the end. That costs "
-        "something, and you see it at once.",
+        "the samples read": "Most of the others is made good by the steps that follow. Text that is never read isn't.",
+        "the count of updates": "The learning rate then warms up again and stays higher than planned. That's another "
+        "run, and not always a worse one.",
     },
 )
 ask(

@@ -64,9 +64,7 @@ def precision_flow(types: Mapping[str, str], *, title: str = "") -> Figure:
         axes.axis("off")
         held = sorted(set(bits.values()))
         fig.legend(handles=[handle(f"{size} bits", _COLORS[size]) for size in held], loc="outside lower right", ncols=3)
-    said = "; ".join(
-        f"{size} bits: {', '.join(name for name in PLACES if bits[name] == size)}" for size in sorted(set(bits.values()))
-    )
+    said = "; ".join(f"{size} bits: {', '.join(name for name in PLACES if bits[name] == size)}" for size in held)
     return Figure(fig, f"{title + ': ' if title else ''}{said}.")
 
 

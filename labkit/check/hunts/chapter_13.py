@@ -179,8 +179,8 @@ HUNT = Hunt(
                 "column": _COLUMNS,
                 "what": {"": "By how much is a weight off its main weight, and on which side of it?"},
             },
-            "Weights were cut off instead of rounded. Every one of them is then closer to 0 than its main weight, by a "
-            "quarter of a thousandth of its size on average in fp16: a small error, but all in one direction. Rounding "
+            "Weights were cut off instead of rounded. Every one of them is then closer to 0 than its main weight, by "
+            "about 3 ten-thousandths of its size on average in fp16: a small error, but all in one direction. Rounding "
             "to the nearest errs on both sides.",
         ),
     ),

@@ -159,8 +159,7 @@ HUNT = Hunt(
                 "forgotten": {
                     "moments": "With moments of zeros the first update would be smaller than it should be. How "
                     "large is this one?",
-                    "learning rate": "That would be so in a loop that counts from its own start. Then the second update "
-                    "would tell: it's a function of the count of steps, which is right here.",
+                    "learning rate": "It's a function of the count of steps, which is right here.",
                     "": "Samples, weights and the first loss are right. What has Adam, beside the weights?",
                 },
                 "first": _FIRST,
@@ -168,9 +167,9 @@ HUNT = Hunt(
                     "": "Adam divides each moment by 1 - beta^updates. What does that do to moments that are full?"
                 },
             },
-            "Adam's count of updates began anew, while its moments were full. It corrects young moments for having begun at "
-            "0, by dividing the first by 1 - 0.9 and the second by 1 - 0.95 after one update, so the first update was about "
-            "10 times sqrt(1/20), more than twice what it should have been.",
+            "Adam's count of updates began anew, while its moments were full. It corrects young moments for having "
+            "begun at 0: after one update it divides the first by 1 - beta1 and the second by 1 - beta2. Full moments "
+            "don't need that, so the first update was far too large.",
         ),
     ),
 )
