@@ -1,4 +1,4 @@
-"""Exercises of chapter 11: where a layer is, the signed order of a rank, an entry that comes too early.
+"""Exercises and bets of chapter 11: an entry that comes too early, two ranks by hand, the signed order of a rank.
 
 Wrong orders are compared with those of known misunderstandings. The score names the first position that differs, and
 distinguishes an order that cannot run from a slower one. Times are in forwards of a rank's whole share of the model.
@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from labkit.check.bets import ask
 from labkit.check.scoring import (
     Diagnosis,
     Finding,
@@ -26,9 +27,12 @@ from labkit.check.scoring import (
     shown,
     without_grid,
 )
-from labkit.schedules.ir import Schedule, ScheduleError
+from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import Costs, simulate
 from labkit.schedules.tables import convert_schedule_table_to_order
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
 
 
 def _fitting(answer: Callable[..., Any], misread: dict[tuple[Any, ...], Misreadings]) -> dict[Any, Misreadings]:
@@ -40,51 +44,136 @@ def _fitting(answer: Callable[..., Any], misread: dict[tuple[Any, ...], Misreadi
     return dict(zip(misread, fitting(values, list(misread.values())), strict=True))
 
 
-# ---- the place of a layer ----
+# ---- the bets ----
 
-_PLACES = ((6, 16, 4, 2), (5, 8, 2, 2), (13, 16, 4, 2), (10, 24, 2, 3), (23, 24, 4, 3), (6, 8, 4, 1))
-"""(layer, layers, pp, vpp)."""
+ask(
+    "11.remarks",
+    "The remarks next to the article's numbers name the other chunk for every backward. Believe them: -1 becomes -2, "
+    "and -2 becomes -1. The other three ranks run the right rows. What does the row of rank 0 do then?",
+    choices={
+        "hang": "An order in which a backward comes before what it needs would hang. Here each one finds its forward, "
+        "and the gradient of the later chunk comes before that of the earlier one.",
+        "as fast as the right row": "Its numbers are the right ones, and as many. But their order decides for whom "
+        "rank 0 waits.",
+        "between the right row and 1F1B": "Thinner stages help only as long as nobody waits. Here rank 0 wants "
+        "gradients in groups of two, and the others make them in groups of four.",
+        "slower than 1F1B": "Rank 0 wants gradients in groups of two, and the others make them in groups of four. So "
+        "rank 0 waits in every group, and the others wait for rank 0.",
+    },
+)
+ask(
+    "11.three",
+    "With factor 2 the batch takes 32 if a message takes 0.25, with factor 1 it takes 36. What about factor 3, for 4 "
+    "ranks, 2 chunks per rank and 8 microbatches?",
+    choices={
+        "less than 32": "A longer warm-up buys time for messages, but with factor 2 these have all the time they need.",
+        "32": "The messages would be hidden as well. But the longer warm-up needs microbatches that have come round.",
+        "more than 32": "A longer warm-up puts the first backward off, and here it puts it off for good.",
+        "it cannot run": "Rank 0's warm-up has 13 forwards, and one more comes before its first backward. That one "
+        "needs rank 3's forward of microbatch 5, which rank 3 runs only after a backward whose gradient comes from "
+        "rank 0.",
+    },
+)
+ask(
+    "11.memory",
+    "From one chunk per rank to two and to four, the bubble shrinks. What do the activations do that the fullest rank "
+    "keeps?",
+    choices={
+        "stay the same": "A rank has the same layers, but it warms up longer: a microbatch has to pass all ranks v "
+        "times before its first backward.",
+        "shrink": "Each piece is smaller, but more of them are in flight.",
+        "grow": "The first step costs memory. But with more chunks each of the additional forwards is "
+        "a smaller piece of the model.",
+        "grow and then shrink": "With two chunks or more, rank 0 keeps p - 1 pieces more than 1F1B's p shares, and a "
+        "piece is 1/v of a share. So two chunks are the worst case.",
+    },
+)
+ask(
+    "11.chunks",
+    "512 H100s train a GPT of 8.3 billion parameters, in pipelines of four ranks with 18 layers each. How many chunks "
+    "per rank give the shortest step, by the plan?",
+    choices={
+        "1": "One chunk is 1F1B, and with few microbatches it idles for a large part of the step.",
+        "3": "The bubble is a third of 1F1B's then, but there is more to gain.",
+        "9": "From 3 to 9 the bubble still shrinks by more than the messages cost, from 9 to 18 no longer.",
+        "18": "A layer is the thinnest stage, and has the smallest bubble. But every further boundary is a message, "
+        "and the first microbatch passes all of them.",
+    },
+)
+
+# ---- two ranks by hand ----
 
 
-@exercise("11.place", "Write place(layer, layers, pp, vpp) -> (rank, chunk), where interleaving puts the layer.")
-def places(answer: Any) -> Iterator[Outcome]:
-    """Judge six layers, the last one in a model without interleaving."""
-    diagnosis = Diagnosis()
-    misread = _fitting(answer, {case: _misread_places(*case) for case in _PLACES})
-    for layer, layers, pp, vpp in _PLACES:
-        stage = layer * pp * vpp // layers
-        yield diagnosis.outcome(
-            f"layer {layer} of {layers}, pp {pp}, vpp {vpp}",
-            (stage % pp, stage // pp),
-            lambda a=(layer, layers, pp, vpp): answer(*a),
-            misread[layer, layers, pp, vpp],
-        )
+@exercise(
+    "11.two",
+    "Write two() -> the orders of 2 ranks with 2 chunks each, for 2 microbatches: two lists of 8 signed numbers.",
+    draw=lambda answer: _drawn(list(answer()), {"1F1B": 9, "the aim ": 7.5}),
+)
+def two(answer: Any) -> Iterator[Outcome]:
+    """Judge the orders: they run, they beat 1F1B's 9, and they reach 7.5.
+
+    No order does better: rank 1 begins after a chunk's forward (1/2), works for 6, and its last backward, of stage 1,
+    is followed by one of stage 0 (1).
+    """
+    case = _Case(2, 2, (2,))
+    found = _timed_two(answer, case)
+    told = set[str]()
+    for claim, aim in (("orders that run", None), ("less than 1F1B's 9", 8.999), ("7.5, the least", 7.5)):
+
+        def test(aim: float | None = aim) -> Finding:
+            if isinstance(found, str):
+                return found, found
+            makespan, why = found
+            if aim is None or makespan <= aim + 1e-9:
+                return True
+            words = "" if why in told else why
+            told.add(why)
+            return f"orders that take {makespan:g}" + (f": {words}" if words else "")
+
+        yield holds("2 ranks, 2 chunks each, 2 microbatches", claim, test)
 
 
-def _misread_places(layer: int, layers: int, pp: int, vpp: int) -> Misreadings:
-    stage, wide, few = layer * pp * vpp // layers, layer * pp // layers, layer // (pp * vpp)
-    rank, chunk = stage % pp, stage // pp
-    return {
-        "rank and chunk are swapped": (chunk, rank),
-        "this gives a rank neighbouring stages; the rank of stage s is s mod pp": (stage // vpp, stage % vpp),
-        "this deals out single layers; deal out stages of layers / (pp vpp) layers": (layer % pp, layer // pp),
-        "this stage has layers / pp layers; with vpp stages per rank it has layers / (pp vpp)": (wide, 0),
-        "this chunk goes back from the last rank to the first; each chunk begins at rank 0": (pp - 1 - rank, chunk),
-        "this is the rank and the number of the stage; a rank counts its own chunks": (rank, stage),
-        "this is the number of the stage; the exercise asks for its rank and chunk": stage,
-        "this chunk divides by vpp; a round has pp stages, one for each rank": (rank, stage // vpp),
-        "this chunk is a remainder; it is the number of full rounds before the stage": (rank, stage % vpp),
-        "this rank is right; this chunk is still 0, it is the number of full rounds before the stage": (rank, 0),
-        "this chunk is right; this rank is that of a stage of layers / pp layers, a stage has layers / (pp vpp)": (
-            wide,
-            chunk,
-        ),
-        "a round has pp stages, one for each rank, not vpp": (stage % vpp, stage // vpp),
-        "this divides by the number of stages; divide by the layers of a stage, layers / (pp vpp)": (
-            few % pp,
-            few // pp,
-        ),
-    }
+def _timed_two(answer: Any, case: _Case) -> tuple[float, str] | str:
+    """Return the time of the answer's orders and why it is long, or what is wrong with them."""
+    try:
+        given = answer()
+        if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != case.pp:
+            return f"{shown(given)}: give a list of two orders, of rank 0 and of rank 1"
+        rows = [_numbers(order, rank) for rank, order in enumerate(given)]
+    except (Exception, SystemExit) as error:
+        return raised(error)
+    for row in rows:
+        if isinstance(row, str):
+            return row
+    orders = [row for row in rows if not isinstance(row, str)]
+    if fault := _uncounted(orders, case):
+        return fault
+    for rank, order in enumerate(orders):
+        if _first_early(order, case.vpp) is not None:
+            return f"no pipeline: on rank {rank} {_why(order, case.vpp)}"
+    try:
+        makespan = _times(case.schedule(lambda rank: orders[rank]), case.vpp)[0]
+    except ScheduleError as problem:
+        return f"no pipeline: {without_grid(str(problem))}"
+    first = orders[0]
+    if first.index(2) < [i for i, signed in enumerate(first) if signed == 1][1]:
+        return makespan, "rank 0 waits for microbatch 0, which is on rank 1, instead of starting microbatch 1"
+    if first.index(-2) < max(i for i, signed in enumerate(first) if signed == 2):
+        return makespan, "rank 0 waits for a gradient before its last forward, which rank 1 needs"
+    if [i for i, signed in enumerate(first) if signed == -2][1] > first.index(-1):
+        return makespan, "rank 0 waits for a gradient of chunk 0 while the other one of chunk 1 would be ready"
+    return makespan, "rank 1 comes late with what rank 0 waits for"
+
+
+def _drawn(orders: Sequence[Any], targets: dict[str, float]) -> Figure | None:
+    """Draw the orders of all ranks as far as they run; what is no order has no drawing."""
+    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
+
+    rows = [_numbers(order, rank) for rank, order in enumerate(orders)]
+    if not rows or any(isinstance(row, str) or not row for row in rows):
+        return None
+    actions = [[Action.parse(text) for text in _actions(row, rank, len(rows))] for rank, row in enumerate(rows)]  # type: ignore[arg-type]
+    return draw_played(PlayedTable(actions), targets)
 
 
 # ---- the order of a rank ----
@@ -146,7 +235,11 @@ _ROWS = (
 _PIPELINES = (_Case(4, 2, (4, 4)), _Case(3, 4, (3, 3)), _Case(3, 2, (3, 5, 4)))
 
 
-@exercise("11.order", "Write order(pp, vpp, groups, rank) -> the signed numbers of that rank's row.")
+@exercise(
+    "11.order",
+    "Write order(pp, vpp, groups, rank) -> the signed numbers of that rank's row.",
+    draw=lambda answer: _drawn([answer(4, 2, [4, 4], rank) for rank in range(4)], {"1F1B": 33, "the aim ": 28.5}),
+)
 def orders(answer: Any) -> Iterator[Outcome]:
     """Judge six rows, then three whole pipelines that must run as fast as interleaved 1F1B and in its memory."""
 

@@ -328,7 +328,7 @@ ask(
 )
 ask(
     "16.peak",
-    "The ten results have a size of their own each. How much memory does a pool need for them, compared with all of "
+    "The sizes of the ten results are printed above. How much memory does a pool need for them, compared with all of "
     "them together?",
     choices={
         "nearly all": "A result that nobody reads any more gives its memory back, and a later one takes it.",
@@ -364,9 +364,23 @@ ask(
     choices={
         "mean_of_positive": "How many entries are positive is a number that the host must have, to make a tensor of "
         "that size. So this asks.",
+        "scaled": "Its `if` asks Python's own number, so the host waits for nobody. It is decided once, at the "
+        "capture.",
         "clip_by_item": "`.item()` asks the device for a number while nothing has been computed.",
         "skip_if_huge": "An `if` on a tensor asks for its value, exactly as `.item()` does.",
-        "warms_up": "Its `if` asks Python's own number, so the host waits for nobody. It is decided once, at the "
-        "capture.",
+    },
+)
+ask(
+    "16.borders",
+    "A GPT of two layers trains with two microbatches per step. Either each layer gets its graphs, or the whole step "
+    "is one graph. What a graph takes from outside is copied into its static inputs. Which way needs more memory for "
+    "them?",
+    choices={
+        "layers": "Each graph of a layer begins with a copy: of activations before a forward, of a gradient before a "
+        "backward.",
+        "the whole step": "It holds more operations, but inside a graph a result is handed on by its address. Only the "
+        "tokens come from outside.",
+        "the same": "What one layer hands to the next comes from outside for the graph of a layer, and from inside for "
+        "a graph of the whole step.",
     },
 )

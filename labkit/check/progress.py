@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,23 @@ def record(kind: str, name: str, state: Any) -> None:
         if (kind, before) == ("check", "solved") or (kind == "predict" and before is not None):
             return
         known[kind][name] = state
-        with appearing(path) as draft:
-            draft.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        _write(path, known)
+
+
+def _write(path: Path, known: Progress) -> None:
+    with appearing(path) as draft:
+        draft.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def identity(new: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Return who the reader is for a board, which the file keeps; `new` makes it. Raises BrokenProgress or OSError."""
+    path = progress_file()
+    with _alone(path):
+        known = read(path)
+        if "board" not in known:
+            known["board"] = new()
+            _write(path, known)
+        return known["board"]
 
 
 def kept(kind: str, name: str, state: Any) -> str:

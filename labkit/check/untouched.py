@@ -15,7 +15,7 @@ from typing import Any
 
 from labkit.check.chapter_copies import CHAPTERS
 
-CHECKED = re.compile(r'\b(?:check|score)\("(\d\d\.\w+)"')
+CHECKED = re.compile(r"""\b(?:check|score)\(["'](\d\d\.\w+)["']""")
 """The call that ends an exercise."""
 
 

@@ -38,6 +38,8 @@ COMMANDS = {
     "lab": ("lab_command", "open JupyterLab on copies of the chapters"),
     "exercises": ("exercises_command", "copy the chapters without solutions and outputs"),
     "progress": ("progress_command", "show what you solved and predicted in the chapters"),
+    "grade": ("grading.grade_command", "score the exercises in the copies of a class"),
+    "board": ("board.board_command", "show in a room who has solved what"),
     "completion": ("completion_command", "print the script that completes commands in your shell"),
 }
 """Subcommand -> (module, its line in the help)."""

@@ -15,8 +15,10 @@ def execute(arguments: Arguments) -> int:
     """Print the findings; the exit code is 1 if one of them will break a launch."""
     arguments.refuse()
     from labkit.launch.doctor import examine
+    from labkit.launch.workshop import examine_for_workshop, one_line
 
-    findings = examine(launch=arguments.options["launch"])
+    workshop = arguments.options["workshop"]
+    findings = examine_for_workshop() if workshop else examine(launch=arguments.options["launch"])
     if arguments.options["json"]:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -24,6 +26,8 @@ def execute(arguments: Arguments) -> int:
         for finding in findings:
             text = finding.text + (f"; {finding.advice}" if finding.advice else "")
             show(text, f"{_MARKS[finding.level]:<5} {finding.topic:<{width}}  ")
+        if workshop:
+            print(f"\nsend this line to your teacher:\n{one_line(findings)}")
     return 1 if any(finding.level == "bad" for finding in findings) else 0
 
 
@@ -32,6 +36,7 @@ COMMAND = Command(
     summary="Check that this machine can launch ranks, and name missing parts.",
     options=(
         Option("launch", "bool", "also start two ranks that send each other messages", False),
+        Option("workshop", "bool", "say in one line to paste whether this laptop is ready for a workshop", False),
         Option("json", "bool", "print JSON", False),
     ),
     execute=execute,

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit.check.chapter_copies import CHAPTERS, chapters_in
-from labkit.check.parameters import SIMPLE, Parameter, broken_rules, can_be_written, declared
+from labkit.check.parameters import can_be_written
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.batches.settings import is_batch, settings_of
+from labkit.cli.chapter_parameters import check_parameters
 from labkit.cli.output import show
 from labkit.config.errors import nearest, shown
-from labkit.config.field_spec import BadValueError, FieldSpec
 from labkit.config.fields import Given
 from labkit.output_files import appearing, naming
 
-OUTPUT_PARAMETER = "output_dir"
-"""A chapter with this parameter writes its files into the folder that it names: --out, unless -p names another."""
 REPORT = "report.json"
 
 
@@ -42,6 +41,8 @@ def execute(arguments: Arguments) -> int:
     sources, missing = find_chapters(arguments.words, folder)
     given, bad = by_chapter(options["parameter"], sources, folder)
     problems += bad
+    if is_batch(given):
+        return _batch(arguments, given, out, missing + problems)
     chapters: list[Chapter] = []
     for source in sources:
         parameters, bad = check_parameters(source, given[source], out, alone=len(sources) == 1)
@@ -55,6 +56,25 @@ def execute(arguments: Arguments) -> int:
         written += _run(chapter, options["timeout"], html=options["html"])
     show("\n".join(summary(out, written, started)))
     return 0
+
+
+def _batch(arguments: Arguments, given: dict[Path, list[tuple[str, str]]], out: Path, problems: list[str]) -> int:
+    """Run every combination of the values; the exit code is 1 if a setting failed."""
+    from labkit.cli.batches.batch import Batch, lines, plot
+
+    options, found = arguments.options, settings_of(given, out)
+    nothing = [] if found.run else [f"no combination of these values can run; {'; '.join(found.left_out)}"]
+    arguments.refuse(problems + (found.problems or nothing))
+    for words in found.left_out:
+        show(f"left out: {words}", stream=sys.stderr)
+    more = ["--timeout", str(options["timeout"]), *(["--html"] if options["html"] else [])]
+    batch = Batch(out, found.run, more)
+    is_done = batch.run()
+    mine = batch.rows[: len(found.run)]
+    if options["plot"]:
+        plot(mine, out).save(options["plot"])
+    show(json.dumps(mine, indent=1) if options["json"] else "\n".join([*lines(mine), "", f"results in {out}"]))
+    return 0 if is_done else 1
 
 
 def notebook_folder(given: str | None) -> Path:
@@ -113,61 +133,6 @@ def by_chapter(
     return {source: list(pairs.items()) for source, pairs in values.items()}, problems
 
 
-def check_parameters(
-    source: Path, given: list[tuple[str, str]], out: Path, *, alone: bool = True
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the typed parameters of one chapter, and what is wrong with their names, types and values.
-
-    This check is needed because papermill ignores a name that the notebook does not have, and exits with 0.
-    """
-    try:
-        known = declared(parameter_cell(source))
-    except (ValueError, SyntaxError) as error:
-        return {}, [f"{source}: its parameters cannot be read: {error}"]
-    values: dict[str, Any] = {OUTPUT_PARAMETER: str(out.resolve())} if OUTPUT_PARAMETER in known else {}
-    written = {name: f"-p {name} {shown(text)}" for name, text in given}
-    problems: list[str] = []
-    for name, text in given:
-        if name not in known:
-            listed = ", ".join(known) or "none"
-            other = "" if alone else f"; -p CHAPTER:{name}=... sets it in one chapter"
-            rule = f"{source.stem} has no such parameter; it has {listed}{nearest(name, known)}{other}"
-            problems.append(f"-p {name}: {rule}")
-            continue
-        try:
-            values[name] = _typed(known[name], text)
-        except BadValueError as rule:
-            problems.append(f"{written[name]}: {rule} in {source.stem}")
-    if problems:  # a relation between parameters needs all of them
-        return values, problems
-    everything = {name: parameter.default for name, parameter in known.items()} | values
-    for name, rule in broken_rules(known.values(), everything).items():
-        if name == OUTPUT_PARAMETER and name not in written:
-            continue  # `execute` has checked --out itself
-        value = written.get(name, f"{name} {shown(everything[name])}{' (the default)' if name not in values else ''}")
-        problems.append(f"{value}: {rule} in {source.stem}")
-    return values, problems
-
-
-def parameter_cell(notebook: Path) -> str:
-    """Return the source of the cell that is tagged `parameters`; empty if there is none."""
-    content = json.loads(notebook.read_text(encoding="utf-8"))
-    cells = content.get("cells", []) if isinstance(content, dict) else []
-    tagged = [cell for cell in cells if "parameters" in cell.get("metadata", {}).get("tags", [])]
-    return "".join(tagged[0]["source"]) if tagged else ""
-
-
-def _typed(parameter: Parameter, text: str) -> Any:
-    """Return `text` as the type that the notebook declares; if that is not a simple one, the text is read as JSON."""
-    if parameter.kind in SIMPLE:
-        path = "any" if parameter.rule == "a folder" else ""
-        return FieldSpec(parameter.name, parameter.kind, path=path).convert(text, text=True)
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise BadValueError(f"must be {parameter.kind} written as JSON") from None
-
-
 def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
     """Execute one chapter and return the files that it leaves. A failed cell becomes one message, and the notebook up
     to it is kept."""
@@ -205,6 +170,7 @@ def _execute(chapter: Chapter, timeout: float) -> str:
                 str(chapter.target),
                 parameters=chapter.parameters,
                 kernel_name="python3",
+                language="python",
                 progress_bar=False,
                 on_cell_start=begin,
                 execution_timeout=int(timeout),
@@ -272,11 +238,19 @@ COMMAND = Command(
     name="run",
     summary="Run chapters as notebooks, with parameters, and keep what they show.",
     options=(
-        Option("out", "str", "folder for the executed notebooks and the files that they write", "build", path="any"),
+        Option(
+            "out",
+            "str",
+            "folder for the executed notebooks and the files that they write",
+            "build",
+            path="any",
+            aliases=("output",),
+        ),
         Option(
             "parameter",
             "str",
-            "set a parameter of every chapter named; 10:NAME=VALUE is only for chapter 10; may be repeated",
+            "set a parameter of every chapter named; 10:NAME=VALUE is only for chapter 10; may be repeated; of values "
+            "such as 2,4 every combination runs",
             pairs=True,
             unset="default: the chapter's value",
         ),
@@ -289,6 +263,10 @@ COMMAND = Command(
             unset="default: notebooks here, or those that labkit carries",
         ),
         Option("timeout", "float", "seconds that one cell may take", 600.0, ge=1),
+        Option("json", "bool", "of several settings: print the results as JSON", False),
+        Option(
+            "plot", "str", "of several settings: file for a figure of their results", path="any", unset="default: none"
+        ),
     ),
     execute=execute,
     example="labkit run 00 --out build -p steps 5 --html",

@@ -46,7 +46,7 @@ def examine(*, launch: bool = False) -> list[Finding]:
         _shared_memory, _temporary_folder, _open_files, _processes, _loopback,
     ]  # fmt: skip
     if launch:
-        examinations.append(_two_ranks)
+        examinations.append(two_ranks)
     findings = []
     for examination in examinations:
         try:
@@ -203,7 +203,8 @@ def _sum_of_ranks() -> float:
     return total.item()
 
 
-def _two_ranks() -> Finding:
+def two_ranks() -> Finding:
+    """Start two ranks that send each other messages."""
     from labkit.launch.launcher import run
 
     results = run(_sum_of_ranks, 2, backend="gloo", device="cpu", timeout=30.0)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from labkit.viz.attention_ring import measured_ring as measured_ring
     from labkit.viz.attention_ring import ring_box as ring_box
     from labkit.viz.attention_ring import ring_timeline as ring_timeline
+    from labkit.viz.batch_bars import batch_results as batch_results
     from labkit.viz.box_map import stored_boxes as stored_boxes
     from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.data_parallel.bucket_maps import bucket_map as bucket_map

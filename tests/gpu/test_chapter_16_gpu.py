@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from labkit.check.parameters import declared
-from labkit.cli.run_command import parameter_cell
+from labkit.cli.chapter_parameters import parameter_cell
 
 CHAPTER = Path(__file__).parents[2] / "notebooks" / "16_cuda_graphs.ipynb"
 TOLD = (

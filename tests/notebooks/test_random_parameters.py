@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from labkit.check.parameters import Parameter, broken_rules, declared
-from labkit.cli.run_command import parameter_cell
+from labkit.cli.chapter_parameters import parameter_cell
 
 CHAPTERS = sorted((Path(__file__).parents[2] / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 

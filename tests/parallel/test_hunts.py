@@ -102,7 +102,7 @@ ENDLESS = "gradients last"
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
     "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
-    "first tokens", "padding read",
+    "first tokens", "padding read", "chunks swapped", "short circuit",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 
@@ -173,6 +173,10 @@ def of_10(config: RunConfig, observer: Any) -> Any:
     return train_marked("10", config, None, observer)
 
 
+def of_11(config: RunConfig, observer: Any) -> Any:
+    return train_marked("11", config, None, observer)
+
+
 def of_12(config: RunConfig, observer: Any) -> Any:
     return train_marked("12", config, schedules.zbv(2, 4), observer)
 
@@ -202,6 +206,7 @@ def of_24(config: RunConfig, observer: Any) -> Any:
         ("08", SMALL.override(REPLICAS), {"parallel.pp": 1, "world_size": 2}, 1, of_08),
         ("09", SMALL.override({"model.layers": 2}), SHARDED | {"world_size": 2}, 2, of_09),
         ("10", SMALL.override({"model.layers": 4}), PIPELINE, 1, of_10),
+        ("11", SMALL.override({"model.layers": 4}), PIPELINE | {"parallel.vpp": 2}, 1, of_11),
         ("12", SMALL.override({"model.layers": 8}), PIPELINE, 1, of_12),
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
         ("18", PARTIAL, EXPERTS, 3, of_18),
@@ -524,19 +529,21 @@ def test_07_each_wrong_number_shows_in_the_messages_or_in_the_keys(ranks) -> Non
 
 
 def asleep_on_a_slow_link() -> float:
-    """Seconds of a ring of two ranks, whose messages take half as long as a block."""
+    """Least of three runs' seconds of a ring of two ranks, whose messages take half as long as a block."""
     cp = initialize_model_parallel(presets.tiny().override({"parallel.cp": 2, "parallel.pp": 1}).parallel).cp
     cut = [[0, 1, 6, 7], [2, 3, 4, 5]]
-    with delayed(0.04, group="cp"):
-        events = [each for each in sleeping_ring(cp, cut, seconds_per_pair=0.01) if each.kind == "forward"]
-    return events[-1].end - events[0].start
+    seconds: list[float] = []
+    for _ in range(3):  # other work only adds
+        with delayed(0.04, group="cp"):
+            events = [each for each in sleeping_ring(cp, cut, seconds_per_pair=0.01) if each.kind == "forward"]
+        seconds.append(events[-1].end - events[0].start)
+    return min(seconds)
 
 
 def test_07_the_late_message_shows_in_the_time(ranks) -> None:
     seconds = {name: max(runs) for name, runs in with_each_fault(ranks, "07", asleep_on_a_slow_link).items()}
-    late = {"sent after the block"}
-    assert {name for name, each in seconds.items() if each > 0.21 and name in (CLEAN, *late)} == late, seconds
     assert seconds[CLEAN] > 0.179, "18 pairs"
+    assert seconds["sent after the block"] > seconds[CLEAN] + 0.02, (seconds, "half a block more")
 
 
 # ---- 08 ----
@@ -648,6 +655,39 @@ def test_10_each_silent_fault_shows_in_the_timeline(ranks) -> None:
 
     waits = {name: wait_for_gradients(events) for name, events in seen.items() if name != "all forwards first"}
     assert {name for name, wait in waits.items() if wait > 0.02} == {"late gradients"}, waits
+
+
+# ---- 11 ----
+
+
+def asleep_in_two_chunks() -> list[Any]:
+    groups = initialize_model_parallel(SMALL.override(PIPELINE).parallel)
+    return sleep_through(groups, schedules.interleaved(2, 2, 6), COSTS)
+
+
+def test_11_each_silent_fault_shows_in_the_timeline(ranks) -> None:
+    table = schedules.interleaved(2, 2, 6)
+    seen = {
+        name: [event for events in runs for event in events if event.name[:1].isdigit()]
+        for name, runs in with_each_fault(ranks, "11", asleep_in_two_chunks).items()
+    }
+    assert {name for name, events in seen.items() if not follows(events, table)} == {"short warm-up", "one group"}
+    overlays = {
+        name: viz.gantt_overlay(simulate(table, COSTS), events, memory=True).sentence for name, events in seen.items()
+    }
+    peaks = {name: float(said.split("peak ")[1].split()[0]) for name, said in overlays.items()}
+    assert {name: peak for name, peak in peaks.items() if peak != peaks[CLEAN] == 2.5} == {
+        "short warm-up": 2.0,
+        "one group": 4.5,
+    }
+
+    def way_round(events: list[Any]) -> float:
+        """Shortest time from the end of a forward on the last rank to the one on rank 0 that reads it."""
+        at = {event.name: event for event in events}
+        return min(at[f"2F{i}"].start - at[f"1F{i}"].end for i in range(2))
+
+    late = {name: way_round(events) for name, events in seen.items() if name not in ("short warm-up", "one group")}
+    assert {name for name, wait in late.items() if wait > 0.045} == {"slow way round"}, late
 
 
 # ---- 12 ----
@@ -791,12 +831,13 @@ def test_13_each_fault_shows_in_its_column(ranks) -> None:
 # ---- 16 ----
 
 
-def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor], bool, bool, int]:
-    """What the chapter's `measure` gives: outputs, gradients, two masks alike, two evaluations alike, replays."""
+def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor], bool, list[torch.Tensor], int]:
+    """What the chapter's `measure` gives: outputs, gradients, two masks alike, two evaluations, replays."""
     torch.manual_seed(1)
     batches = [torch.randn(4, 8) for _ in range(2)]
 
     def made(dropout: float) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(2)
         layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(dropout))
         return layer, make_graphed_callables(layer, (torch.randn(4, 8),), impl="emulated") if graphs else layer
 
@@ -807,7 +848,7 @@ def measured(graphs: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor
             (first(batch) ** 2).mean().backward()
         masks = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
         dropping.eval()
-        evaluations = torch.equal(*(second(batches[0]).detach().clone() for _ in range(2)))
+        evaluations = [second(batches[0]).detach().clone() for _ in range(2)]
     replays = sum(event.kind == "graph_replay" for event in recorder.events)
     return outputs, [p.grad.clone() for p in plain.parameters()], masks, evaluations, replays
 
@@ -820,7 +861,8 @@ def test_16_each_fault_of_a_captured_layer_shows_in_its_own_entry() -> None:
     assert {name for name, run in found.items() if not alike(run, 0)} == {"input left"}
     assert {name for name, run in found.items() if not alike(run, 1)} == {"input left", "gradients shared"}
     assert {name for name, run in found.items() if run[2]} == {"same dice"}
-    assert {name for name, run in found.items() if not run[3]} == {"mode not asked"}
+    assert {name for name, run in found.items() if not torch.equal(*run[3])} == {"mode not asked"}
+    assert {name for name, run in found.items() if not alike(run, 3)} == {"mode not asked"}, "the same weights as eager"
     counts = {name: run[4] for name, run in found.items() if run[4] != 8}
     assert counts == {"mode not asked": 10, "never replayed": 0}
 

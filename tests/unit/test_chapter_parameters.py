@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from labkit.check import check_parameters
 from labkit.check.parameters import broken_rules, declared, is_rule
-from labkit.cli.run_command import check_parameters as of_command_line
-from labkit.cli.run_command import parameter_cell
+from labkit.cli.chapter_parameters import check_parameters as of_command_line
+from labkit.cli.chapter_parameters import parameter_cell
 from labkit.launch import forkserver
 
 CHAPTERS = sorted((Path(__file__).parents[2] / "notebooks").glob("[0-9][0-9]_*.ipynb"))

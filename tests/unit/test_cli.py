@@ -91,7 +91,7 @@ def test_help_is_short_and_names_every_command(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert main(["--help"]) == 0 and capsys.readouterr().out == out
     assert main(["--version"]) == 0 and capsys.readouterr().out.startswith("labkit 0.")
-    assert len(out.splitlines()) <= 30 and max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) <= 34 and max(map(len, out.splitlines())) <= 80
     assert all(f"  {name} " in out for name in COMMANDS)
 
 
@@ -220,7 +220,7 @@ def test_a_tilde_is_the_home_folder_in_every_option_and_word(monkeypatch: pytest
             found = read(OF_THE_COMMANDS[name], [f"--{option.name}=~/a"]).options[option.key]
             assert found in (f"{tmp_path}/a", (f"{tmp_path}/a",)), (name, option.name)
     assert {name: read(command, ["~/a"]).words == [f"{tmp_path}/a"] for name, command in OF_THE_COMMANDS.items()} == {
-        name: name in ("watch", "why", "checkpoint", "config", "data", "run") for name in OF_THE_COMMANDS
+        name: name in ("watch", "why", "checkpoint", "config", "data", "run", "grade") for name in OF_THE_COMMANDS
     }
     assert read(OF_THE_COMMANDS["train"], ["--config", "~/a"]).config.train.steps == 3
 
@@ -807,7 +807,7 @@ def test_run_refuses_misspelt_parameters_before_it_runs(chapter: Path, capsys: p
 
 
 def test_run_types_parameters_by_the_notebook(chapter: Path) -> None:
-    from labkit.cli.run_command import check_parameters
+    from labkit.cli.chapter_parameters import check_parameters
 
     given = [("steps", "5"), ("lr", "1e-4"), ("name", "5"), ("flag", "false"), ("sizes", "[2, 4]")]
     values, problems = check_parameters(chapter / "07_toy.ipynb", given, chapter)

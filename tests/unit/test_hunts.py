@@ -21,6 +21,7 @@ from labkit.finetune.task_samples import Packer
 from labkit.graphs import cuda_graph_helper, partial_moe
 from labkit.graphs.graphable_module import GraphableMegatronModule
 from labkit.graphs.graphed_callable import GraphedCallable
+from labkit.models import chunks
 from labkit.models.bert import bert_model
 from labkit.models.blocks import TransformerLayer
 from labkit.models.core_attention import CoreAttention
@@ -41,6 +42,7 @@ from labkit.plan import step_time
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
+from labkit.schedules import execution
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train import bert_step, stepping
@@ -51,8 +53,8 @@ from labkit.train.loss_scaler import LossScaler
 from labkit.train.lr_schedule import LearningRate
 
 CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "13", "16", "17", "18", "19", "21", "22",
-    "23", "24",
+    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "16", "17", "18", "19", "21",
+    "22", "23", "24",
 )  # fmt: skip
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
@@ -61,8 +63,8 @@ CHANGED = (
     distributed_data_parallel, distributed_data_parallel.DistributedDataParallel, Reduction, ParamGather,
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
-    CrossAttention, T5Model, stepping, LossScaler, Optimizer, parameter_record,
-    checkpoints, Checkpoints, RankState,
+    CrossAttention, T5Model, stepping, LossScaler, Optimizer, parameter_record, checkpoints, Checkpoints, RankState,
+    chunks, execution,
 )  # fmt: skip
 """Everything that a fault may change."""
 

@@ -2,11 +2,13 @@
 
 import os
 import resource
+import socket
 import sys
 
 import pytest
 
-from labkit.launch import doctor, info
+from labkit.launch import doctor, info, workshop
+from labkit.launch.available_memory import Memory
 
 
 def by_topic(findings):
@@ -94,3 +96,25 @@ def test_connections(monkeypatch, value, level, said):
         monkeypatch.setenv(doctor.CONNECTIONS, value)
     found = doctor._connections()
     assert found.level == level and said in found.text
+
+
+def test_a_laptop_that_is_ready_says_so_in_one_line():
+    findings = workshop.examine_for_workshop()
+    line = workshop.one_line(findings)
+    assert line.startswith("ready; Python ") and "\n" not in line
+    assert all(
+        word in line for word in ("labkit", "torch", "jupyterlab", "cores", "GiB memory", "GiB disk", "two ranks in")
+    )
+
+
+def test_a_laptop_that_is_not_ready_says_why(monkeypatch):
+    poor = Memory(total=4 << 30, available=1 << 30, limited=False)
+    monkeypatch.setattr(workshop, "host_memory", lambda: poor)
+    monkeypatch.setattr(workshop, "two_ranks", lambda: 1 / 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(workshop, "PORTS", {taken.getsockname()[1]: "JupyterLab"})
+        found = by_topic(workshop.examine_for_workshop())
+    assert (found["memory"].level, found["ports"].level, found["two ranks"].level) == ("bad", "note", "bad")
+    line = workshop.one_line(list(found.values()))
+    assert line.startswith("NOT READY: memory (") and "two ranks (ZeroDivisionError" in line
+    assert "(JupyterLab) in use" in line

@@ -15,10 +15,13 @@ from labkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
-TRAIN, CHAPTERS = (ROOT / "examples" / "slurm" / f"{name}.sbatch" for name in ("train", "chapters"))
+TRAIN, CHAPTERS, ARRAY = (
+    ROOT / "examples" / "slurm" / f"{name}.sbatch" for name in ("train", "chapters", "chapter_array")
+)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 OPTIONS = {
+    "array": r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?",
     "cpus-per-task": r"\d+",
     "exclusive": r"(user|mcs|topo)?",
     "gpus-per-node": r"(\w+:)?\d+",
@@ -45,8 +48,8 @@ def directives(script: Path) -> list[tuple[str, str]]:
     return [(match[1], match[2] or "") for match in found if match]
 
 
-def test_both_scripts_are_there() -> None:
-    assert [path.name for path in SCRIPTS] == ["chapters.sbatch", "train.sbatch"]
+def test_all_scripts_are_there() -> None:
+    assert [path.name for path in SCRIPTS] == ["chapter_array.sbatch", "chapters.sbatch", "train.sbatch"]
 
 
 @each_script
@@ -98,6 +101,18 @@ def test_chapters_run_one_after_the_other_and_a_failed_one_is_named(tmp_path: Pa
     assert (code, said) == (1, f"1 of {len(names)} chapters failed: notebooks/08_data_parallel.ipynb\n")
     chosen = [f"-m labkit run {word} --out runs/chapters-7 --html" for word in ("16", "00")]
     assert chapters("16", "00") == (0, "", chosen)
+
+
+def test_a_task_of_the_array_runs_its_chapter_with_the_values_given(tmp_path: Path) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "CALLS": str(calls), "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    command = ["bash", str(ARRAY), "-p", "world_size=2,4"]
+    subprocess.run(command, env=environment | {"PATH": "/usr/bin:/bin"}, cwd=ROOT, check=True)
+    assert calls.read_text() == "-m labkit run 03 -p world_size=2,4 --out runs/array-7/03 --html\n"
+    last = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))[-1].name[:2]
+    assert dict(directives(ARRAY))["array"] == f"0-{int(last)}"
 
 
 def test_the_command_of_the_example_is_one_that_labkit_understands(

@@ -45,6 +45,13 @@ def test_memory_taken_again_is_counted_and_drawn(given):
     assert [text.get_text() for text in left.get_yticklabels()] == ["0 mm", "1 add", "2 mul"]
 
 
+def test_a_result_that_leaves_is_named_where_it_was_written_last(given):
+    x, y = (memory_of(each) for each in given)
+    log = log_of(("a", (), (y,)), ("b", (y,), (x,)), ("c", (x,), (y,)))
+    left, _ = graph_memory({"forward": log}, {}, {"y": given[1]}).fig.axes
+    assert [text.get_text() for text in left.get_yticklabels()] == ["0 a", "1 b", "2 c: y"]
+
+
 def test_gaps_between_places_are_left_out(given):
     """Two places far apart, as segments of a GPU's pool are."""
     log = log_of(("a", (), (Memory(1 << 40, 1000),)), ("b", (), (Memory(100, 2000),)))
@@ -72,13 +79,13 @@ def test_launches_have_a_lane_for_the_host_and_one_for_the_device():
     assert [rows.count(row) for row in range(4)] == [4, 4, 1, 4]
 
 
-def test_measured_launches_tell_no_times():
-    alone = Launches((), (Run("addmm", 0.0, 10.0), Run("gelu", 12.0, 12.4)))
-    figure = launch_timeline({"eager": alone}, numbers=False)
-    assert figure.sentence == "eager 2 operations."
+def test_a_narrow_launch_has_its_name_after_it_where_there_is_room():
+    alone = Launches((), (Run("addmm", 0.0, 10.0), Run("gelu", 12.0, 12.4), Run("mm", 12.4, 12.5), Run("", 14, 15)))
+    figure = launch_timeline({"eager": alone})
     (axes,) = figure.fig.axes
     assert [text.get_text() for text in axes.get_yticklabels()] == ["eager"]
-    assert [text.get_text() for text in axes.texts] == ["addmm"], "gelu's bar is too narrow for its name"
+    assert [text.get_text() for text in axes.texts] == ["addmm", "mm", ""], "mm follows gelu at once"
+    assert axes.texts[1].get_position()[0] > 12.5
     with pytest.raises(ValueError, match="at least one operation"):
         launch_timeline({"none": Launches((), ())})
 

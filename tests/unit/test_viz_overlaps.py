@@ -337,6 +337,13 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: kept_over_time(["keep"], 1e9),
         lambda: kept_over_time(["keep", "selective", "full", "a best plan"], 6.9e10),
     ),
+    "batch_results": (
+        lambda: viz.batch_results(["defaults"], {"seconds": [12.3]}),
+        lambda: viz.batch_results(
+            [f"10_p2p_and_1f1b world_size={n} microbatches={n}" for n in range(24)],
+            {what: [*map(float, range(23)), None] for what in ("seconds", "largest_difference", "ratio", "x", "y")},
+        ),
+    ),
     "named_curves": (
         lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},

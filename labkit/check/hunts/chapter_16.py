@@ -71,7 +71,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "entry": "Which entry of `measure` shows it?",
-        "place": "Which step of a call is at fault? What should it have done?",
+        "place": "Which step of a call is at fault, in your own words? What should it have done?",
     },
     choices={"entry": ("outputs", "gradients", "dropped", "evaluation", "replays")},
     faults=(

@@ -5,11 +5,10 @@ from collections import Counter
 from labkit.check.solution_source import solves
 
 
-@solves("11.place")
-def place(layer, layers, pp, vpp):
-    """The rank of a stage is the remainder, its chunk the number of full rounds."""
-    stage = layer // (layers // (pp * vpp))
-    return stage % pp, stage // pp
+@solves("11.two")
+def two():
+    """Both microbatches pass chunk 0 first: then the first one is back, and nobody has waited."""
+    return [[1, 1, 2, 2, -2, -2, -1, -1], [1, 1, 2, -2, 2, -2, -1, -1]]
 
 
 def _chunks(vpp, groups):

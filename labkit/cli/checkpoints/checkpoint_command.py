@@ -1,10 +1,11 @@
-"""`labkit checkpoint`: list and verify the checkpoints of a run, export and import weights in Hugging Face's form."""
+"""`labkit checkpoint`: list and verify the checkpoints of a run; weights in Hugging Face's form, to files and Hub."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from labkit.cli.arguments import Action, Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
@@ -15,6 +16,10 @@ from labkit.train.checkpoint.inventory import FACTS, checkpoints_at, chosen, row
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
 from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder
 from labkit.train.run_folder.contents import checkpoints_in
+
+if TYPE_CHECKING:
+    from labkit.train.checkpoint.exchange import Export
+    from labkit.train.checkpoint.shard_files import Reader
 
 WEIGHTS = "model.safetensors"
 """Name of the file of weights in a folder that transformers can load."""
@@ -81,8 +86,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
     as_file = out.suffix == ".safetensors" and not out.is_dir()
     target = out if as_file else out / WEIGHTS
     arguments.refuse(_in_the_way(out, target, as_file=as_file, overwrite=options["overwrite"]))
-    from labkit.train.checkpoint.exchange import PRECISIONS, Export, export_folder, export_weights
-    from labkit.train.checkpoint.shard_files import Reader
+    from labkit.train.checkpoint.exchange import export_folder, export_weights
 
     try:
         path = chosen(folder, options["step"])
@@ -91,10 +95,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
         raise
     try:
         loading(path)
-        reader = Reader(path)
-        if problems := reader.problems():
-            raise CheckpointError(f"{'; '.join(problems[:3])}; choose another checkpoint with --step")
-        export = Export(reader, PRECISIONS.get(options["dtype"]))
+        export, _ = _export_of(path, options["dtype"])
         written = export_weights(export, target) if as_file else export_folder(export, out, WEIGHTS)
     except (CheckpointError, OSError) as error:
         why = error.strerror or error if isinstance(error, OSError) else error
@@ -103,6 +104,17 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
     size = size_words(written.size)
     show(f"{target}: {counted(len(export.likes), 'tensor')} of a {export.family}, {size}, from {path.name}{beside}")
     return 0
+
+
+def _export_of(path: Path, dtype: str | None) -> tuple[Export, Reader]:
+    """Return what is exported of a checkpoint. Raises CheckpointError for one that is damaged."""
+    from labkit.train.checkpoint.exchange import PRECISIONS, Export
+    from labkit.train.checkpoint.shard_files import Reader
+
+    reader = Reader(path)
+    if problems := reader.problems():
+        raise CheckpointError(f"{'; '.join(problems[:3])}; choose another checkpoint with --step")
+    return Export(reader, PRECISIONS.get(dtype or "")), reader
 
 
 def _in_the_way(out: Path, target: Path, *, as_file: bool, overwrite: bool) -> list[str]:
@@ -152,6 +164,40 @@ def _import(arguments: Arguments, folder: Path, source: Path) -> int:
     return 0
 
 
+def _push(arguments: Arguments, folder: Path, repository: Path) -> int:
+    """Upload the weights of one checkpoint, its tokenizer and a model card to the Hugging Face Hub."""
+    from labkit.cli.checkpoints.hub import push
+
+    options = arguments.options
+    try:
+        path = chosen(folder, options["step"])
+    except CheckpointError as error:
+        arguments.refuse([str(error)])
+        raise
+    try:
+        loading(path)
+        export, reader = _export_of(path, options["dtype"])
+        address = push(export, reader.manifest, str(repository), private=options["private"], weights=WEIGHTS)
+    except CheckpointError as error:
+        raise CommandFailedError(f"push of {path} to {repository}: {error}") from error
+    show(f"{path.name} is at {address}")
+    return 0
+
+
+def _pull(arguments: Arguments, folder: Path, repository: Path) -> int:
+    """Download a model from the Hugging Face Hub and write its weights as a checkpoint, as import does."""
+    import tempfile
+
+    from labkit.cli.checkpoints.hub import pull
+
+    with tempfile.TemporaryDirectory(prefix="labkit-pull-") as name:
+        try:
+            source = pull(str(repository), arguments.options["revision"], Path(name))
+        except CheckpointError as error:
+            raise CommandFailedError(f"pull of {repository}: {error}") from error
+        return _import(arguments, folder, source)
+
+
 def _found(arguments: Arguments, folder: Path) -> list[Path]:
     try:
         return checkpoints_at(folder)
@@ -165,22 +211,27 @@ ACTIONS: dict[str, Action] = {
     "verify": Action(_verify, "DIR"),
     "export": Action(_export, "DIR OUT", ("step", "dtype", "overwrite")),
     "import": Action(_import, "DIR SOURCE"),
+    "push": Action(_push, "DIR REPO", ("step", "dtype", "private")),
+    "pull": Action(_pull, "DIR REPO", ("revision",)),
 }
 
 COMMAND = Command(
     name="checkpoint",
     summary="Checkpoints of a run: `list DIR` shows them, `verify DIR` reads every byte, `export DIR OUT` writes the "
     "weights in Hugging Face's names (OUT.safetensors, or a folder with config.json), and `import DIR SOURCE` makes a "
-    "checkpoint from a model's folder or safetensors file. DIR is the folder of a run, or of its checkpoints; verify "
-    "and export also take one step.",
+    "checkpoint from a model's folder or safetensors file. `push DIR REPO` and `pull DIR REPO` do the same with the "
+    "Hugging Face Hub (HF_TOKEN, HF_ENDPOINT). DIR is the folder of a run, or of its checkpoints; verify, export and "
+    "push also take one step.",
     options=(
-        Option("step", "int", "export the checkpoint of this step", ge=0, unset="default: the latest"),
+        Option("step", "int", "export or push the checkpoint of this step", ge=0, unset="default: the latest"),
         Option("dtype", "str", "type of the exported weights", choices=DTYPES, unset="default: as stored"),
         Option("overwrite", "bool", "export over existing files", False),
+        Option("private", "bool", "make the repository of a push private, if it is new", False),
+        Option("revision", "str", "branch, tag or commit to pull", unset="default: main"),
     ),
     execute=execute,
     example="labkit checkpoint export runs/a model.safetensors --dtype bf16",
-    words="list|verify|export|import DIR [OUT|SOURCE]",
+    words="ACTION DIR [OUT|SOURCE|REPO]",
     paths=True,
     actions=ACTIONS,
 )

@@ -7,8 +7,9 @@ share a pool: a block is free when its tensor dies, and a later capture may take
 The emulation rejects the operations that a GPU rejects (`host_syncs.py`), and names the line. It makes the mistakes
 that a GPU makes silently: a tensor whose block another graph has taken shows that graph's values.
 
-One difference remains. A capture on a GPU computes nothing; here the captured operations also run once. So a capture
-changes tensors from outside in place, as a warm-up does. Clear gradients and statistics after it.
+Two differences remain. A capture on a GPU computes nothing; here the captured operations also run once. So a capture
+changes tensors from outside in place, as a warm-up does. Clear gradients and statistics after it. And a graph here
+keeps the memory of tensors from outside. A CUDA graph does not, so a replay would read whatever lies there later.
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Free = tuple[int, int]
 """(first byte, bytes) of a range that nobody holds."""
@@ -58,6 +61,18 @@ class FreeRanges:
 def best_fit(free: Sequence[Free], nbytes: int) -> int:
     """Return the start of the smallest free range that is large enough; of equal ones, of the first."""
     return min((length, start) for start, length in free if length >= nbytes)[1]
+
+
+def tensor_over(memory: Any, like: Tensor) -> Tensor:
+    """A tensor over these bytes, a NumPy array of uint8, with the type, shape and strides of another one.
+
+    The array lives as long as the tensor, or any view of it.
+    """
+    import torch  # which the table of free ranges does without
+
+    storage = torch.from_numpy(memory).untyped_storage()
+    made = torch.empty(0, dtype=like.dtype)
+    return made.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def _words(free: Sequence[Free]) -> str:

@@ -65,13 +65,16 @@ class _Axis:
         raise ValueError(f"{place} is not on the axis")
 
 
-def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) -> Figure:
+def graph_memory(
+    logs: Mapping[str, OperationLog], given: Mapping[str, Tensor], results: Mapping[str, Tensor] | None = None
+) -> Figure:
     """Draw operations from top to bottom with their reads and writes: outside tensors left, the pool right.
 
     A full bar is the write of a result. The pale bar under it is the result's life, up to the last operation that reads
     it (dotted if the result leaves the graph). A ring is a read. Full bars above each other use the same memory again.
 
-    logs: part of a step, such as `forward`, -> its operations. given: name -> a tensor that existed before.
+    logs: part of a step, such as `forward`, -> its operations. given: name -> a tensor that existed before. results:
+    name -> a tensor that leaves the graph; the last operation that wrote it gets this name.
 
     Raises:
         ValueError: nothing was logged.
@@ -90,7 +93,7 @@ def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) 
             _draw_pool(right, number, rows, names, axis)
         left.set_xticks(range(len(names)), names.values(), rotation=90)
         left.set_xlim(-0.6, len(names) - 0.4)
-        name_rows(left, [f"{number} {row.operation.name}" for number, row in enumerate(rows)])
+        name_rows(left, _row_names(rows, results or {}))
         left.set_title("given", loc="left")
         right.set_title("pool", loc="left")
         right.set(xlabel="kB", xlim=(0, 1.01 * max(axis.total / 1e3, 1e-3)))
@@ -99,6 +102,14 @@ def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) 
             axes.grid(axis="y", linewidth=0.4)
         fig.legend(handles=[_patch(part, i) for i, part in enumerate(logs)], loc="outside upper right", ncols=len(logs))
     return Figure(fig, _memory_sentence(logs, rows, names, axis))
+
+
+def _row_names(rows: Sequence[_Row], results: Mapping[str, Tensor]) -> list[str]:
+    """Number and operation of each row, and the name of the result that it leaves for good."""
+    last = {place.address: number for number, row in enumerate(rows) for place in row.operation.writes}
+    written = {last.get(memory_of(tensor).address): name for name, tensor in results.items()}
+    names = [f"{number} {row.operation.name}" for number, row in enumerate(rows)]
+    return [f"{name}: {written[number]}" if number in written else name for number, name in enumerate(names)]
 
 
 def _shade(part: str, number: int = 0) -> str:
@@ -183,10 +194,10 @@ def _memory_sentence(
 # ---- launches ----
 
 
-def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Figure:
+def launch_timeline(runs: Mapping[str, Launches]) -> Figure:
     """Draw host and device over time, a pair of lanes for each way of running the same operations.
 
-    numbers: put times into the sentence; measured ones change from run to run. Raises ValueError without operations.
+    Raises ValueError without operations.
     """
     if not runs or not all(each.device for each in runs.values()):
         raise ValueError("launch_timeline needs runs with at least one operation each")
@@ -212,20 +223,23 @@ def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Fi
             handles.append(Patch(facecolor=_LAUNCH, label="launch"))
         fig.legend(handles=[*handles, *legend_patches(["idle"])], loc="outside upper right", ncols=3)
     told = [
-        f"{name} {counted(len(each.device), 'operation')}"
-        + (f", device busy {each.busy:.0%} of {each.end:.0f} us" if numbers else "")
+        f"{name} {counted(len(each.device), 'operation')}, device busy {each.busy:.0%} of {each.end:.0f} us"
         for name, each in runs.items()
     ]
     return Figure(fig, "; ".join(told) + ".")
 
 
 def _draw_lane(axes: Any, row: int, shade: str, lane: Sequence[Run], end: float) -> None:
-    for run in lane:
-        width = run.end - run.start
+    following = [*(run.start for run in lane[1:]), end]
+    for run, until in zip(lane, following, strict=True):
+        width, needs = run.end - run.start, (len(run.name) + 1) * 0.0105 * end
         axes.add_patch(Rectangle((run.start, row + 0.1), width, 0.8, facecolor=shade, edgecolor="white", linewidth=0.6))
-        if (len(run.name) + 1) * 0.0105 * end < width:
+        if needs < width:
             middle = (run.start + width / 2, row + 0.52)
             axes.text(*middle, run.name, ha="center", va="center", fontsize=8, color=text_color(shade), clip_on=True)
+        elif needs < until - run.end:  # the name of a narrow bar, in the idle time after it
+            after = (run.end + needs / 2, row + 0.52)
+            axes.text(*after, run.name, ha="center", va="center", fontsize=8, color=_INK, clip_on=True)
 
 
 def times_by_duration(times: Mapping[str, Sequence[float]], durations: Sequence[float], *, launch: float) -> Figure:

@@ -142,7 +142,7 @@ def _mark_wait(axes: Any, table: PlayedTable) -> None:
         rank, start, action = wait
         axes.add_patch(Rectangle((start, rank + 0.07), action.start - start, 0.86, **_EDGE))
         middle, length = (start + action.start) / 2, action.start - start
-        words = f"{length:g} steps" if length > table.steps / 15 else f"{length:g}"
+        words = f"{length:g} steps" if length > table.steps / 15 else f"{length:g}" if length > table.steps / 40 else ""
         axes.text(middle, rank + 0.5, words, ha="center", va="center", fontsize=8, color=_RED, zorder=6)
 
 

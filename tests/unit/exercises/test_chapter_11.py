@@ -7,38 +7,24 @@ from labkit.check.chapter_11 import _EARLY, _PIPELINES, _Case, _first_early
 from labkit.schedules import interleaved
 
 
-def stage_of(layer, layers, pp, vpp):
-    return layer * pp * vpp // layers
+def pair(first: str, second: str):
+    return lambda: [[int(word) for word in row.split()] for row in (first, second)]
 
 
-def there_and_back(*layout):
-    chunk, rank = divmod(stage_of(*layout), layout[2])
-    return (layout[2] - 1 - rank if chunk % 2 else rank), chunk
-
-
-PLACES = {
-    "swapped": (lambda *a: divmod(stage_of(*a), a[2]), "rank and chunk are swapped"),
-    # Gives each rank neighbouring stages, as if a rank's chunks followed each other: then nothing is interleaved.
-    "blocks": (lambda *a: divmod(stage_of(*a), a[3]), "neighbouring stages"),
-    # Deals out single layers: then every layer would be a message.
-    "single layers": (lambda layer, layers, pp, vpp: (layer % pp, layer // pp), "deals out single layers"),
-    "without chunks": (lambda layer, layers, pp, vpp: (layer * pp // layers, 0), "has layers / pp layers"),
-    "stage": (stage_of, "this is the number of the stage"),
-    "all chunks": (lambda *a: (stage_of(*a) % a[2], stage_of(*a)), "a rank counts its own chunks"),
-    "by vpp": (lambda *a: (stage_of(*a) % a[2], stage_of(*a) // a[3]), "this chunk divides by vpp"),
-    "half mended, rank": (lambda *a: (stage_of(*a) % a[2], 0), "this rank is right"),
-    "half mended, chunk": (
-        lambda layer, layers, pp, vpp: (layer * pp // layers, stage_of(layer, layers, pp, vpp) // pp),
-        "this chunk is right",
+TWO = {
+    # Takes a microbatch through all chunks of a rank because the rank holds them.
+    "depth first": (pair("1 2 1 2 -2 -1 -2 -1", "1 2 -2 1 2 -2 -1 -1"), "waits for microbatch 0, which is on rank 1"),
+    "1F1B too soon": (
+        pair("1 1 2 -2 2 -2 -1 -1", "1 1 2 -2 2 -2 -1 -1"),
+        "waits for a gradient before its last forward",
     ),
-    # Goes back from the last rank to the first in every other chunk, as a V schedule does.
-    "V": (there_and_back, "goes back from the last rank to the first"),
-    "number of stages": (
-        lambda layer, layers, pp, vpp: (layer // (pp * vpp) % pp, layer // (pp * vpp) // pp),
-        "this divides by the number of stages",
-    ),
-    "vpp for pp": (lambda *a: (stage_of(*a) % a[3], stage_of(*a) // a[3]), "a round has pp stages"),
-    "remainder": (lambda *a: (stage_of(*a) % a[2], stage_of(*a) % a[3]), "this chunk is a remainder"),
+    "gradients by turns": (pair("1 1 2 2 -2 -1 -2 -1", "1 1 2 -2 -1 2 -2 -1"), "while the other one of chunk 1"),
+    "rank 1 depth first": (pair("1 1 2 2 -2 -2 -1 -1", "1 2 -2 1 2 -2 -1 -1"), "rank 1 comes late with what rank 0"),
+    # Believes that gradients reach the first chunk first, as activations do.
+    "upwards": (pair("1 1 2 2 -1 -1 -2 -2", "1 1 2 2 -2 -2 -1 -1"), "on rank 0 the -1 at position 4 waits for the -2"),
+    "stuck": (pair("1 2 -2 -1 1 2 -2 -1", "1 1 2 -2 2 -2 -1 -1"), "no pipeline: "),
+    "no backward": (pair("1 1 2 2", "1 1 2 2"), "0 times -1 on rank 0"),
+    "one row": (lambda: [1, 1, 2, 2, -2, -2, -1, -1], "give a list of two orders"),
 }
 
 
@@ -111,7 +97,7 @@ EARLY = {
     ),
 }
 
-TABLES = {"11.place": PLACES, "11.order": ORDERS, "11.early": EARLY}
+TABLES = {"11.two": TWO, "11.order": ORDERS, "11.early": EARLY}
 
 
 def test_equal_groups_are_the_librarys_schedule():

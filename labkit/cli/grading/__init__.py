@@ -1,0 +1,1 @@
+"""`labkit grade`: scores of a class's copies. Learners' code runs in limited processes of its own."""
