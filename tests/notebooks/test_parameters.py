@@ -423,10 +423,10 @@ EXTREMES = [
     ("12_write_your_own_schedule", {"world_size": 2, "microbatches": 4, "fault": 0}),
     ("12_write_your_own_schedule", {"world_size": 4, "microbatches": 64, "fault": 99}),
     ("13_mixed_precision", {"world_size": 2, "steps": 200, "rate": 1e-4, "fault": 0}),
-    ("13_mixed_precision", {"world_size": 4, "steps": 3000, "rate": 1e-3, "fault": 99}),
+    ("13_mixed_precision", {"world_size": 4, "steps": 2000, "rate": 1e-3, "fault": 99}),
     ("23_checkpoints", {"world_size": 2, "tp": 1, "new_tp": 2, "new_pp": 1, "steps": 40, "fault": 0}),
     ("23_checkpoints", {"world_size": 8, "tp": 2, "new_tp": 2, "new_pp": 2, "steps": 40, "fault": 99}),
-    ("23_checkpoints", {"world_size": 4, "tp": 2, "new_tp": 1, "new_pp": 2, "steps": 200, "fault": 3}),
+    ("23_checkpoints", {"world_size": 4, "tp": 2, "new_tp": 1, "new_pp": 2, "steps": 100, "fault": 3}),
     ("14_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1, "hunt": 0}),
     ("14_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2, "hunt": 1}),
     (
