@@ -1,4 +1,4 @@
-"""Exercises of chapter 13: gradients that fp16 loses, reads of a checkpoint's boxes, the norm of all gradients.
+"""Exercises and bets of chapter 13: 16 bits for a main weight, gradients that fp16 loses, a loss scale that moves.
 
 Wrong answers are compared with those of known misunderstandings, and the score names the one that gives the same.
 """
@@ -6,18 +6,147 @@ Wrong answers are compared with those of known misunderstandings, and the score 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from labkit.check.bets import ask
+from labkit.check.scoring import Finding, Misreadings, Outcome, asked, exercise, holds, shown
 
-from labkit.check.scoring import ONLY_FIRST, Diagnosis, Misreadings, Outcome, asked, close, exercise, holds, plain
-from labkit.train.checkpoint.boxes import Box, boxes_of_run
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure
+
+# ---- bets ----
+
+ask(
+    "13.bytes",
+    "Mixed precision as it's usually done, with Adam: how many bytes does a rank keep per parameter, all copies, "
+    "gradient and moments counted, compared with training everything in 32 bits?",
+    choices={
+        "half": "That's what model.bfloat16() alone would do: 8 instead of 16. Section 1 has shown what comes of it.",
+        "a little less": "The weight shrinks from 4 bytes to 2. But what is added beside it?",
+        "as many": "2 bytes less for the weight, and as many more? Something of 4 bytes is added, not of 2.",
+        "more": "The weight of 2 bytes comes on top: 18 instead of 16. What mixed precision halves is what travels "
+        "between layers, and it multiplies the speed; the state it makes larger.",
+    },
+)
+ask(
+    "13.moves",
+    "Late in the run an fp32 main weight takes every update, and the bf16 weight is its rounding. What share of the "
+    "bf16 weights is another number after one step?",
+    choices={
+        "nearly all": "Nearly all main weights move in every step. The rounding only shows it when a main weight "
+        "crosses the middle between two bf16 numbers.",
+        "about half": "It would be, if an update were about half as large as the distance of bf16 numbers.",
+        "under a tenth": "An update is a small part of the distance between two bf16 numbers, so a weight has to "
+        "collect many of them before it crosses the middle. It does collect them, and that's the whole trick.",
+    },
+)
+ask(
+    "13.rate",
+    "The first three tries overflow and are skipped. The warm-up gives the first update the rate 0, the second half of "
+    "the peak, the third the peak. Which rate does the fourth try, the first that updates, get?",
+    choices={
+        "0": "The schedule counts updates, as in Megatron, and there has been none.",
+        "half of the peak": "That would count one of the skipped tries.",
+        "about the peak": "That would count tries. Then a run whose scale begins too high would lose its warm-up.",
+    },
+)
+ask(
+    "13.faster",
+    "Llama 3 8B on 512 H100s. A step in bf16 takes about a second. How long would one in fp32 take, by the plan?",
+    choices={
+        "1.5 times": "Half the bytes for a start, but the arithmetic is what most of a step is.",
+        "twice": "Twice as many bytes, yes. But the matrix products run on other units altogether.",
+        "over five times": "The tensor cores that do 989 * 10^12 operations a second want 16 bits. In fp32, without "
+        "TF32, an H100 does 67.",
+    },
+)
+
+# ---- 16 bits for a main weight ----
+
+_MAINS = (
+    ("numbers that bf16 has", [1.0, -2.0, 0.15625, 0.0]),
+    ("a little more than a bf16 number", [1.001, -0.1001, 3e-5]),
+    ("nearly the next bf16 number", [1.0077, -0.30077, 2.99]),
+    ("many", "many"),
+    ("in the middle of two bf16 numbers", [1.00390625, 1.01171875, -1.00390625, -1.01171875]),
+)
+"""(tested idea, main weights)."""
 
 
-def _same_in_any_order(value: Any, other: Any) -> bool:
-    return sorted(plain(value)) == sorted(plain(other))
+def _mains(values: Any) -> Any:
+    import torch
+
+    if values == "many":
+        return torch.randn(5000, generator=torch.Generator().manual_seed(13)) * 0.1
+    return torch.tensor(values)
+
+
+@exercise(
+    "13.pack",
+    "Write pack(main) -> (weight, rest): a nearest bf16 number, and 16 bits with which unpack gives main to the bit.",
+)
+def pack(answer: Any) -> Iterator[Outcome]:
+    """Judge five lists of main weights: types, nearest numbers, and what comes back."""
+    for words, values in _MAINS:
+        main = _mains(values)
+        yield holds(words, "main comes back to the bit", lambda main=main: _judged(answer(main.clone()), main))
+
+
+def _judged(given: Any, main: Any) -> Finding:
+    reason, sentence = _packed(given, main)
+    return (reason, f"{sentence}: {reason}") if reason else True
+
+
+def _packed(given: Any, main: Any) -> tuple[str, str]:
+    """Return what is wrong with a pair, and where it shows; two empty strings for a right one."""
+    import torch
+
+    if not (isinstance(given, tuple) and len(given) == 2):
+        return "give a pair of tensors", shown(given)
+    weight, rest = given
+    if getattr(weight, "dtype", None) != torch.bfloat16 or weight.shape != main.shape:
+        return "the weight has to be bf16, as many as there are mains", f"the first is {_kind(weight)}"
+    if getattr(rest, "dtype", None) not in (torch.int16, torch.uint16, torch.bfloat16, torch.float16):
+        return "the rest may have 16 bits, or nothing is gained", f"the second is {_kind(rest)}"
+    if rest.dtype != torch.int16:
+        return (
+            "unpack adds integers: give the rest as int16. A difference of numbers would be rounded itself",
+            f"the second is {_kind(rest)}",
+        )
+    off = (weight.float() - main).abs()
+    least = (main.bfloat16().float() - main).abs()
+    if (off > least).any():
+        at = int((off > least).nonzero()[0])
+        return (
+            "the weight is not the nearest bf16 number: cutting off the low 16 bits rounds every weight towards 0",
+            f"{main[at]:.9g} got the weight {weight[at]:.9g}",
+        )
+    back = _unpack(weight, rest)
+    if torch.equal(back, main):
+        return "", ""
+    at = int((back != main).nonzero()[0])
+    sentence = f"{main[at]:.9g} came back as {back[at]:.9g}"
+    low = main.view(torch.int32) & 0xFFFF
+    signed = torch.where(low >= 0x8000, low - 0x10000, low)
+    if (back == main)[signed != -0x8000].all():
+        return (
+            "only numbers in the middle are wrong: bfloat16() rounds them to even, so the rest would need 65537 values",
+            sentence,
+        )
+    if (rest.int() == 0).all():
+        return "nothing is kept of what rounding takes away", sentence
+    return "the rest is counted from another number than the weight that you return", sentence
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if hasattr(value, "dtype") else shown(value)
+
+
+def _unpack(weight: Any, rest: Any) -> Any:
+    import torch
+
+    return ((weight.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
 
 
 # ---- the gradients that fp16 loses ----
@@ -81,246 +210,89 @@ def _misread_gradients(gradients: Sequence[float], scale: float) -> Misreadings:
     }
 
 
-# ---- the boxes that a rank reads ----
+# ---- a loss scale that moves ----
 
-Placed = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""(key, offset, shape) of a stored box; the key names the file and the box in it."""
-Read = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""(key, start inside the stored box, start inside the reader's box, shape)."""
-Rule = Callable[[Box, Box, Box], tuple[Any, Any, Any]]
-"""(stored box, reader's box, overlap) -> (start inside the stored box, start inside the reader's box, shape)."""
+State = tuple[float, int]
+Move = Callable[[float, int, bool, int], State]
+"""(scale, good steps so far, overflow, window) -> (scale of the next step, good steps so far)."""
 
-
-def _minus(a: Iterable[int], b: Iterable[int]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b))
-
-
-def _right_read(stored: Box, mine: Box, common: Box) -> tuple[Any, Any, Any]:
-    return _minus(common.offset, stored.offset), _minus(common.offset, mine.offset), common.shape
-
-
-def _reads(stored: Sequence[Placed], mine: Box, rule: Rule = _right_read, *, touching: bool = False) -> list[Read]:
-    """Return the reads in the order of the stored boxes. touching: add empty reads of boxes next to the reader's."""
-    found = []
-    for key, offset, shape in stored:
-        first = tuple(map(max, offset, mine.offset))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(offset, shape, mine.offset, mine.shape))
-        common = Box(first, _minus(ends, first))
-        if all(size > 0 or (touching and size == 0) for size in common.shape):
-            found.append((key, *rule(Box(offset, shape), mine, common)))
-    return found
-
-
-def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> list[Placed]:
-    """Store the tensor as tensor parallelism does: cut along one dimension."""
-    size, found = shape[dim] // ranks, []
-    for rank in range(ranks):
-        offset, part = [0] * len(shape), list(shape)
-        offset[dim], part[dim] = rank * size, size
-        found.append((_key(rank, offset), tuple(offset), tuple(part)))
-    return found
-
-
-def _sharded(shape: tuple[int, ...], ranks: int) -> list[Placed]:
-    """Store the tensor as a distributed optimizer does: a run of elements for each rank, as boxes."""
-    numel, found = math.prod(shape), []
-    for rank in range(ranks):
-        run = boxes_of_run(shape, rank * numel // ranks, (rank + 1) * numel // ranks)
-        found += [(_key(rank, box.offset), box.offset, box.shape) for box, _ in run]
-    return found
-
-
-def _key(rank: int, offset: Iterable[int]) -> str:
-    return f"rank {rank} @{','.join(map(str, offset))}"
-
-
-_RESTORES = (
-    ("a vector of 8 cut in two", _cut((8,), 0, 2), Box((2,), (4,))),
-    ("rows 0 to 3 and rows 4 to 7 of an [8, 6]", _cut((8, 6), 0, 2), Box((0, 3), (8, 3))),
-    ("rows of an [8, 6], two per rank", _cut((8, 6), 0, 4), Box((2, 0), (2, 6))),
-    ("runs of 10 elements of a [4, 5]", _sharded((4, 5), 2), Box((1, 1), (2, 3))),
-    ("runs of elements of a [5, 7] over 3 ranks", _sharded((5, 7), 3), Box((0, 2), (5, 4))),
-    ("two experts of [4, 6] cut along the last dimension", _cut((2, 4, 6), 2, 2), Box((1, 0, 2), (1, 4, 3))),
+_HISTORIES = (
+    ("three good steps", "...", 8.0, 3),
+    ("an overflow", "x...", 8.0, 4),
+    ("a second growth", "......", 2.0, 3),
+    ("an overflow among good steps", "..x...", 8.0, 3),
+    ("a scale of 1", "xxx", 2.0, 2),
+    ("a run", "xx....x.........x..", 64.0, 4),
 )
-"""(words, stored boxes, the reader's box)."""
-_RELAYOUTS = (
-    ("4 shards", (6, 5), _sharded((6, 5), 4), _cut((6, 5), 0, 3)),
-    ("columns of 4 ranks", (6, 4), _cut((6, 4), 1, 4), _sharded((6, 4), 5)),
-)
-"""(words, shape, stored boxes, boxes of the readers)."""
+"""(tested idea, a dot for each good step and an x for each overflow, first scale, window)."""
+
+
+def _move(
+    scale: float, good: int, overflow: bool, window: int,
+    *, forgets: bool = True, restarts: bool = True, more: int = 0, least: float = 1.0, every: bool = False,
+) -> State:  # fmt: skip
+    """Return the state after a step; the other arguments are rules that differ in one point."""
+    if overflow:
+        return max(least, scale / 2), 0 if forgets else good
+    good += 1
+    full = good >= window + more if every or not restarts else good == window + more
+    return (2 * scale, 0 if restarts and not every else good) if full else (scale, good)
+
+
+def played(move: Move, history: str, first: float, window: int) -> list[float]:
+    """Return the scale of each step and of the one after the last."""
+    scale, good, found = first, 0, [first]
+    for mark in history:
+        scale, good = move(scale, good, mark == "x", window)
+        found.append(scale)
+    return found
+
+
+def draw_scale(answer: Any) -> Figure | None:
+    """Draw the scales of the last history, the reader's over what they should be."""
+    from labkit.viz.text_scores import named_curves
+
+    _, history, first, window = _HISTORIES[-1]
+    curves = {"right": played(_move, history, first, window), "yours": played(answer, history, first, window)}
+    logs = {name: [(step, math.log2(scale)) for step, scale in enumerate(found, 1)] for name, found in curves.items()}
+    return named_curves(logs, x="step", y="log2 of the scale")
 
 
 @exercise(
-    "13.reads",
-    "Write reads(stored, offset, shape) -> (key, start inside the stored box, start inside my box, shape) by read.",
+    "13.scale",
+    "Write next_scale(scale, good, overflow, window) -> the scale of the next step, and the good steps in a row.",
+    draw=draw_scale,
 )
-def reads(answer: Any) -> Iterator[Outcome]:
-    """Judge six cases read by read, then all readers of two layouts: each element must come once, from its place."""
-    diagnosis = Diagnosis(_same_in_any_order)
-    for words, stored, mine in _RESTORES:
-        yield diagnosis.outcome(
-            f"{words}, my box at {list(mine.offset)} of shape {list(mine.shape)}",
-            _reads(stored, mine),
-            lambda stored=stored, mine=mine: _as_list(answer([*stored], mine.offset, mine.shape)),
-            _misread_boxes(stored, mine),
-        )
-    for name, shape, old, new in _RELAYOUTS:
-        outcome = holds(
-            f"a {list(shape)} stored as {name} and read under another layout, as {len(new)} boxes",
-            "each element once, from its place",
-            lambda shape=shape, old=old, new=new: _filled(answer, shape, old, new),
-        )
-        yield replace(outcome, reason=ONLY_FIRST)  # after a failed case these would fail for the same reason
-
-
-def _misread_boxes(stored: Sequence[Placed], mine: Box) -> Misreadings:
-    def ends(box: Box, own: Box, common: Box) -> tuple[Any, Any, Any]:
-        return (*_right_read(box, own, common)[:2], tuple(map(sum, zip(common.offset, common.shape))))
-
-    misread: dict[str, Rule] = {
-        "the start inside the stored box counts from the whole tensor; subtract the stored box's offset": (
-            lambda box, own, common: (common.offset, _minus(common.offset, own.offset), common.shape)
-        ),
-        "the start inside my box counts from the whole tensor; subtract my offset": (
-            lambda box, own, common: (_minus(common.offset, box.offset), common.offset, common.shape)
-        ),
-        "both starts count from the whole tensor; subtract from each the offset of its own box": (
-            lambda box, own, common: (common.offset, common.offset, common.shape)
-        ),
-        "the dimensions are in reverse order": lambda *boxes: tuple(part[::-1] for part in _right_read(*boxes)),
-        "the last entry is where the overlap ends; give how many elements it has": ends,
-    }  # pyright: ignore[reportAssignmentType]
-    answers: dict[str, Any] = {reason: _reads(stored, mine, rule) for reason, rule in misread.items()}
-    start = (0,) * len(mine.offset)
-    answers["every stored box is read from its start, as if it held all of my box; read the overlaps alone"] = [
-        (key, start, start, mine.shape) for key, _, _ in stored
-    ]
-    answers["boxes that only touch mine are read as well; an overlap has an element in every dimension"] = _reads(
-        stored, mine, touching=True
-    )
-    return answers
-
-
-def _as_list(given: Any) -> Any:
-    """Turn a generator into a list, because it is an answer like any other."""
-    return list(given) if isinstance(given, Iterator) else given
-
-
-def _filled(answer: Any, shape: tuple[int, ...], old: Sequence[Placed], new: Sequence[Placed]) -> bool | str:
-    """Let every reader copy what the answer says. Return True, or the first element that is wrong, in words."""
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    boxes = {key: whole[_slices(at, size)] for key, at, size in old}
-    for _, offset, size in new:
-        held, times = np.full(size, -1), np.zeros(size, int)
-        for key, start, own, part in answer([*old], offset, size):
-            held[_slices(own, part)] = boxes[key][_slices(start, part)]
-            times[_slices(own, part)] += 1
-        for place in np.ndindex(*size):
-            element = tuple(a + b for a, b in zip(place, offset))
-            if times[place] != 1:
-                return f"element {list(element)} read {'never' if times[place] == 0 else f'{times[place]} times'}"
-            if held[place] != whole[element]:
-                return f"element {list(element)} from another place"
-    return True
-
-
-def _slices(start: Iterable[int], shape: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(start, shape))
-
-
-# ---- the norm of all gradients ----
-
-_GRADIENTS_OF_MODEL = {
-    "embedding.word.weight": (0, True, [3.0, -1.0, 2.0, 5.0]),
-    "layers.0.norm.weight": (0, False, [2.0, -2.0]),
-    "layers.0.fc1.weight": (0, True, [1.0, 4.0, -2.0, 6.0]),
-    "layers.1.norm.weight": (1, False, [4.0, 1.0]),
-    "layers.1.fc1.weight": (1, True, [-5.0, 2.0, 1.0, 3.0]),
-}
-"""Name -> (pipeline stage of two, cut over tp, gradient of the whole parameter)."""
-TIED = "output.weight"
-"""The last stage's copy of the word embedding; after finalisation its gradient equals the embedding's."""
-
-_LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 2, 2))
-"""(tp, pp, dp)."""
-
-
-def _ranks(tp: int, pp: int, dp: int) -> list[dict[str, Any]]:
-    """Return the finalised gradients of every rank, as the exercise gives them."""
-    made = []
-    for p in range(pp):
-        for d in range(dp):
-            for t in range(tp):
-                parameters = []
-                for name, (stage, cut, whole) in _GRADIENTS_OF_MODEL.items():
-                    size = len(whole) // tp
-                    part = whole[t * size : (t + 1) * size] if cut else whole
-                    if stage * (pp - 1) == p:
-                        parameters.append({"name": name, "grad": [*part], "cut": cut, "shared": False})
-                    if name == "embedding.word.weight" and pp > 1 and p == pp - 1:
-                        parameters.append({"name": TIED, "grad": [*part], "cut": True, "shared": True})
-                made.append({"tp": t, "pp": p, "dp": d, "parameters": parameters})
-    return made
-
-
-def _squares(
-    ranks: Sequence[Mapping[str, Any]], counts: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]
-) -> float:
-    """Sum the squares of all gradients for which `counts(rank, parameter)` is true."""
-    return sum(
-        value * value
-        for rank in ranks
-        for parameter in rank["parameters"]
-        if counts(rank, parameter)
-        for value in parameter["grad"]
-    )
-
-
-def _first_copy(rank: Mapping[str, Any], parameter: Mapping[str, Any]) -> bool:
-    return parameter["cut"] or rank["tp"] == 0
-
-
-def _counts(rank: Mapping[str, Any], parameter: Mapping[str, Any]) -> bool:
-    return rank["dp"] == 0 and _first_copy(rank, parameter) and not parameter["shared"]
-
-
-@exercise("13.norm", "Write global_norm(ranks) -> the norm of the whole model's gradient, each element counted once.")
-def norm(answer: Any) -> Iterator[Outcome]:
-    """Judge six layouts of one model, whose norm is the same in all of them."""
+def next_scale(answer: Any) -> Iterator[Outcome]:
+    """Judge six histories by the scale of each step."""
     return asked(
-        _LAYOUTS,
-        given="tp {}, pp {}, dp {}".format,
-        right=lambda *layout: math.sqrt(_squares(_ranks(*layout), _counts)),
-        tried=lambda *layout: float(answer(_ranks(*layout))),
-        misread=lambda *layout: _misread_norms(_ranks(*layout)),
-        equal=close(rtol=1e-6),
+        [(words, history, first, window) for words, history, first, window in _HISTORIES],
+        given=lambda words, history, first, window: f"{words} ({history}), first scale {first:g}, window {window}",
+        right=lambda _, *case: played(_move, *case),
+        tried=lambda _, *case: played(answer, *case),
+        misread=lambda _, *case: {words: played(move, *case) for words, move in _MISREAD_MOVES.items()},
     )
 
 
-def _misread_norms(ranks: Sequence[Mapping[str, Any]]) -> Misreadings:
-    def root(counts: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]) -> float:
-        return math.sqrt(_squares(ranks, counts))
+def _rule(**how: Any) -> Move:
+    return lambda scale, good, overflow, window: _move(scale, good, overflow, window, **how)
 
-    own = [math.sqrt(_squares([rank], _counts)) for rank in ranks]
-    return {
-        "this is the largest norm of a rank, and no rank holds all gradients; add up squares over the ranks": math.sqrt(
-            max(_squares([rank], lambda rank, p: True) for rank in ranks)
-        ),
-        "the norms of the ranks are added; add their squares, and take one root at the end": sum(own),
-        "this is the sum of squares; the norm is its root": _squares(ranks, _counts),
-        "a parameter that every rank of tp holds whole counts tp times; let tp rank 0 count it": root(
-            lambda rank, p: rank["dp"] == 0 and not p["shared"]
-        ),
-        "the tied weight counts twice; leave out the copy that is marked shared": root(
-            lambda rank, p: rank["dp"] == 0 and _first_copy(rank, p)
-        ),
-        "replicas count as well; after the all-reduce every dp rank has the same gradient": root(
-            lambda rank, p: _first_copy(rank, p) and not p["shared"]
-        ),
-        "only global rank 0 counts parameters that are not cut, so those of later stages are missing": root(
-            lambda rank, p: rank["dp"] == 0 and not p["shared"] and (p["cut"] or (rank["tp"], rank["pp"]) == (0, 0))
-        ),
-        "every rank's gradients count, so copies over tp, dp and the tied weight count several times": root(
-            lambda rank, p: True
-        ),
-    }
+
+_MISREAD_MOVES: dict[str, Move] = {
+    "an overflow leaves the count of good steps as it was; only good steps in a row count": _rule(forgets=False),
+    "the count doesn't begin anew after the scale has grown, so it grows in every good step": _rule(restarts=False),
+    "the scale grows one step too late: the window-th good step in a row doubles it": _rule(more=1),
+    "the scale grows one step too early": _rule(more=-1),
+    "the scale falls below 1: a scale below 1 makes gradients smaller, and underflow is what it is against": _rule(
+        least=0.0
+    ),
+    "nothing happens: an overflow has to halve the scale, and a window of good steps to double it": (
+        lambda scale, good, overflow, window: (scale, good)
+    ),
+    "the scale never grows again": lambda scale, good, overflow, window: (
+        (max(1.0, scale / 2), 0) if overflow else (scale, good + 1)
+    ),
+    "the scale never falls": lambda scale, good, overflow, window: (
+        (scale, 0) if overflow else _move(scale, good, False, window)
+    ),
+}

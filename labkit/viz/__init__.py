@@ -87,6 +87,8 @@ if TYPE_CHECKING:
     from labkit.viz.machine_scaling import step_parts as step_parts
     from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.motion import in_motion as in_motion
+    from labkit.viz.number_formats import gradient_range as gradient_range
+    from labkit.viz.number_formats import precision_flow as precision_flow
     from labkit.viz.pipeline.played_table import play_table as play_table
     from labkit.viz.pipeline.schedule_explorer import explore_schedule as explore_schedule
     from labkit.viz.pipeline.stage_layers import layer_placement as layer_placement

@@ -183,18 +183,6 @@ CASES = {
             ),
         },
     ),
-    # a checkpoint every 12 of 48 steps: the middle one is step 24; of a weight cut over 4 ranks each has 256 / 4 = 64
-    # rows of 64 numbers
-    "13_training_end_to_end": Case(
-        {"tp": 4, "pp": 1, "steps": 48, "saves": 4},
-        {
-            "straight (finished, step 60 of 60)": "straight (finished, step 48 of 48)",
-            "tp2 pp2: 2 boxes, rank 0 and rank 1 with 8,192 elements each.": (
-                "tp4 pp1: 4 boxes, rank 0, rank 1, rank 2 and rank 3 with 4,096 elements each."
-            ),
-            "tp1 pp1 dp4 from step 30": "tp1 pp1 dp4 from step 24",
-        },
-    ),
     # 16 experts on 4 ranks, 2 for a token; the cheat has 8 experts whatever the layer has, and the table 3
     "14_moe_layer": Case(
         {"experts": 16, "steps": 6},
@@ -417,35 +405,11 @@ EXTREMES = [
     ("11_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 32, "stage_ms": 120, "fault": 99}),
     ("12_write_your_own_schedule", {"world_size": 2, "microbatches": 4, "fault": 0}),
     ("12_write_your_own_schedule", {"world_size": 4, "microbatches": 64, "fault": 99}),
-    (
-        "13_training_end_to_end",
-        {
-            "world_size": 2,
-            "tp": 1,
-            "pp": 2,
-            "new_tp": 2,
-            "new_pp": 1,
-            "precision": "bf16",
-            "steps": 20,
-            "saves": 2,
-            "hunt": 0,
-        },
-    ),
-    (
-        "13_training_end_to_end",
-        {
-            "world_size": 8,
-            "tp": 4,
-            "pp": 2,
-            "new_tp": 4,
-            "new_pp": 1,
-            "precision": "fp16",
-            "steps": 20,
-            "saves": 10,
-            "hunt": 99,
-        },
-    ),
-    ("13_training_end_to_end", {"world_size": 4, "new_tp": 2, "new_pp": 2, "steps": 200, "saves": 10, "hunt": 2}),
+    ("13_mixed_precision", {"world_size": 2, "steps": 200, "rate": 1e-4, "fault": 0}),
+    ("13_mixed_precision", {"world_size": 4, "steps": 2000, "rate": 1e-3, "fault": 99}),
+    ("23_checkpoints", {"world_size": 2, "tp": 1, "new_tp": 2, "new_pp": 1, "steps": 40, "fault": 0}),
+    ("23_checkpoints", {"world_size": 8, "tp": 2, "new_tp": 2, "new_pp": 2, "steps": 40, "fault": 99}),
+    ("23_checkpoints", {"world_size": 4, "tp": 2, "new_tp": 1, "new_pp": 2, "steps": 100, "fault": 3}),
     ("14_moe_layer", {"world_size": 2, "experts": 4, "tokens": 16, "row_us": 1, "steps": 1, "fault": 0}),
     ("14_moe_layer", {"world_size": 8, "experts": 16, "tokens": 512, "row_us": 1, "steps": 2, "fault": 99}),
     ("14_moe_layer", {"world_size": 4, "experts": 16, "tokens": 512, "row_us": 1000, "steps": 300, "fault": 2}),

@@ -6,12 +6,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from re import search
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +23,10 @@ from labkit.comm import collectives
 from labkit.comm.fault_injection import delayed
 from labkit.comm.ledger import CommLedger
 from labkit.config import RunConfig, presets
-from labkit.data import load_tokenizer
+from labkit.data import bundled_text, load_tokenizer
+from labkit.data.batches import data_iterator
 from labkit.data.cleaning import Cleaner, Rules
+from labkit.data.gpt_data import GPTDataset
 from labkit.evaluate import CheckpointModel, Sampling, generate
 from labkit.evaluate.sampling import Sampler
 from labkit.evaluate.wikitext import score_windows
@@ -44,9 +48,17 @@ from labkit.parallel import (
 )
 from labkit.parallel.context.ring_attention import ring_attention
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from labkit.parallel.data_parallel.optimizer import Optimizer
+from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 from labkit.schedules import Costs, simulate
 from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain, stepping
+from labkit.train.checkpoint.checkpoints import Checkpoints
+from labkit.train.checkpoint.resume import Progress
+from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import build_lr_schedule
+from labkit.train.pipeline import Pipeline
+from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
+from labkit.train.stepping import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from task_folders import write_task
@@ -735,6 +747,103 @@ def test_12_a_run_with_late_gradients_hangs_and_every_rank_waits_in_a_receive() 
         assert f"rank {rank}: waiting in recv pp" in str(report.value)
 
 
+# ---- 13 ----
+
+
+def in_bf16(tensors: list[torch.Tensor]) -> float:
+    """Share of the numbers other than 0 that bf16 has, too."""
+    found = torch.cat([torch.zeros(1), *(t.flatten() for t in tensors)])
+    found = found[found != 0]
+    return (found == found.bfloat16()).float().mean().item() if len(found) else 0.0
+
+
+class Summed:
+    """Looks at the summed gradients of a rank before they are used."""
+
+    def on_model(self, groups: Any, chunks: Any, schedule: Any) -> None:
+        pass
+
+    def on_gradients(self, step: int, chunks: Any) -> None:
+        sums = [main_grad_of(w) for chunk in chunks for w in chunk.parameters()]
+        self.overflow, self.in_bf16 = not all(each.isfinite().all() for each in sums), in_bf16(sums)
+
+    def on_update(self, step: int, chunks: Any) -> None:
+        pass
+
+
+def mixed_precision() -> list[dict[str, Any]]:
+    """What a rank has after each of twelve steps in fp16 over two ranks, as the chapter's table has it."""
+    run = initialize(FP16)
+    chunks, optimizer, rate_of = setup_model_and_optimizer(run)
+    assert isinstance(optimizer, Optimizer)
+    batches = build_data_iterators(run, bytes_of_text).train(0)
+    pipeline = Pipeline(FP16, run.groups, chunks, gpt_forward_step, run.schedule)
+    weights = [w for group in optimizer.groups for w in group.params]
+    mains = [main for group in optimizer.masters for main in group]
+    copied = [w for w in weights if not record_of(w).tensor_model_parallel]
+
+    table, updates, onlooker = [], 0, Summed()
+    for step in range(FP16.train.steps):
+        result = train_step(
+            pipeline, optimizer, run.timers, batches,
+            step=step, lr=rate_of(updates), clip_grad=1.0, observer=onlooker,
+        )  # fmt: skip
+        updates += not result.skipped
+        nearer = sum((main.abs() - w.detach().abs()).sum() for w, main in zip(weights, mains))
+        table.append({
+            "loss": result.loss, "scale": result.loss_scale, "norm": result.grad_norm, "skipped": result.skipped,
+            "overflow": onlooker.overflow,
+            "copies": torch.cat([w.detach().float().flatten() for w in copied]),
+            "sum": onlooker.in_bf16,
+            "second moment": in_bf16([s["exp_avg_sq"] for s in optimizer.adamw.state.values()]),
+            "bias": abs(float(nearer / sum(main.abs().sum() for main in mains))),
+        })  # fmt: skip
+    run.groups.close()
+    return table
+
+
+def bytes_of_text(config: RunConfig) -> tuple[GPTDataset, GPTDataset, GPTDataset]:
+    tokens = np.frombuffer(bundled_text().encode()[:300_000], np.uint8)
+    found = GPTDataset(tokens, config.model.seq_length, config.train.seed, shuffle=True)
+    return found, found, found
+
+
+FP16 = presets.tiny().override(
+    {
+        "model.layers": 2, "model.hidden": 64, "model.heads": 4, "model.seq_length": 64, "model.position": "rope",
+        "model.vocab_size": 256, "model.make_vocab_size_divisible_by": 32, "model.init_std": 0.1,
+        "model.untie_embeddings_and_output_weights": True, "parallel.pp": 1, "parallel.tp": 2,
+        "optim.data_parallel": "naive", "optim.lr": 1e-2, "optim.warmup_steps": 2, "optim.weight_decay": 0.0,
+        "train.steps": 12, "global_batch_size": 4, "micro_batch_size": 2, "train.eval_steps": 0,
+        "optim.precision": "fp16", "optim.initial_loss_scale": 2.0**17, "optim.loss_scale_window": 3,
+        "optim.hysteresis": 1,
+    }
+)  # fmt: skip
+
+
+def test_13_each_fault_shows_in_its_column(ranks) -> None:
+    found = with_each_fault(ranks, "13", mixed_precision)
+    healthy = found[CLEAN][0]
+    apart = {
+        name: [float((a["copies"] - b["copies"]).abs().max()) for a, b in zip(*runs)] for name, runs in found.items()
+    }
+    assert {name for name, each in apart.items() if any(each)} == {"alone"}
+    alone = [a["overflow"] != b["overflow"] for a, b in zip(*found[CLEAN])]
+    assert apart["alone"][alone.index(True)] > 0, "one rank updated, the other skipped"
+
+    def first(name: str, column: str) -> float:
+        """Of the second update: the first has the rate 0."""
+        return [row[column] for row in found[name][0] if not row["skipped"]][1]
+
+    others = [name for name in found if name != "alone"]
+    assert {name for name in others if first(name, "sum") > 0.5} == {"sum in 16 bits"}
+    assert {name for name in others if first(name, "second moment") > 0.5} == {"moment in 16 bits"}
+    assert {name for name in others if first(name, "bias") > 1e-4} == {"chopped"}
+    norms = {name: first(name, "norm") / first(CLEAN, "norm") for name in others}
+    assert {name for name, norm in norms.items() if not 0.9 < norm < 1.1} == {"scaled twice"}
+    assert 8 < norms["scaled twice"] < 32 and not any(row["skipped"] for row in healthy[:3])
+
+
 # ---- 15 ----
 
 FOLDED = presets.tiny_moe().override(
@@ -1021,3 +1130,73 @@ def test_19_each_fault_has_its_own_line_of_the_check_up() -> None:
     sights = {name for name, each in found.items() if not torch.equal(each[3], seen)}
     assert sights == {"padding seen", "looks back only"}
     assert found["padding seen"][3][:6].all() and found["looks back only"][3].triu(1).sum() == 0
+
+
+# ---- 23 ----
+
+
+@dataclass(eq=False)
+class Recorded(GPTDataset):
+    """Notes which samples were read."""
+
+    read: list[int] = field(default_factory=list)
+
+    def ordered(self, position: int) -> np.ndarray:
+        self.read.append(position)
+        return super().ordered(position)
+
+
+def resumed_again(config: RunConfig) -> dict[str, tuple[float, float]]:
+    """Three steps, a save and a fourth step; then a resume and the fourth step again: (went on, resumed) by line."""
+    run = initialize(config)
+    tokens = np.frombuffer(bundled_text().encode()[:50_000], np.uint8)
+
+    def start() -> Any:
+        chunks, optimizer, rate_of = setup_model_and_optimizer(run)
+        assert isinstance(optimizer, Optimizer)
+        pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
+        kept = Checkpoints(config, run.groups, chunks, optimizer, say=lambda text: None)
+
+        def step(number: int, batches: Any) -> float:
+            where: dict[str, Any] = {"step": number, "lr": rate_of(number), "clip_grad": 1.0}
+            return train_step(pipeline, optimizer, run.timers, batches, **where).loss
+
+        return pipeline.loss_scaler, kept, [main for group in optimizer.masters for main in group], step
+
+    def fourth(samples: int, mains: list[torch.Tensor], step: Any) -> dict[str, float]:
+        data = Recorded(tokens, config.model.seq_length)
+        before = [main.detach().clone() for main in mains]
+        loss = step(3, data_iterator(data, config, run.groups, consumed_samples=samples))
+        squares = [float((a - b.detach()).square().sum()) for a, b in zip(before, mains)]
+        return {"next sample": data.read[0], "first loss": loss, "first update": sum(squares) ** 0.5}
+
+    scaler, kept, mains, step = start()
+    batches = data_iterator(Recorded(tokens, config.model.seq_length), config, run.groups)
+    for number in range(3):
+        step(number, batches)
+    saved = [main.detach().clone() for main in mains]
+    kept.save(Progress(3, 3 * config.train.global_batch_size, 0), scaler)
+    went_on = fourth(3 * config.train.global_batch_size, mains, step)
+    scaler, kept, mains, step = start()
+    progress = kept.load(scaler)
+    far = max(float((a - b.detach()).abs().max()) for a, b in zip(saved, mains))
+    again = fourth(progress.consumed_samples, mains, step)
+    run.groups.close()
+    return {"weights": (0.0, far)} | {name: (went_on[name], again[name]) for name in went_on}
+
+
+def test_23_each_fault_shows_first_in_the_line_that_its_verdict_names(ranks, tmp_path) -> None:
+    config = SMALL.override(
+        {
+            "parallel.tp": 2, "parallel.pp": 1, "model.layers": 2, "model.vocab_size": 256, "train.steps": 8,
+            "model.hidden_dropout": 0.1, "optim.warmup_steps": 2, "checkpoint.dir": str(tmp_path),
+            "micro_batch_size": 2,
+        }
+    )  # fmt: skip
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "23", partial(rehearsed, config)).items()}
+    order = ("next sample", "weights", "first loss", "first update")
+    first = {name: next((line for line in order if len(set(rows[line])) > 1), "none") for name, rows in found.items()}
+    assert first == {CLEAN: "none"} | {fault.name: fault.answers["first"] for fault in hunt_of("23").faults}
+    assert found["samples anew"]["next sample"] == (12, 0)
+    updates = {name: again / went_on for name, rows in found.items() for went_on, again in [rows["first update"]]}
+    assert updates["moments anew"] < 0.9 and updates["updates anew"] > 1.5

@@ -10,6 +10,8 @@ from importlib.resources import files
 import pytest
 
 from labkit.check import hunt
+from labkit.check.chapter_copies import CHAPTERS as CHAPTERS_FOLDER
+from labkit.check.chapter_copies import chapters_in
 from labkit.check.hunts.hunting import FAMILIES, hunt_of
 from labkit.comm import collectives, groups
 from labkit.comm.fault_injection import Dropped
@@ -38,7 +40,9 @@ from labkit.parallel import layers, random, recompute
 from labkit.parallel.context import ring_attention
 from labkit.parallel.data_parallel import distributed_data_parallel, distributed_optimizer, grad_buffers, gradients
 from labkit.parallel.data_parallel.grad_buffers import Reduction
+from labkit.parallel.data_parallel.optimizer import Optimizer
 from labkit.parallel.data_parallel.param_gather import ParamGather
+from labkit.parallel.parameters import parameter_record
 from labkit.parallel.vocab import cross_entropy
 from labkit.plan import step_time
 from labkit.plan.machine import load_machine
@@ -48,12 +52,13 @@ from labkit.schedules import execution
 from labkit.schedules.execution import RankStep
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train import bert_step, stepping
+from labkit.train.checkpoint import checkpoints
+from labkit.train.checkpoint.checkpoints import Checkpoints
+from labkit.train.checkpoint.rank_state import RankState
+from labkit.train.loss_scaler import LossScaler
 from labkit.train.lr_schedule import LearningRate
 
-CHAPTERS = (
-    "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "14", "15", "16", "17", "18", "19",
-    "20", "21", "22", "24",
-)  # fmt: skip
+CHAPTERS = tuple(path.name[:2] for path in chapters_in(CHAPTERS_FOLDER))
 CHANGED = (
     collectives, groups, gradients, cross_entropy, cuda_graph_helper, OutputLayer, PositionEmbedding, random.RngTracker,
     layers._ColumnLinear, layers._RowLinear, RankStep, PipelineRuntime, cuda_graph_helper.CudaGraphHelper, step_time,
@@ -62,7 +67,8 @@ CHANGED = (
     distributed_optimizer._Shard, Cleaner, finetuning, repeated_runs, Packer, GraphedCallable, partial_moe,
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
     CrossAttention, T5Model, chunks, execution, grad_buffers, router, stepping, wikitext, generation,
-    generation._Occurred, CachedAttention, Sampler,
+    generation._Occurred, CachedAttention, Sampler, LossScaler, Optimizer, parameter_record, checkpoints,
+    Checkpoints, RankState,
 )  # fmt: skip
 """Everything that a fault may change."""
 

@@ -34,6 +34,7 @@ from labkit.plan.overlap import BucketSize, exposed_seconds
 from labkit.plan.terms import KINDS
 from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz.experts.router_lab import replay_policies, standard_policies
+from labkit.viz.number_formats import PLACES
 
 TINY = viz.TransformerTraffic(layers=2, hidden=64, seq_length=64)
 LARGE = viz.TransformerTraffic(layers=72, hidden=3072, seq_length=8192)
@@ -485,6 +486,17 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.masked_words(["word", "##s"] * 40, ["word", "[MASK]"] * 40, [[n] for n in range(80)], "[MASK]"),
     ),
     "norm_layouts": (lambda: viz.norm_layouts(1), lambda: viz.norm_layouts(24)),
+    "precision_flow": (
+        lambda: viz.precision_flow(dict.fromkeys(PLACES, "fp32")),
+        lambda: viz.precision_flow({name: ("bf16", "fp32")[n % 2] for n, name in enumerate(PLACES)}, title="A step"),
+    ),
+    "gradient_range": (
+        lambda: viz.gradient_range({"scale 1": [1e-3]}, {"scale 1": []}),
+        lambda: viz.gradient_range(
+            {f"logits, scale 2^{n}": [2.0**-k for k in range(60)] for n in range(4)},
+            {f"logits, scale 2^{n}": [50] for n in range(4)},
+        ),
+    ),
     "path_widths": (
         lambda: viz.path_widths({3: 0.2}, {3: 0.4}, (0.15, 0.3)),
         lambda: viz.path_widths(dict.fromkeys((3, 6, 12, 24, 48), 1.9), dict.fromkeys((3, 6, 12, 24, 48), 1.9), (0, 1)),

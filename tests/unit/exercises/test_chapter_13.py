@@ -4,8 +4,57 @@ import math
 
 import pytest
 
-from labkit.check import score
 from labkit.check.chapter_13 import SMALLEST, SMALLEST_NORMAL
+
+# ---- 13.pack ----
+
+
+def bits(x):
+    import torch
+
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32).int()
+
+
+def right_pack(main):
+    import torch
+
+    upper = (bits(main) + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits(main) - (upper << 16)).to(torch.int16)
+
+
+def even(main):
+    import torch
+
+    return main.bfloat16(), (bits(main) - (bits(main.bfloat16()) << 16)).to(torch.int16)
+
+
+def cut(main):
+    import torch
+
+    return (bits(main) >> 16).to(torch.int16).view(torch.bfloat16), (bits(main) & 0xFFFF).to(torch.int16)
+
+
+def other_weight(main):
+    """Rounds the weight, and counts the rest from the number that was cut off."""
+    import torch
+
+    return right_pack(main)[0], ((bits(main) & 0xFFFF) >> 1).to(torch.int16)
+
+
+PACKED = {
+    "nothing": (lambda main: (main.bfloat16(), 0 * bits(main).short()), "nothing is kept"),
+    # Takes bfloat16() for any rounding, and forgets the middle.
+    "even": (even, "only numbers in the middle"),
+    "cut off": (cut, "rounds every weight towards 0"),
+    # Keeps the difference of the numbers, which has up to 16 significant bits, in 8.
+    "difference": (lambda main: (main.bfloat16(), (main - main.bfloat16()).bfloat16()), "give the rest as int16"),
+    "32 bits": (lambda main: (main.bfloat16(), main - main.bfloat16()), "may have 16 bits"),
+    "main": (lambda main: (main, 0 * bits(main).short()), "has to be bf16"),
+    "other weight": (other_weight, "counted from another number"),
+    "one": (lambda main: main.bfloat16(), "give a pair"),
+}
+
+# ---- 13.lost ----
 
 
 def half(value):
@@ -39,100 +88,37 @@ LOST = {
     "sign": (places(lambda g, s: g != 0 and (half(g * s) == 0 or g * s > 65504)), "without the sign"),
 }
 
-
-def overlaps(stored, offset, shape, least=1):
-    for key, at, size in stored:
-        first = tuple(map(max, at, offset))
-        ends = tuple(min(a + n, b + m) for a, n, b, m in zip(at, size, offset, shape))
-        if all(end - start >= least for end, start in zip(ends, first)):
-            yield key, at, first, ends
+# ---- 13.scale ----
 
 
-def minus(a, b):
-    return tuple(x - y for x, y in zip(a, b))
+def moving(*, anew=0, keeps=False, late=0, least=1.0, always=False, grows=True, falls=True):
+    """An answer to 13.scale; `anew` is the count after a growth, `keeps` leaves the count at an overflow."""
+
+    def next_scale(scale, good, overflow, window):
+        if overflow:
+            return (max(least, scale / 2) if falls else scale), (good if keeps else 0)
+        good += 1
+        if grows and (good >= window if always else good == window + late):
+            return 2 * scale, (good if always else anew)
+        return scale, good
+
+    return next_scale
 
 
-def reading(make, least=1):
-    """An answer to 13.reads from (stored offset, own offset, first element, end of the overlap) -> three tuples."""
-
-    def reads(stored, offset, shape):
-        return [(key, *make(at, offset, a, b)) for key, at, a, b in overlaps(stored, offset, shape, least)]
-
-    return reads
-
-
-right = reading(lambda at, mine, first, ends: (minus(first, at), minus(first, mine), minus(ends, first)))
-READS = {
-    "whole boxes": (
-        lambda stored, offset, shape: [(key, (0,) * len(shape), (0,) * len(shape), shape) for key, _, _ in stored],
-        "as if it held all of my box",
-    ),
-    # Forgets that a file holds a box, not the whole tensor: its first element is not element 0.
-    "stored offset": (
-        reading(lambda at, mine, first, ends: (first, minus(first, mine), minus(ends, first))),
-        "subtract the stored box's offset",
-    ),
-    "own offset": (
-        reading(lambda at, mine, first, ends: (minus(first, at), first, minus(ends, first))),
-        "subtract my offset",
-    ),
-    "both offsets": (reading(lambda at, mine, first, ends: (first, first, minus(ends, first))), "from each the offset"),
-    # Gives columns before rows, as a picture's x and y, where a tensor's shape begins with its rows.
-    "reversed": (
-        lambda *case: [(key, *(part[::-1] for part in parts)) for key, *parts in right(*case)],
-        "dimensions are in reverse order",
-    ),
-    # Reads boxes that only touch its own: an overlap of no element is none.
-    "touching": (
-        reading(lambda at, mine, first, ends: (minus(first, at), minus(first, mine), minus(ends, first)), least=0),
-        "boxes that only touch mine",
-    ),
-    "ends": (
-        reading(lambda at, mine, first, ends: (minus(first, at), minus(first, mine), ends)),
-        "where the overlap ends",
-    ),
+SCALES = {
+    "still": (lambda scale, good, overflow, window: (scale, good), "nothing happens"),
+    "keeps": (moving(keeps=True), "only good steps in a row"),
+    # Never sets the count back, so that from the window on every good step is one too many.
+    "always": (moving(always=True), "grows in every good step"),
+    "late": (moving(late=1), "one step too late"),
+    "early": (moving(late=-1), "one step too early"),
+    "below 1": (moving(least=0.0), "falls below 1"),
+    "never grows": (moving(grows=False), "never grows"),
+    "never falls": (moving(falls=False), "never falls"),
 }
 
-
-def norm_of(counts):
-    """An answer to 13.norm that counts the parameters for which `counts(rank, parameter)` is true."""
-    return lambda ranks: math.sqrt(
-        sum(g * g for rank in ranks for p in rank["parameters"] if counts(rank, p) for g in p["grad"])
-    )
-
-
-def once(rank, p):
-    return rank["dp"] == 0 and not p["shared"] and (p["cut"] or rank["tp"] == 0)
-
-
-NORMS = {
-    "largest": (
-        lambda ranks: max(norm_of(lambda rank, p: True)([rank]) for rank in ranks),
-        "the largest norm of a rank",
-    ),
-    # Adds the ranks' norms: lengths of pieces that stand at right angles add up as squares.
-    "norms added": (lambda ranks: sum(norm_of(once)([rank]) for rank in ranks), "add their squares"),
-    "no root": (lambda ranks: norm_of(once)(ranks) ** 2, "the norm is its root"),
-    # Lets every rank of tp count the norms' weights, which all of them hold whole and alike.
-    "copies over tp": (norm_of(lambda rank, p: rank["dp"] == 0 and not p["shared"]), "let tp rank 0 count it"),
-    # Forgets the tied weight: first and last stage have one matrix and one gradient, and both count it.
-    "tied": (
-        norm_of(lambda rank, p: rank["dp"] == 0 and (p["cut"] or rank["tp"] == 0)),
-        "the copy that is marked shared",
-    ),
-    "replicas": (
-        norm_of(lambda rank, p: not p["shared"] and (p["cut"] or rank["tp"] == 0)),
-        "every dp rank has the same",
-    ),
-    "rank 0 alone": (
-        norm_of(lambda rank, p: rank["dp"] == 0 and not p["shared"] and (p["cut"] or rank["tp"] == rank["pp"] == 0)),
-        "those of later stages are missing",
-    ),
-    "all": (norm_of(lambda rank, p: True), "count several times"),
-}
-
-TABLES = {"13.lost": LOST, "13.reads": READS, "13.norm": NORMS}
-RIGHT = {"13.lost": places(is_lost), "13.reads": right, "13.norm": norm_of(once)}
+TABLES = {"13.pack": PACKED, "13.lost": LOST, "13.scale": SCALES}
+RIGHT = {"13.pack": right_pack, "13.lost": places(is_lost), "13.scale": moving()}
 
 
 @pytest.mark.parametrize(
@@ -145,11 +131,16 @@ def test_the_limits_are_those_of_fp16(gradient, lost):
     assert is_lost(gradient, 1.0) == lost
 
 
-def test_reads_may_come_in_any_order_from_a_generator():
-    assert score("13.reads", lambda *case: reversed(right(*case))).ok
+def test_every_bf16_number_has_as_many_fp32_numbers_as_int16_has():
+    import torch
+
+    near_one = torch.arange(0x3F7F0000, 0x3F830000, dtype=torch.int32).view(torch.float32)
+    weights, rests = right_pack(near_one)
+    for weight in (1.0, 1.0078125):
+        assert sorted(rests[weights == weight].tolist()) == list(range(-32768, 32768))
 
 
-def test_an_answer_that_reads_an_element_twice_is_told_so():
-    twice = score("13.reads", lambda *case: [*right(*case), *right(*case)])
-    assert twice.passed == 0 and twice.outcomes[-1].got.endswith("read 2 times")
-    assert score("13.reads", lambda *case: []).outcomes[-1].got.endswith("read never")
+def test_the_drawing_has_both_scales():
+    from labkit.check import chapter_13
+
+    assert "yours 6 at 1, 3 at 20" in chapter_13.draw_scale(lambda scale, *_: (max(8.0, scale / 2), 0)).sentence
