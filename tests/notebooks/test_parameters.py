@@ -191,6 +191,18 @@ CASES = {
             ),
         },
     ),
+    # curves are means of 50 steps up to the last one
+    "13_mixed_precision": Case({"world_size": 4, "steps": 400}, {"at 1000; 16 bits": "at 400; 16 bits"}),
+    # under pp 2 the first stage's two replicas share the layer's optimizer, and each has half of its 256 x 64 weights
+    "23_checkpoints": Case(
+        {"steps": 40, "new_pp": 2},
+        {
+            "Training loss over 60 steps: never cut": "Training loss over 40 steps: never cut",
+            "tp 1, pp 1, dp 4: 2 boxes, rank 2 with 8,128 elements and rank 3 with 8,256 elements": (
+                "tp 1, pp 2, dp 2: 2 boxes, rank 0 and rank 1 with 8,192 elements each"
+            ),
+        },
+    ),
     # top_k = E = 8: every token makes 8 rows, 2 for each of 4 ranks. Drawn is 1 token a rank: 4 x 8 = 32 rows, 24 of
     # them away. Of all 4 x 64 x 8 = 2,048 rows a quarter stays. No rank has more than another, and no expert is over
     # capacity (64 tokens x 8 / 8 = 64); at factor 2 the limit is the tokens there are, so nothing is empty.
