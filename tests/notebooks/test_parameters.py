@@ -183,6 +183,18 @@ CASES = {
             ),
         },
     ),
+    # curves are means of 50 steps up to the last one
+    "13_mixed_precision": Case({"world_size": 4, "steps": 400}, {"at 1000; 16 bits": "at 400; 16 bits"}),
+    # under pp 2 the first stage's two replicas share the layer's optimizer, and each has half of its 256 x 64 weights
+    "23_checkpoints": Case(
+        {"steps": 40, "new_pp": 2},
+        {
+            "Training loss over 60 steps: never cut": "Training loss over 40 steps: never cut",
+            "tp 1, pp 1, dp 4: 2 boxes, rank 2 with 8,128 elements and rank 3 with 8,256 elements": (
+                "tp 1, pp 2, dp 2: 2 boxes, rank 0 and rank 1 with 8,192 elements each"
+            ),
+        },
+    ),
     # 16 experts on 4 ranks, 2 for a token; the cheat has 8 experts whatever the layer has, and the table 3
     "14_moe_layer": Case(
         {"experts": 16, "steps": 6},
