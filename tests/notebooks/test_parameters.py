@@ -423,8 +423,8 @@ EXTREMES = [
     ("23_checkpoints", {"world_size": 8, "tp": 2, "new_tp": 2, "new_pp": 2, "steps": 40, "fault": 99}),
     ("23_checkpoints", {"world_size": 4, "tp": 2, "new_tp": 1, "new_pp": 2, "steps": 100, "fault": 3}),
     ("14_moe_layer", {"world_size": 2, "experts": 4, "tokens": 16, "row_us": 1, "steps": 1, "fault": 0}),
-    ("14_moe_layer", {"world_size": 8, "experts": 16, "tokens": 512, "row_us": 1, "steps": 2, "fault": 99}),
-    ("14_moe_layer", {"world_size": 4, "experts": 16, "tokens": 512, "row_us": 1000, "steps": 300, "fault": 2}),
+    ("14_moe_layer", {"world_size": 8, "experts": 16, "tokens": 256, "row_us": 1, "steps": 2, "fault": 99}),
+    ("14_moe_layer", {"world_size": 4, "experts": 16, "tokens": 256, "row_us": 1000, "steps": 200, "fault": 2}),
     ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8, "fault": 0}),
     (
         "16_cuda_graphs",
