@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from labkit.viz.encoders.norm_layouts import norm_layouts as norm_layouts
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
+    from labkit.viz.encoders.split_stages import stage_work as stage_work
     from labkit.viz.encoders.step_sizes import step_sizes as step_sizes
     from labkit.viz.experts.expert_load import capacity_curve as capacity_curve
     from labkit.viz.experts.expert_load import explore_skew as explore_skew
