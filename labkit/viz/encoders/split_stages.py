@@ -94,7 +94,7 @@ def stage_work(cuts: Mapping[str, Sequence[tuple[str, float, float]]], *, unit: 
             axes.set_title(f"{name}: {slowest[name]:.1f}", loc="left")
             axes.set(xlabel="stage")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        every[0].set_ylabel(unit)
+        every[0].set(ylabel=unit, ylim=(0, 1.08 * max(slowest.values())))
         keys: list[Any] = [handle(f"layers of the {half}", fill) for half, fill in _HALVES.items()]
         keys += [handle("output layer", _LOGITS), Line2D([], [], color=INK, linestyle="--", label="slowest stage")]
         fig.legend(handles=keys, loc="outside lower center", ncols=4)
