@@ -285,13 +285,24 @@ ask(
     because="The hidden states have T positions and the encoder's output S, so (S + T) / T times.",
 )
 ask(
+    "24.biases",
+    "A T5 with relative positions. How many stages hold a copy of the decoder's biases?",
+    misread=lambda own, stages: {
+        "That would do if they were added to x, as positions are. They're added to the scores of every layer.": 1,
+        "Stages of the encoder have the encoder's biases, which are others.": stages,
+    },
+    unit="stages",
+    because="All layers of the decoder add the same numbers to their scores, so every stage with such a layer needs "
+    "them.",
+)
+ask(
     "24.split",
     "24 encoder and 24 decoder layers of width 1,024, 512 tokens in and 114 out, 12 stages. How many stages does the "
     "encoder get, so that the slowest stage is as fast as possible?",
     choices={
         "4": "The decoder has cross-attention on top, but it works on 114 positions where the encoder works on 512.",
         "6": "Equal numbers of layers are not equal work: the encoder works on 512 positions, the decoder on 114.",
-        "8": "A layer of the encoder works on 512 positions. One of the decoder works on 114, and makes keys and "
-        "values of 512, which is less than half of the encoder's operations.",
+        "8": "A layer of the encoder works on 512 positions. One of the decoder works on 114 and makes keys and values "
+        "of 512; the whole layer has 41 % of the operations of one of the encoder's.",
     },
 )

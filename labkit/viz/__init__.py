@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from labkit.viz.encoders.path_widths import path_widths as path_widths
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
+    from labkit.viz.encoders.split_stages import stage_work as stage_work
     from labkit.viz.experts.expert_load import explore_skew as explore_skew
     from labkit.viz.experts.expert_load import load_over_training as load_over_training
     from labkit.viz.experts.expert_load import skew_curve as skew_curve

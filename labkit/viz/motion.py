@@ -40,34 +40,37 @@ _THIN = "#AAAAAA"
 """Colour of the frame of what is empty, or has not changed."""
 
 
-def in_motion(motions: Sequence[Motion], *, what: str = "", first: int = 0) -> Any:
+def in_motion(motions: Sequence[Motion], *, what: str = "", first: int = 0, unit: str = "rank") -> Any:
     """Draw the recordings of all ranks; in a live notebook a slider steps through them.
 
     motions: the recordings of ranks 0, 1, ...
     what: the mechanism, for the sentence.
     first: the first of the up to four steps on paper, or the one under the slider; step s leads from moment s to s + 1.
+    unit: what a rank is called, such as `stage` in a pipeline.
 
     Raises ValueError for recordings that do not belong together, and for a step that is not there.
     """
     seen = movement(motions)
-    figure = motion_frames(seen, what=what, first=first)
-    return _stepper(seen, what, first) if is_live() else figure
+    figure = motion_frames(seen, what=what, first=first, unit=unit)
+    return _stepper(seen, first, what, unit) if is_live() else figure
 
 
-def motion_frames(seen: Movement, *, what: str = "", first: int = 0, count: int = ON_PAPER) -> Figure:
+def motion_frames(
+    seen: Movement, *, what: str = "", first: int = 0, count: int = ON_PAPER, unit: str = "rank"
+) -> Figure:
     """Draw up to `count` steps from step `first` on. Raises ValueError for a step that is not there."""
     steps = max(1, seen.length - 1)
     if not 0 <= first < steps:
         raise ValueError(f"step {first} is not there: this recording has the steps 0 to {steps - 1}")
     last = min(first + count, seen.length - 1)
-    picture = _Picture(seen, range(first, last + 1))
+    picture = _Picture(seen, range(first, last + 1), unit)
     with styled():
         fig = new_figure(picture.width, picture.height)
         picture.draw(fig.add_subplot())
-    return Figure(fig, _sentence(seen, first, last, what))
+    return Figure(fig, _sentence(seen, (first, last), what, unit))
 
 
-def _stepper(seen: Movement, what: str, first: int) -> Any:
+def _stepper(seen: Movement, first: int, what: str, unit: str) -> Any:
     """Return one step at a time, under a slider and buttons."""
     import ipywidgets as widgets
 
@@ -75,16 +78,16 @@ def _stepper(seen: Movement, what: str, first: int) -> Any:
     play = widgets.Play(value=first, min=0, max=last, step=1, interval=1200, show_repeat=False, description="play")
     slider = widgets.IntSlider(value=first, min=0, max=last, description="step")
     widgets.jslink((play, "value"), (slider, "value"))
-    live = LiveFigure(motion_frames(seen, what=what, first=first, count=1))
-    live.follow({"first": slider}, lambda given: motion_frames(seen, what=what, count=1, **given))
+    live = LiveFigure(motion_frames(seen, first=first, count=1, what=what, unit=unit))
+    live.follow({"first": slider}, lambda given: motion_frames(seen, count=1, what=what, unit=unit, **given))
     return widgets.VBox([widgets.HBox([play, slider]), *live.parts])
 
 
 class _Picture:
     """Places of ranks, slots and moments, in inches from the upper left corner."""
 
-    def __init__(self, seen: Movement, moments: Sequence[int]) -> None:
-        self.seen, self.moments = seen, moments
+    def __init__(self, seen: Movement, moments: Sequence[int], unit: str) -> None:
+        self.seen, self.moments, self.unit = seen, moments, unit
         self.slots = [_slots_of(seen, rank) for rank in range(len(seen.states))]
         texts = [held.text for state in seen.states for moment in state.values() for held in moment.slots.values()]
         names = [name for slots in self.slots for name in slots if len(slots) > 1]
@@ -122,7 +125,7 @@ class _Picture:
 
     def _name_ranks(self, axes: Any) -> None:
         for rank, slots in enumerate(self.slots):
-            axes.text(0.04, self._middle(rank, None), f"rank {rank}", va="center", fontsize=9)
+            axes.text(0.04, self._middle(rank, None), f"{self.unit} {rank}", va="center", fontsize=9)
             for slot in slots if len(slots) > 1 else ():
                 place = self.left - 0.06, self._middle(rank, slot)
                 axes.text(*place, slot, ha="right", va="center", fontsize=min(7, 40 * self.row), color="#555555")
@@ -211,14 +214,16 @@ def _look(what: int | str) -> tuple[str, str]:
     return nth_style(what) if isinstance(what, int) else (color(what), hatch(what))
 
 
-def _sentence(seen: Movement, first: int, last: int, what: str) -> str:
+def _sentence(seen: Movement, shown_steps: tuple[int, int], what: str, unit: str) -> str:
     """Say how many messages there were, of how many bytes, and which steps are shown."""
-    steps = max(1, seen.length - 1)
+    (first, last), steps = shown_steps, max(1, seen.length - 1)
     sent = [sum(arrow.bytes for arrow in seen.arrows if arrow.source == rank) for rank in range(len(seen.states))]
-    by_rank = f"{sent[0]:,} from each rank" if len(set(sent)) == 1 else f"by rank {', '.join(f'{n:,}' for n in sent)}"
+    by_rank = (
+        f"{sent[0]:,} from each {unit}" if len(set(sent)) == 1 else f"by {unit} {', '.join(f'{n:,}' for n in sent)}"
+    )
     shown = f"step {first}" if last - first == 1 else f"steps {first} to {last - 1}"
     part = "" if last - first >= seen.length - 1 else f"; shown: {shown}"
     return (
-        f"{what + ': ' if what else ''}{counted(len(seen.states), 'rank')}, {counted(steps, 'step')}, "
+        f"{what + ': ' if what else ''}{counted(len(seen.states), unit)}, {counted(steps, 'step')}, "
         f"{counted(len(seen.arrows), 'message')}, bytes sent {by_rank}{part}."
     )

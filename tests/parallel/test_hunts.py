@@ -113,7 +113,7 @@ ENDLESS = "gradients last"
 LOSS_MOVES = (
     "positions", "forward sum", "samples of neighbours", "alone", "neighbours", "own maximum", "padding counts",
     "other copy", "mask of the plain cut", "one buffer", "same samples", "labels out of step", "rounded on the wire",
-    "first tokens", "padding read", "chunks swapped", "short circuit",
+    "first tokens", "chunks swapped", "short circuit", "causal crossing",
 )  # fmt: skip
 """Faults with which the loss of the first step is another one."""
 

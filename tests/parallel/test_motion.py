@@ -60,6 +60,9 @@ def test_a_ring_passes_the_chunk_of_its_rule_to_the_next_rank_in_each_step(ranks
     assert (
         picture.sentence == "Ring: 4 ranks, 6 steps, 24 messages, bytes sent 120 from each rank; shown: steps 3 to 5."
     )
+    staged = in_motion(motions, unit="stage")
+    assert staged.sentence.startswith("4 stages, 6 steps, 24 messages, bytes sent 120 from each stage")
+    assert "stage 3" in [text.get_text() for text in staged.fig.axes[0].texts]
 
 
 def by_collective():

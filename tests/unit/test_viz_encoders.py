@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from labkit.viz import distance_buckets, masked_words, norm_layouts, path_widths, split_stages
+from labkit.viz import distance_buckets, masked_words, norm_layouts, path_widths, split_stages, stage_work
 
 
 def words_of(axes) -> list[str]:
@@ -48,6 +48,22 @@ def test_a_line_joins_the_copies_of_a_table():
     assert figure.sentence == (
         "4 stages, the decoder from stage 1 on: words on stages 0, 1 and 3; positions on stages 0 and 1."
     )
+
+
+def test_biases_of_both_halves_share_a_row():
+    figure = split_stages([1], [1, 1], {"words": [0, 1, 2], "encoder's biases": [0], "decoder's biases": [1, 2]})
+    (axes,) = figure.fig.axes
+    assert [line.get_segments()[0][0, 1] for line in axes.collections] == [1.5, 2.5, 2.5]
+    assert figure.sentence.endswith("encoder's biases on stage 0; decoder's biases on stages 1 and 2.")
+
+
+def test_a_line_is_at_the_slowest_stage_of_each_cut():
+    cuts = {"1 and 1": [("encoder", 4.0, 0.0), ("decoder", 1.0, 2.0)], "2 and 1": [("encoder", 2.0, 0.0)] * 2}
+    figure = stage_work(cuts, unit="GFLOP")
+    both, one = figure.fig.axes
+    assert [patch.get_y() + patch.get_height() for patch in both.patches] == [4, 4, 1, 3]
+    assert [line.get_ydata()[0] for axes in (both, one) for line in axes.lines] == [4, 2]
+    assert figure.sentence == "Slowest stage in GFLOP: 1 and 1, 4.0 on stage 0; 2 and 1, 2.0 on stage 0."
 
 
 def test_a_key_that_is_never_seen_has_no_number():

@@ -503,7 +503,18 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "split_stages": (
         lambda: viz.split_stages([1], [1], {"words": [0, 1], "positions": [0, 1]}),
-        lambda: viz.split_stages([1] * 4, [1] * 4, {"words": [0, 4, 7], "positions": [0, 4]}),
+        lambda: viz.split_stages(
+            [1] * 4,
+            [1] * 4,
+            {"words": [0, 4, 7], "positions": [0, 4], "encoder's biases": range(4), "decoder's biases": range(4, 8)},
+        ),
+    ),
+    "stage_work": (
+        lambda: viz.stage_work({"1": [("encoder", 1.0, 0.0)]}, unit="GFLOP"),
+        lambda: viz.stage_work(
+            {f"{n} and {12 - n}": [("encoder", 84.0, 0.0)] * n + [("decoder", 41.0, 7.5)] * 6 for n in (4, 6, 8)},
+            unit="GFLOP in forward of one sample",
+        ),
     ),
     "distance_buckets": (
         lambda: viz.distance_buckets({"one": [[0]]}),

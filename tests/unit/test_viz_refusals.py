@@ -68,6 +68,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: viz.split_stages([], [1], {}), "at least one stage in each half"),
     (lambda: viz.split_stages([1], [1], {"biases": [0]}), "no table 'biases'"),
     (lambda: viz.split_stages([1], [1], {"words": [2]}), "stage 2 is not one of the 2 stages"),
+    (lambda: viz.stage_work({}, unit="GFLOP"), "at least one cut"),
+    (lambda: viz.stage_work({"none": []}, unit="GFLOP"), "a stage in each"),
     (lambda: viz.token_choices(["a"], {}), "at least one panel"),
     (lambda: viz.token_choices(["a"], {"x": [0.5, 0.5]}), "1 probabilities in each"),
     (lambda: viz.token_prices({}), "the same text in all rows"),

@@ -41,12 +41,13 @@ def _gradient_not_carried() -> AbstractContextManager[Any]:
     return patch.object(T5Model, "forward", forward)
 
 
-def _padding_read() -> AbstractContextManager[Any]:
-    """Cross-attention reads the padding of the encoder's text."""
+def _causal_crossing() -> AbstractContextManager[Any]:
+    """Cross-attention is causal: position t of the decoder reads the encoder's positions 0 to t only."""
     honest = CrossAttention.forward
 
     def forward(self: CrossAttention, x_TBH: Tensor, encoded_SBH: Tensor, mask: Tensor | None) -> Tensor:
-        return honest(self, x_TBH, encoded_SBH, None)
+        later_TS = x_TBH.new_full((len(x_TBH), len(encoded_SBH)), torch.finfo(x_TBH.dtype).min / 2).triu(1)
+        return honest(self, x_TBH, encoded_SBH, later_TS if mask is None else mask + later_TS)
 
     return patch.object(CrossAttention, "forward", forward)
 
@@ -137,24 +138,26 @@ HUNT = Hunt(
             "their own parts of the positions' gradient. A GPT needs no such sum, so it is the one that is forgotten.",
         ),
         Fault(
-            "padding read",
-            _padding_read,
+            "causal crossing",
+            _causal_crossing,
             {
                 "family": "wrong data",
-                "place": "padding|mask|cross",
+                "place": "causal|mask|cross",
                 "first": r"decoder\.layers\.0\.cross_attention output",
             },
             {
                 "family": {"missing": _COMPLETE, "": "The loss is wrong, though every message is right."},
                 "place": {
                     "encoder": "The encoder's outputs agree with one process.",
+                    "padding": "Padding is hidden, as it should be. What else can a mask hide?",
                     "": "The first tensor that differs is the output of a decoder layer. What does this layer read "
                     "that a layer of a GPT doesn't?",
                 },
                 "first": {"": "The microscope reads in the order of the forward: take its first name."},
             },
-            "Cross-attention read the padding of the encoder's text. Encoder and messages were right, and the first "
-            "layer of the decoder was the first to differ. How wrong it is depends on how much padding a batch has.",
+            "Cross-attention was causal, like the decoder's own attention: the first word was written after a look at "
+            "one token of the encoder's text, the second after two. Encoder and messages were right, and the decoder's "
+            "first cross-attention was the first to differ. It trains; it only reads less than it was given.",
         ),
         Fault(
             "one buffer",
@@ -167,7 +170,7 @@ HUNT = Hunt(
             {
                 "family": {"missing": _COMPLETE, "": "The first microbatch is right, and the later ones are not."},
                 "place": {
-                    "padding|mask": "With padding read, the first microbatch would be wrong as well.",
+                    "padding|mask": "With a wrong mask, the first microbatch would be wrong as well.",
                     "": "The messages have the right bytes. Whose are they, in the second microbatch?",
                 },
                 "first": {"": "The microscope looks at the outputs of the first microbatch, and those are right."},
