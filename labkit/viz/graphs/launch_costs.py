@@ -194,8 +194,10 @@ def _memory_sentence(
 # ---- launches ----
 
 
-def launch_timeline(runs: Mapping[str, Launches]) -> Figure:
+def launch_timeline(runs: Mapping[str, Launches], work: str = "operation") -> Figure:
     """Draw host and device over time, a pair of lanes for each way of running the same operations.
+
+    work: what the device runs, in the singular, for the legend and the sentence.
 
     Raises ValueError without operations.
     """
@@ -218,12 +220,12 @@ def launch_timeline(runs: Mapping[str, Launches]) -> Figure:
         axes.set_facecolor(color("idle"))
         for row in range(1, len(lanes)):
             axes.axhline(row, color="white", linewidth=2)
-        handles = [Patch(facecolor=_OPERATION, label="operation")]
+        handles = [Patch(facecolor=_OPERATION, label=work)]
         if any(each.host for each in runs.values()):
             handles.append(Patch(facecolor=_LAUNCH, label="launch"))
         fig.legend(handles=[*handles, *legend_patches(["idle"])], loc="outside upper right", ncols=3)
     told = [
-        f"{name} {counted(len(each.device), 'operation')}, device busy {each.busy:.0%} of {each.end:.0f} us"
+        f"{name} {counted(len(each.device), work)}, device busy {each.busy:.0%} of {each.end:.0f} us"
         for name, each in runs.items()
     ]
     return Figure(fig, "; ".join(told) + ".")
@@ -232,9 +234,10 @@ def launch_timeline(runs: Mapping[str, Launches]) -> Figure:
 def _draw_lane(axes: Any, row: int, shade: str, lane: Sequence[Run], end: float) -> None:
     following = [*(run.start for run in lane[1:]), end]
     for run, until in zip(lane, following, strict=True):
-        width, needs = run.end - run.start, (len(run.name) + 1) * 0.0105 * end
+        width, letter = run.end - run.start, 0.0105 * end
+        needs = (len(run.name) + 1) * letter
         axes.add_patch(Rectangle((run.start, row + 0.1), width, 0.8, facecolor=shade, edgecolor="white", linewidth=0.6))
-        if needs < width:
+        if needs - 0.7 * letter < width:
             middle = (run.start + width / 2, row + 0.52)
             axes.text(*middle, run.name, ha="center", va="center", fontsize=8, color=text_color(shade), clip_on=True)
         elif needs < until - run.end:  # the name of a narrow bar, in the idle time after it

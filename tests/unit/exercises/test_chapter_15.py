@@ -123,7 +123,10 @@ LAYOUTS = {
     "cp": (sizes(cp=8), 1, "each rank holds all experts"),
     "ep": (sizes(ep=8), 1, "activations of long sequences, which tp and cp cut"),
     "tp": (sizes(tp=8, etp=8), 2, "etp cuts each expert's matrices"),
-    "chapter": (sizes(cp=8, ep=8), 3, "the first step of each costs least"),
+    "chapter": (sizes(cp=8, ep=8), 3, "activations are cut finer than memory asks for"),
+    "sums": (sizes(tp=4, ep=8), 3, "another way to cut activations as far waits less"),
+    # Cuts as far as the best layout, by the axis that waits less, but cp leaves the dense weights whole.
+    "no tp": (sizes(cp=4, ep=8), 1, "weights or activations have to be cut once more"),
 }
 
 
