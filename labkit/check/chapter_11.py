@@ -69,7 +69,7 @@ ask(
         "less than 32": "A longer warm-up buys time for messages, but with factor 2 these have all the time they need.",
         "32": "The messages would be hidden as well. But the longer warm-up needs microbatches that have come round.",
         "more than 32": "A longer warm-up puts the first backward off, and here it puts it off for good.",
-        "it cannot run": "Rank 0's warm-up has 13 forwards, and one more comes before its first backward. That one "
+        "a deadlock": "Rank 0's warm-up has 13 forwards, and one more comes before its first backward. That one "
         "needs rank 3's forward of microbatch 5, which rank 3 runs only after a backward whose gradient comes from "
         "rank 0.",
     },
@@ -90,14 +90,17 @@ ask(
 )
 ask(
     "11.chunks",
-    "512 H100s train a GPT of 8.3 billion parameters, in pipelines of four ranks with 18 layers each. How many chunks "
-    "per rank give the shortest step, by the plan?",
+    "A GPT of 8.3 billion parameters in pipelines of four ranks, with 18 layers each, so up to 18 chunks per rank. How "
+    "many give the shortest step on 8 H100s, and how many on 512, by the plan?",
     choices={
-        "1": "One chunk is 1F1B, and with few microbatches it idles for a large part of the step.",
-        "3": "The bubble is a third of 1F1B's then, but there is more to gain.",
-        "9": "From 3 to 9 the bubble still shrinks by more than the messages cost, from 9 to 18 no longer.",
-        "18": "A layer is the thinnest stage, and has the smallest bubble. But every further boundary is a message, "
-        "and the first microbatch passes all of them.",
+        "18 on both": "A layer is the thinnest stage and has the smallest bubble. But every further boundary is a "
+        "message, and the first microbatch passes all of them. Between nodes that costs more than the bubble.",
+        "fewer than 18 on both": "Every further boundary is a message, but within a node they cost less than the "
+        "bubble that they save.",
+        "18 on 8, fewer on 512": "Every further boundary is a message that the first microbatch waits for. Over NVLink "
+        "these cost less than the bubble that they save, over InfiniBand they cost more.",
+        "fewer on 8, 18 on 512": "On 512 GPUs there is more bubble to save. But there the messages go over InfiniBand, "
+        "and the first microbatch waits for each of them.",
     },
 )
 
