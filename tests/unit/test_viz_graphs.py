@@ -77,6 +77,9 @@ def test_launches_have_a_lane_for_the_host_and_one_for_the_device():
     (axes,) = figure.fig.axes
     rows = [round(patch.get_y()) for patch in axes.patches]
     assert [rows.count(row) for row in range(4)] == [4, 4, 1, 4]
+    called = launch_timeline({"graph": runs["graph"]}, "kernel")
+    assert called.sentence == "graph 4 kernels, device busy 60% of 20 us."
+    assert [text.get_text() for text in called.fig.legends[0].get_texts()] == ["kernel", "launch", "idle"]
 
 
 def test_a_narrow_launch_has_its_name_after_it_where_there_is_room():
