@@ -435,7 +435,7 @@ EXTREMES = [
     ("19_bert_and_layernorm", {"world_size": 2, "layers": 24, "steps": 60, "rate": 0.002, "fault": 0}),
     ("19_bert_and_layernorm", {"world_size": 4, "layers": 32, "steps": 200, "rate": 0.006, "fault": 99}),
     ("24_encoder_decoders", {"world_size": 4, "split": 1, "fault": 0}),
-    ("24_encoder_decoders", {"world_size": 8, "split": 2, "fault": 99}),
+    ("24_encoder_decoders", {"world_size": 8, "split": 4, "fault": 99}),
     (
         "20_evaluation_and_generation",
         {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "fault": 0},
