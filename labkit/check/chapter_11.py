@@ -97,9 +97,9 @@ ask(
         "message, and the first microbatch passes all of them. Between nodes that costs more than the bubble.",
         "fewer than 18 on both": "Every further boundary is a message, but within a node they cost less than the "
         "bubble that they save.",
-        "18 on 8, fewer on 512": "Every further boundary is a message that the first microbatch waits for. Over NVLink "
-        "these cost less than the bubble that they save, over InfiniBand they cost more.",
-        "fewer on 8, 18 on 512": "On 512 GPUs there is more bubble to save. But there the messages go over InfiniBand, "
+        "18 on 8 and fewer on 512": "Every further boundary is a message that the first microbatch waits for. Over "
+        "NVLink these cost less than the bubble that they save, over InfiniBand they cost more.",
+        "fewer on 8 and 18 on 512": "On 512 GPUs there is more bubble to save. But there messages go over InfiniBand, "
         "and the first microbatch waits for each of them.",
     },
 )
