@@ -21,6 +21,9 @@ from labkit.plan.step_time import predict_step, schedule_of
 from labkit.plan.workload import Workload
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from labkit.comm.motion import Held
     from labkit.viz.figure import Figure
 
 Sizes = Mapping[str, Any]
@@ -254,6 +257,20 @@ def _judged(found: list[tuple[Any, Any]], case: _Case, place: int) -> Finding:
     return True
 
 
+# ---- rows in motion ----
+
+
+def boxes_of(tokens: Tensor, rows: Tensor) -> dict[str, Held]:
+    """Return a box of `Motion.holds` for each row, by its token [n], in the colour of the part of the sequence.
+
+    Rank r has the tokens 2r and 2r + 1 at first, which are part r.
+    """
+    from labkit.comm.motion import Held
+
+    named = sorted(zip(tokens.tolist(), rows, strict=True), key=lambda pair: pair[0])
+    return {f"token {t}": Held(f"part {t // 2}", [t // 2], row) for t, row in named}
+
+
 # ---- a layout for eight GPUs ----
 
 GPUS, SAMPLES, TOKENS = 8, 64, 32_768
@@ -402,13 +419,15 @@ ask(
 )
 ask(
     "15.nodes",
-    "The same model, groups of the same sizes, a large batch. Which numbering of the ranks sends more between the "
-    "nodes?",
+    "The same model, groups of the same sizes, a small batch and a large one. Which numbering of the ranks sends more "
+    "between the nodes?",
     choices={
-        "ep across nodes": "Rows travel for every sample and layer, gradients once in a step. With many samples it's "
-        "the rows that have to stay inside a node.",
-        "copies across nodes": "The experts are most of the model, so their gradients are many bytes. But they are "
-        "paid once in a step, and rows for every sample.",
+        "ep across nodes": "Rows travel for every sample and layer. With enough samples they are more than the "
+        "experts' gradients, which are sent once in a step.",
+        "copies across nodes": "The experts are most of the model, so their gradients are many bytes. With few samples "
+        "in a step they are more than the rows.",
+        "different for each batch": "Rows grow with the samples of a step, and gradients don't. With few samples there "
+        "are more bytes of gradients, with many there are more bytes of rows.",
         "both the same": "They would be the same if all groups were inside a node, or none.",
     },
 )

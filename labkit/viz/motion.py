@@ -1,14 +1,14 @@
 """Data in motion: what each rank holds at each moment, and between two moments an arrow for each message.
 
 A column is a moment, a block of rows a rank, a box one of its slots. What changed since the moment before has a thick
-frame, and an empty slot has nothing in it. An arrow has the colour of the activity that made it, or of the rank that
-sends. All of it was recorded (labkit/comm/motion.py); nothing is drawn by hand.
+frame, and an empty slot has nothing in it. An arrow has the colour of the activity that made it, or else of the rank
+that sends or of what it carries. All of it was recorded (labkit/comm/motion.py); nothing is drawn by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.patches import ConnectionPatch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
@@ -40,37 +40,54 @@ _THIN = "#AAAAAA"
 """Colour of the frame of what is empty, or has not changed."""
 
 
-def in_motion(motions: Sequence[Motion], *, what: str = "", first: int = 0, unit: str = "rank") -> Any:
+def in_motion(
+    motions: Sequence[Motion],
+    *,
+    what: str = "",
+    first: int = 0,
+    unit: str = "rank",
+    arrows: Literal["sender", "content"] = "sender",
+) -> Any:
     """Draw the recordings of all ranks; in a live notebook a slider steps through them.
 
     motions: the recordings of ranks 0, 1, ...
     what: the mechanism, for the sentence.
     first: the first of the up to four steps on paper, or the one under the slider; step s leads from moment s to s + 1.
     unit: what a rank is called, such as `stage` in a pipeline.
+    arrows: whose colour they have where no activity made them, the sending rank's or that of the box that they leave.
 
     Raises ValueError for recordings that do not belong together, and for a step that is not there.
     """
     seen = movement(motions)
-    figure = motion_frames(seen, what=what, first=first, unit=unit)
-    return _stepper(seen, first, what, unit) if is_live() else figure
+    figure = motion_frames(seen, what=what, first=first, unit=unit, arrows=arrows)
+    return _stepper(seen, what, first, unit, arrows) if is_live() else figure
 
 
 def motion_frames(
-    seen: Movement, *, what: str = "", first: int = 0, count: int = ON_PAPER, unit: str = "rank"
+    seen: Movement,
+    *,
+    what: str = "",
+    first: int = 0,
+    count: int = ON_PAPER,
+    unit: str = "rank",
+    arrows: str = "sender",
 ) -> Figure:
-    """Draw up to `count` steps from step `first` on. Raises ValueError for a step that is not there."""
+    """Draw up to `count` steps from step `first` on, with `unit` and `arrows` as in `in_motion`.
+
+    Raises ValueError for a step that is not there.
+    """
     steps = max(1, seen.length - 1)
     if not 0 <= first < steps:
         raise ValueError(f"step {first} is not there: this recording has the steps 0 to {steps - 1}")
     last = min(first + count, seen.length - 1)
-    picture = _Picture(seen, range(first, last + 1), unit)
+    picture = _Picture(seen, range(first, last + 1), unit, arrows)
     with styled():
         fig = new_figure(picture.width, picture.height)
         picture.draw(fig.add_subplot())
     return Figure(fig, _sentence(seen, (first, last), what, unit))
 
 
-def _stepper(seen: Movement, first: int, what: str, unit: str) -> Any:
+def _stepper(seen: Movement, what: str, first: int, unit: str, arrows: str) -> Any:
     """Return one step at a time, under a slider and buttons."""
     import ipywidgets as widgets
 
@@ -78,16 +95,17 @@ def _stepper(seen: Movement, first: int, what: str, unit: str) -> Any:
     play = widgets.Play(value=first, min=0, max=last, step=1, interval=1200, show_repeat=False, description="play")
     slider = widgets.IntSlider(value=first, min=0, max=last, description="step")
     widgets.jslink((play, "value"), (slider, "value"))
-    live = LiveFigure(motion_frames(seen, first=first, count=1, what=what, unit=unit))
-    live.follow({"first": slider}, lambda given: motion_frames(seen, count=1, what=what, unit=unit, **given))
+    same = {"what": what, "count": 1, "unit": unit, "arrows": arrows}
+    live = LiveFigure(motion_frames(seen, first=first, **same))
+    live.follow({"first": slider}, lambda given: motion_frames(seen, **same, **given))
     return widgets.VBox([widgets.HBox([play, slider]), *live.parts])
 
 
 class _Picture:
     """Places of ranks, slots and moments, in inches from the upper left corner."""
 
-    def __init__(self, seen: Movement, moments: Sequence[int], unit: str) -> None:
-        self.seen, self.moments, self.unit = seen, moments, unit
+    def __init__(self, seen: Movement, moments: Sequence[int], unit: str, arrows: str) -> None:
+        self.seen, self.moments, self.unit, self.arrows = seen, moments, unit, arrows
         self.slots = [_slots_of(seen, rank) for rank in range(len(seen.states))]
         texts = [held.text for state in seen.states for moment in state.values() for held in moment.slots.values()]
         names = [name for slots in self.slots for name in slots if len(slots) > 1]
@@ -158,10 +176,12 @@ class _Picture:
             axes.add_patch(line)
 
     def _color_of(self, arrow: Arrow, slot: str | None) -> str:
-        """Return the colour of the activity in the slot that a message leaves; where there is none, its rank's."""
+        """Return the colour of the activity in the slot that a message leaves; without one that of `arrows`."""
         moment = self.seen.held(arrow.source, arrow.start)
         held = moment.slots.get(slot) if moment and slot is not None else None
         activities = [each for each in held.colors if isinstance(each, str)] if held else []
+        if self.arrows == "content" and held and len(held.colors) == 1:
+            return _look(held.colors[0])[0]
         return color(activities[0]) if len(activities) == 1 else nth_style(arrow.source)[0]
 
     def _middle(self, rank: int, slot: str | None) -> float:

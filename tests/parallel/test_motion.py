@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
+from matplotlib.patches import ConnectionPatch
 
 from labkit.comm import all_reduce_in_motion, collectives
 from labkit.comm.motion import Moment
@@ -15,6 +17,8 @@ from labkit.launch import Ranks
 from labkit.parallel import CommLedger, Held, Motion, initialize_model_parallel, irecv, isend
 from labkit.schedules import Costs, Schedule, one_f_one_b, simulate
 from labkit.viz import in_motion
+from labkit.viz.motion import motion_frames
+from labkit.viz.style import nth_style
 
 RANKS = 4
 
@@ -63,6 +67,14 @@ def test_a_ring_passes_the_chunk_of_its_rule_to_the_next_rank_in_each_step(ranks
     staged = in_motion(motions, unit="stage")
     assert staged.sentence.startswith("4 stages, 6 steps, 24 messages, bytes sent 120 from each stage")
     assert "stage 3" in [text.get_text() for text in staged.fig.axes[0].texts]
+
+
+def test_arrows_have_the_colour_of_the_rank_that_sends_or_of_what_they_carry(ranks):
+    seen = movement([motion for motion, _ in ranks.run(ring)])
+    for arrows, number in (("sender", lambda a: a.source), ("content", lambda a: int(a.leaves[0]))):
+        (axes,) = motion_frames(seen, count=1, arrows=arrows).fig.axes
+        drawn = [to_hex(each.get_edgecolor()) for each in axes.patches if isinstance(each, ConnectionPatch)]
+        assert drawn == [nth_style(number(a))[0].lower() for a in seen.arrows if a.end == 1], arrows
 
 
 def by_collective():

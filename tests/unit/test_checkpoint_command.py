@@ -329,7 +329,10 @@ def test_where_a_run_begins(own: str | None, load: str | None, expected: list[st
 
 REQUESTS = [
     ("", "no action named; give one of list, verify, export, import"),
-    ("lst DIR", "there is no such action; give one of list, verify, export, import, push, pull, as in labkit checkpoint"),
+    (
+        "lst DIR",
+        "there is no such action; give one of list, verify, export, import, push, pull, as in labkit checkpoint",
+    ),
     ("list", "list takes DIR, got 0 words"),
     ("export DIR", "export takes DIR OUT, got 1 word"),
     ("verify DIR --step 2", "--step: verify does not read it; leave it out"),

@@ -87,24 +87,27 @@ HUNT = Hunt(
     choices={"family": ("missing communication", "wrong data", "wrong scale", "wrong order")},
     faults=(
         Fault(
-            "copies alone",
-            _copies_alone,
-            {"family": "missing communication", "group": r"\bedp\b", "first": r"mlp\.experts\.fc2\.weight gradient"},
+            "experts with dense",
+            _experts_with_dense,
+            {"family": "wrong data", "group": r"dp_cp", "first": r"mlp\.experts\.fc2\.weight gradient"},
             {
                 "family": {
-                    "scale": "A wrong factor is the same on every rank, and copies would agree. Do they?",
-                    "data": "Which data would that be? Whom does rank 1 meet in edp?",
-                    "": "Which line of the healthy ledger is not there?",
+                    "missing": "The line of edp is gone from the ledger, but no byte is: another line has grown.",
+                    "scale": "A factor would leave the ledger as it was.",
+                    "": "Some sum is taken, over the wrong ranks. Which line of the ledger has grown?",
                 },
                 "group": {
-                    "dp_cp": "The dense gradients are right: the microscope names an expert's as the first.",
+                    "edp": "That group has the right ranks, and nobody uses it. Which group do the experts' gradients "
+                    "go to?",
                     "": "The loss is right, so rows and keys reached their ranks. What comes after backward?",
                 },
                 "first": _NAMED,
             },
-            "Each rank was alone in its edp group, and a sum over one rank is what it was before. So the copies of an "
-            "expert learn from different rows and drift apart, which the microscope sees as copies that disagree. The "
-            "ledger has no all-reduce over edp.",
+            "The experts' gradients were in the buffers of the dense weights, so they were summed over dp_cp, whose "
+            "ranks hold different experts. Shapes agree, nothing complains, and all copies agree too, since everybody "
+            "has the same mixture. (Each half of the experts got a + b in place of a or b. So b and a are too much, "
+            "as long as what is right: an error of 1, as with a factor of 2. The ledger tells the two apart.) In "
+            "Megatron one attribute prevents it: allreduce = False on each parameter of an expert.",
         ),
         Fault(
             "mean over copies",
@@ -128,27 +131,24 @@ HUNT = Hunt(
             "groups can't show a factor, and copies agree.",
         ),
         Fault(
-            "experts with dense",
-            _experts_with_dense,
-            {"family": "wrong data", "group": r"dp_cp", "first": r"mlp\.experts\.fc2\.weight gradient"},
+            "copies alone",
+            _copies_alone,
+            {"family": "missing communication", "group": r"\bedp\b", "first": r"mlp\.experts\.fc2\.weight gradient"},
             {
                 "family": {
-                    "missing": "The line of edp is gone from the ledger, but no byte is: another line has grown.",
-                    "scale": "A factor would leave the ledger as it was.",
-                    "": "Some sum is taken, over the wrong ranks. Which line of the ledger has grown?",
+                    "scale": "A wrong factor is the same on every rank, and copies would agree. Do they?",
+                    "data": "Which data would that be? Whom does rank 1 meet in edp?",
+                    "": "Which line of the healthy ledger is not there?",
                 },
                 "group": {
-                    "edp": "That group has the right ranks, and nobody uses it. Which group do the experts' gradients "
-                    "go to?",
+                    "dp_cp": "The dense gradients are right: the microscope names an expert's as the first.",
                     "": "The loss is right, so rows and keys reached their ranks. What comes after backward?",
                 },
                 "first": _NAMED,
             },
-            "The experts' gradients were in the buffers of the dense weights, so they were summed over dp_cp, whose "
-            "ranks hold different experts. Shapes agree, nothing complains, and all copies agree too, since everybody "
-            "has the same mixture. (Each half of the experts got a + b in place of a or b. So b and a are too much, "
-            "as long as what is right: an error of 1, as with a factor of 2. The ledger tells the two apart.) In "
-            "Megatron one attribute prevents it: allreduce = False on each parameter of an expert.",
+            "Each rank was alone in its edp group, and a sum over one rank is what it was before. So the copies of an "
+            "expert learn from different rows and drift apart, which the microscope sees as copies that disagree. The "
+            "ledger has no all-reduce over edp.",
         ),
         Fault(
             "copies as neighbours",
