@@ -1193,7 +1193,7 @@ def test_23_each_fault_shows_first_in_the_line_that_its_verdict_names(ranks, tmp
             "micro_batch_size": 2,
         }
     )  # fmt: skip
-    found = {name: runs[0] for name, runs in with_each_fault(ranks, "23", partial(rehearsed, config)).items()}
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "23", partial(resumed_again, config)).items()}
     order = ("next sample", "weights", "first loss", "first update")
     first = {name: next((line for line in order if len(set(rows[line])) > 1), "none") for name, rows in found.items()}
     assert first == {CLEAN: "none"} | {fault.name: fault.answers["first"] for fault in hunt_of("23").faults}
