@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 ask(
     "13.bytes",
-    "Mixed precision as it's usually done, with Adam: how many bytes does a rank keep per parameter, all copies, "
-    "gradient and moments counted, compared with training everything in 32 bits?",
+    "Mixed precision as Megatron does it (not torch.autocast), with Adam: how many bytes does a single process keep "
+    "per parameter, all copies, gradient and moments counted, compared with training everything in 32 bits?",
     choices={
         "half": "That's what model.bfloat16() alone would do: 8 instead of 16. Section 1 has shown what comes of it.",
         "a little less": "The weight shrinks from 4 bytes to 2. But what is added beside it?",
-        "as many": "2 bytes less for the weight, and as many more? Something of 4 bytes is added, not of 2.",
-        "more": "The weight of 2 bytes comes on top: 18 instead of 16. What mixed precision halves is what travels "
-        "between layers, and it multiplies the speed; the state it makes larger.",
+        "as many": "That's right for torch.autocast, whose weights are fp32 alone. Here 16-bit weights are kept as "
+        "well.",
+        "more": "The weight of 2 bytes comes on top: 18 instead of 16, in a single process. What mixed precision "
+        "halves is what travels between layers.",
     },
 )
 ask(
@@ -37,14 +38,15 @@ ask(
         "nearly all": "Nearly all main weights move in every step. The rounding only shows it when a main weight "
         "crosses the middle between two bf16 numbers.",
         "about half": "It would be, if an update were about half as large as the distance of bf16 numbers.",
-        "under a tenth": "An update is a small part of the distance between two bf16 numbers, so a weight has to "
-        "collect many of them before it crosses the middle. It does collect them, and that's the whole trick.",
+        "under a tenth": "The rate has fallen to a twentieth, and an update is a small part of the distance between "
+        "two bf16 numbers. So a weight has to collect many of them before it crosses the middle. It does collect them, "
+        "and that's the whole trick.",
     },
 )
 ask(
     "13.rate",
-    "The first three tries overflow and are skipped. The warm-up gives the first update the rate 0, the second half of "
-    "the peak, the third the peak. Which rate does the fourth try, the first that updates, get?",
+    "The first three tries overflow and are skipped. The warm-up is 0, half of the peak, the peak. Which rate does the "
+    "fourth try, the first that updates, get?",
     choices={
         "0": "The schedule counts updates, as in Megatron, and there has been none.",
         "half of the peak": "That would count one of the skipped tries.",

@@ -104,8 +104,8 @@ HUNT = Hunt(
         "what": "What is done to it, in a few words?",
     },
     choices={
-        "tensor": ("loss", "summed gradient", "skipped steps", "moments", "weight"),
-        "column": ("norm", "copies", "sum", "second moment", "bias"),
+        "tensor": ("loss", "summed gradient", "skipped steps", "moments", "main weight", "weight"),
+        "column": ("scale", "loss", "norm", "copies", "sum", "second moment", "bias"),
     },
     faults=(
         Fault(
