@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ask(
     "14.cheat",
-    "The balancing loss has fallen from 4 to less than a tenth of that, and the load is nearly as uneven as before. "
+    "The balancing loss has fallen from 4 to less than a tenth of that, and the load is still far from even. "
     "How did the router do it?",
     choices={
         "the counts are small": "The counts add up to k T in every step, whatever the router does.",

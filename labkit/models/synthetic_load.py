@@ -212,9 +212,9 @@ class SleepingExperts(nn.Module):
 def zipf_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
     """Return logits [T, E], float64, whose top-k draws experts without replacement.
 
-    Their chances fall as (e + 1)^-skew, which is Zipf's law. Skew 0 is even. At skew 1 expert 0 is twice as popular as
-    expert 1, at 3 eight times. Gumbel noise turns a top-k into such a draw (arXiv 1903.06059). It depends on the seed
-    alone, so more skew moves few tokens.
+    Their chances fall as (e + 1)^-skew, which is Zipf's law. Skew 0 is even. At skew 1 expert 0 is twice as likely as
+    expert 1 to be drawn first, at 3 eight times. Gumbel noise turns a top-k into such a draw (arXiv 1903.06059). It
+    depends on the seed alone, so more skew moves few tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64).clamp_(min=1e-12)

@@ -42,7 +42,7 @@ ROWS = {0.0: [10, 10], 1.0: [15, 5], 2.0: [20, 0]}
 def test_a_step_takes_as_long_as_the_fullest_rank():
     figure = skew_curve(ROWS, 1.0, measured={0.0: 0.11, 2.0: 0.25}, seconds_per_row=0.01)
     assert figure.sentence == (
-        "A step over 2 ranks takes, against an even load, 1.00 at skew 0, 2.00 at skew 2; measured, the steps come in "
+        "A step over 2 ranks takes, against an even load, 1.00 at skew 0, 2.00 at skew 2; measured 1.10, 2.50, in "
         "the same order; at skew 1 the ranks compute for 67% of it."
     )
     curve, first, second = figure.fig.axes[0].lines[:3]

@@ -57,7 +57,7 @@ def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
     shares = table / table.sum(axis=1, keepdims=True)
     steps, experts = shares.shape
     shades = [SEQUENCE[expert % len(SEQUENCE)] for expert in range(experts)]
-    axes.stackplot(range(1, steps + 1), shares.T, colors=shades, edgecolor="white", linewidth=0.3)
+    axes.stackplot(range(1, steps + 1), shares.T, colors=shades, linewidth=0)
     for border in range(1, experts):
         axes.axhline(border / experts, color="black", lw=0.7, ls=":")
     if experts <= len(SEQUENCE):
@@ -128,16 +128,15 @@ def skew_curve(
         left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))
         skews = sorted(rows)
         left.plot(skews, [_slowest(rows[skew]) for skew in skews], color=SEQUENCE[0], label="fullest rank's rows")
-        for skew, seconds in (measured or {}).items():
-            even = sum(rows[skew]) / len(rows[skew]) * seconds_per_row
+        for skew, relative in _relative(rows, measured or {}, seconds_per_row).items():
             label = "measured" if skew == min(measured or {}) else None
-            left.plot(skew, seconds / even, "o", ms=5, color=SEQUENCE[1], mec=INK, mew=0.5, label=label)
+            left.plot(skew, relative, "o", ms=5, color=SEQUENCE[1], mec=INK, mew=0.5, label=label)
         left.axvline(chosen, color="#666666", lw=0.9, ls=":")
         left.axhline(1, color="#666666", lw=0.9, ls=":")
         left.set(xlabel="skew (exponent of Zipf's law)", ylabel="step time / that of an even load", ylim=(0, None))
         left.legend(loc="lower right")  # no step is shorter than with an even load
         _draw_ranks(right, rows[chosen], chosen)
-    return Figure(fig, _skew_sentence(rows, chosen, measured))
+    return Figure(fig, _skew_sentence(rows, chosen, measured, seconds_per_row))
 
 
 def _draw_ranks(axes: Any, by_rank: Sequence[int], skew: float) -> None:
@@ -164,7 +163,16 @@ def _slowest(by_rank: Sequence[int]) -> float:
     return max(by_rank) * len(by_rank) / sum(by_rank)
 
 
-def _skew_sentence(rows: Mapping[float, Sequence[int]], chosen: float, measured: Mapping[float, float] | None) -> str:
+def _relative(
+    rows: Mapping[float, Sequence[int]], measured: Mapping[float, float], seconds_per_row: float
+) -> dict[float, float]:
+    """Return the measured seconds, by skew, over those of an even load."""
+    return {skew: measured[skew] / (sum(rows[skew]) / len(rows[skew]) * seconds_per_row) for skew in sorted(measured)}
+
+
+def _skew_sentence(
+    rows: Mapping[float, Sequence[int]], chosen: float, measured: Mapping[float, float] | None, seconds_per_row: float
+) -> str:
     shown = sorted(measured or {min(rows), chosen, max(rows)})
     words = ", ".join(f"{_slowest(rows[skew]):.2f} at skew {skew:g}" for skew in shown)
     ranks = len(rows[chosen])
@@ -172,7 +180,8 @@ def _skew_sentence(rows: Mapping[float, Sequence[int]], chosen: float, measured:
     if measured:
         counted = [_slowest(rows[skew]) for skew in sorted(measured, key=lambda skew: measured[skew])]
         agrees = counted == sorted(counted)  # equal loads may come in any order
-        text += "; measured, the steps come in the same order" if agrees else "; measured in another order"
+        found = ", ".join(f"{relative:.2f}" for relative in _relative(rows, measured, seconds_per_row).values())
+        text += f"; measured {found}, in {'the same' if agrees else 'another'} order"
     busy = 1 / _slowest(rows[chosen])
     return f"{text}; at skew {chosen:g} the ranks compute for {busy:.0%} of it."
 

@@ -122,7 +122,7 @@ def price_of_balance(runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
         axes = fig.subplots()
         for place, (name, (load, loss)) in enumerate(found.items()):
             shade, mark = SEQUENCE[place % 8], "os^Dv<>P"[place % 8]
-            axes.plot(load, loss, mark, color=shade, ms=4, alpha=0.45, mew=0)
+            axes.plot(load, loss, mark, color=shade, ms=4.5, alpha=0.75, mew=0)
             axes.plot(load.mean(), loss.mean(), mark, color=shade, ms=9, mec="white", mew=0.8, label=name)
         axes.set(xlabel="fullest expert / mean, unseen text", ylabel="loss, nats per character")
         axes.axvline(1, color="#666666", lw=0.9, ls=":")
