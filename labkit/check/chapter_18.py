@@ -61,7 +61,7 @@ ask(
         "that it is free: Table 1 of the Switch Transformer has 0.5 % for one expert per token and 1.6 % for two.",
         "1 to 10 %": "Table 1 of the Switch Transformer has 1.6 % for two experts per token after 100,000 steps. Our "
         "runs are far shorter, and theirs differ less than two seeds do.",
-        "more than 10 %": "A batch learned by heart suggests that, but it measures what was memorised.",
+        "more than 10 %": "A batch of uneven tokens suggests that, but nobody had balanced its router.",
     },
 )
 ask(
