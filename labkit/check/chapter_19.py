@@ -277,13 +277,14 @@ ask(
 )
 ask(
     "19.adam",
-    "In a fresh deep model the last layer's gradient is larger in post than in pre. How much further does Adam's first "
-    "step move these weights in post?",
+    "In a fresh deep model the last layer's gradient is larger in post than in pre. How far does Adam's first step "
+    "move these weights in post, compared with pre?",
     choices=lambda ratio: {
-        "as many times": f"That is SGD: it moves a weight by the rate times the gradient, so {ratio:g} times as far.",
-        "the root of it": "Adam does take a root, but of the mean square, and then divides the gradient by it: nothing "
-        "of its size is left.",
-        "the same": "In the first step Adam divides each gradient by its own size, so each weight moves by the rate.",
+        f"{ratio:g} times as far": "That is SGD: it moves a weight by the rate times the gradient.",
+        f"{ratio**0.5:.1f} times as far (the root)": "Adam does take a root, but of the mean square, and then divides "
+        "the gradient by it: nothing of its size is left.",
+        "just as far": "In the first step Adam divides each gradient by its own size, so each weight moves by the "
+        "rate.",
     },
 )
 ask(

@@ -35,7 +35,7 @@ def masked_words(text: Sequence[str], shown: Sequence[str], spans: Sequence[Sequ
     if odd := [place for place, (a, b) in enumerate(zip(text, shown)) if a != b and place not in chosen]:
         raise ValueError(f"token {odd[0]} differs and is in no n-gram")
     kinds = {p: "mask" if shown[p] == mask else "same" if shown[p] == text[p] else "random" for p in chosen}
-    places, lines = _places(text, shown)
+    places, lines = _places(text, shown, spans)
     with styled():
         fig = new_figure(_WIDTH, 0.6 + 0.48 * lines)
         axes = fig.subplots()
@@ -56,12 +56,18 @@ def masked_words(text: Sequence[str], shown: Sequence[str], spans: Sequence[Sequ
     )
 
 
-def _places(text: Sequence[str], shown: Sequence[str]) -> tuple[list[tuple[int, float, float]], int]:
-    """Return (line, first character, width) of each token, and the number of lines."""
+def _places(
+    text: Sequence[str], shown: Sequence[str], spans: Sequence[Sequence[int]]
+) -> tuple[list[tuple[int, float, float]], int]:
+    """Return (line, first character, width) of each token, and the number of lines; an n-gram begins a line if it must.
+
+    An n-gram that is longer than a line is broken like any text.
+    """
     found, line, start = list[tuple[int, float, float]](), 0, 0.0
-    for pair in zip(text, shown):
-        width = max(map(len, pair)) + 1.6
-        if start + width > _CHARACTERS:
+    widths = [max(map(len, pair)) + 1.6 for pair in zip(text, shown)]
+    together = {span[0]: sum(widths[p] + 0.3 for p in span) - 0.3 for span in spans if span}
+    for position, width in enumerate(widths):
+        if start + max(width, together.get(position, 0.0)) > _CHARACTERS and start:
             line, start = line + 1, 0.0
         found.append((line, start, width))
         start += width + 0.3
