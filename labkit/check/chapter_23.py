@@ -35,14 +35,14 @@ ask(
 
 ask(
     "23.forgotten",
-    "A resume forgets one of these. Which one costs most on text that the model hasn't read, at the end of the run?",
+    "A resume forgets one of these. With which of them does the run end best on text that the model hasn't read?",
     choices={
-        "the moments": "Without them the first steps after the resume are odd, and a bump in the loss shows it. Ten or "
-        "twenty steps later Adam has new ones.",
-        "the random state": "Dropout then leaves out other numbers. It's a different run, not a worse one.",
-        "the samples read": "Most of the others is made good by the steps that follow. Text that is never read isn't.",
-        "the count of updates": "The learning rate then warms up again and stays higher than planned. That's another "
-        "run, and not always a worse one.",
+        "Adam's state": "Moments that begin at 0 make the next steps worse, and the gap doesn't quite close.",
+        "the random state": "Dropout then removes other activations. It's a different run, and about as good.",
+        "the samples read": "Its training loss is the best of all, since it reads what it has read before. What it "
+        "never reads it doesn't learn.",
+        "the schedule's count": "The learning rate warms up again and stays higher than planned, while the text still "
+        "brings new links. So a fault can even help, and a better loss doesn't prove a right resume.",
     },
 )
 ask(
@@ -65,7 +65,8 @@ ask(
         "under a second": "2.1 TB in a second would be 4 GB/s from every GPU, which is what a good local disk does. "
         "Llama 3's storage did an eighth of a GB/s for each GPU.",
         "about half a minute": "2.1 TB are 4.1 GB for each of 512 GPUs, at 0.12 GB/s.",
-        "hours": "That's one rank that writes everything at its own share of the storage: 2.1 TB at 0.12 GB/s.",
+        "hours": "Everything through one GPU's share of the storage would take that long. But 512 shares are written "
+        "at once.",
     },
 )
 

@@ -82,7 +82,14 @@ HUNT = Hunt(
         "what": "What is it instead, in a few words?",
     },
     choices={
-        "forgotten": ("samples", "main weights", "moments", "count of updates", "random states", "learning rate"),
+        "forgotten": (
+            "samples",
+            "main weights",
+            "moments",
+            "Adam's count of updates",
+            "random states",
+            "learning rate",
+        ),
         "first": ("next sample", "weights", "first loss", "first update"),
     },
     faults=(
@@ -92,7 +99,7 @@ HUNT = Hunt(
             {"forgotten": "moments", "first": "first update", "what": r"0|zero|anew|fresh|empty|not (re)?(load|stor)"},
             {
                 "forgotten": {
-                    "count of updates": "With a count that begins anew the first update would be larger than it "
+                    "Adam's count of updates": "With a count that begins anew the first update would be larger than it "
                     "should be. How large is this one?",
                     "learning rate": "The rate is a function of the count of steps, which is right.",
                     "": "Samples, weights and the first loss are right. What has Adam, beside the weights?",
@@ -151,7 +158,7 @@ HUNT = Hunt(
             "updates anew",
             _updates_anew,
             {
-                "forgotten": "count of updates",
+                "forgotten": "Adam's count of updates",
                 "first": "first update",
                 "what": r"0|1|zero|one|anew|first|bias|correct|large|small",
             },
