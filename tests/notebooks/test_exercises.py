@@ -37,19 +37,20 @@ def test_every_exercise_is_asked_for() -> None:
 
 # ---- copies for students ----
 
-STUB = 'def perplexity(blocks, words):\n    return 1.0\n\n\ncheck("20.perplexity", perplexity)'
+STUB = 'def kept(probabilities, p):\n    return 1.0\n\n\ncheck("20.top_p", kept)'
 RIGHT = """\
-def perplexity(blocks, words):
-    return math.exp(sum(loss for loss, _ in blocks) / words)
+def kept(probabilities, p):
+    order = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))
+    return [i for n, i in enumerate(order) if math.fsum(probabilities[j] for j in order[:n]) < p]
 
 
-check("20.perplexity", perplexity)"""
+check("20.top_p", kept)"""
 
 
 def small_chapter(folder: Path, stub: str = STUB) -> None:
     """The chapters of a checkout at `folder`: one, with an exercise."""
     text = nbformat.v4.new_markdown_cell("See [data](../docs/data.md).")
-    cells = [nbformat.v4.new_code_cell(source) for source in ("import math\n\n3", stub, 'solution("20.perplexity")')]
+    cells = [nbformat.v4.new_code_cell(source) for source in ("import math\n\n3", stub, 'solution("20.top_p")')]
     cells[1].metadata.tags, cells[2].metadata.tags = ["exercise"], ["solution"]
     cells[0].outputs = [nbformat.v4.new_output("stream", text="3")]
     for name in ("notebooks", "docs"):
@@ -73,7 +74,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_copy_has_the_stub_and_neither_solution_nor_outputs(copies, capsys) -> None:
     code, copy = copies()
-    assert code == 0 and "20.perplexity" in capsys.readouterr().out
+    assert code == 0 and "20.top_p" in capsys.readouterr().out
     assert [cell.source for cell in copy.cells[1:]] == ["import math\n\n3", STUB]
     assert copy.cells[0].source == "See [data](../docs/data.md)." and copy.cells[1].outputs == []
 
@@ -106,8 +107,8 @@ def test_work_in_a_copy_is_kept(copies, tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("stub", "said"),
     [
-        (RIGHT, "the stub of 20.perplexity passes"),
-        (STUB.replace("1.0", "elsewhere"), "the stub of 20.perplexity needs another cell"),
+        (RIGHT, "the stub of 20.top_p passes"),
+        (STUB.replace("1.0", "elsewhere"), "the stub of 20.top_p needs another cell"),
     ],
 )
 def test_what_is_no_exercise_is_said(copies, tmp_path, capsys, stub, said) -> None:
