@@ -11,9 +11,9 @@ import socket
 import sqlite3
 from pathlib import Path
 
-from labkit.check.chapter_copies import CHAPTERS, chapters_in
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.board.store import Store
+from labkit.cli.grading.copies import exercise_names
 from labkit.cli.output import show
 from labkit.config.errors import shown
 from labkit.output_files import unwritable
@@ -33,7 +33,7 @@ def execute(arguments: Arguments) -> int:
     arguments.refuse(problems)
 
     try:
-        store = Store(path, exercise_names())
+        store = Store(path, set(exercise_names()))
     except sqlite3.Error as error:
         arguments.refuse([f"--file {shown(options['file'], 200)}: cannot be used as a board ({error})"])
         raise
@@ -48,12 +48,6 @@ def execute(arguments: Arguments) -> int:
         store.close()
     show(f"scores are in {path}; start it again with --file {options['file']} --token {token}")
     return 0
-
-
-def exercise_names() -> set[str]:
-    """Return the names of all exercises, which the chapters' own cells tell."""
-    text = "".join(path.read_text(encoding="utf-8") for path in chapters_in(CHAPTERS))
-    return set(re.findall(r'check\(\\"(\d\d\.\w+)\\"', text))
 
 
 async def serve(listening: socket.socket, store: Store, token: str) -> None:

@@ -47,7 +47,7 @@ def copies_in(folder: Path) -> list[Copy]:
 
 def score_copy(copy: Copy, folder: Path, seconds: float, held: Limits) -> list[Row]:
     """Score one copy in a process of its own. Exercises of which it says nothing have been stopped with it."""
-    known = _exercises(copy.chapter)
+    known = exercise_names(copy.chapter)
     whole = START + len(known) * (seconds + 5)
     common = {"student": copy.student, "chapter": copy.chapter}
     try:
@@ -76,10 +76,10 @@ def _check_is_notebook(content: bytes) -> None:
     raise ValueError("is no notebook")
 
 
-def _exercises(chapter: str) -> list[str]:
-    """Return the names of a chapter's exercises, which its own cells tell."""
-    text = next(CHAPTERS.glob(f"{chapter}_*.ipynb")).read_text(encoding="utf-8")
-    return sorted(set(re.findall(rf'check\(\\"({chapter}\.\w+)\\"', text)))
+def exercise_names(chapter: str = "") -> list[str]:
+    """Return the names of all exercises, or of one chapter's, which the chapters' own cells tell."""
+    texts = [path.read_text(encoding="utf-8") for path in chapters_in(CHAPTERS) if path.name.startswith(chapter)]
+    return sorted(set(re.findall(r'check\(\\"(\d\d\.\w+)\\"', "".join(texts))))
 
 
 def _row(name: str, state: str, reasons: Sequence[str] = ()) -> Row:
