@@ -10,8 +10,6 @@ that is there already may hold somebody's work, and is kept if it was changed. E
 from __future__ import annotations
 
 import argparse
-import ast
-import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ from nbformat import NotebookNode
 from labkit.check import Score, exercises, score
 from labkit.check.chapter_copies import chapters_in, write_copies
 from labkit.check.parameters import can_be_written
-from labkit.check.untouched import CHECKED
+from labkit.check.untouched import CHECKED, imports_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,7 +34,7 @@ class Exercise(NamedTuple):
 
 def exercises_of(notebook: NotebookNode) -> dict[str, Exercise]:
     """The exercises of a chapter by name."""
-    imports = imports_of(notebook)
+    imports = imports_of(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return {name: Exercise(imports, stub) for name, stub in stubs_of(notebook).items()}
 
 
@@ -51,14 +49,6 @@ def stubs_of(notebook: NotebookNode) -> dict[str, str]:
                 found[name[1]] = "\n".join(waiting)
                 waiting = []
     return found
-
-
-def imports_of(notebook: NotebookNode) -> str:
-    """Every import of the chapter's code cells."""
-    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("%%")]
-    trees = [ast.parse(re.sub(r"^%.*", "", source, flags=re.MULTILINE)) for source in sources]  # without magics
-    lines = [node for tree in trees for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return "\n".join(dict.fromkeys(map(ast.unparse, lines)))
 
 
 def run(exercise: Exercise) -> Score:

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 import textwrap
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,15 @@ def _starting_functions(name: str) -> dict[str, str]:
                     return found
                 found = {}
     return {}
+
+
+def imports_of(sources: Iterable[str]) -> str:
+    """Return every import at the top of these cells, each once. Cells that start with `%%` are another language's."""
+    plain = [re.sub(r"^%.*", "", source, flags=re.MULTILINE) for source in sources if not source.startswith("%%")]
+    lines = [
+        node for source in plain for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    return "\n".join(dict.fromkeys(map(ast.unparse, lines)))
 
 
 def _exercise_cells(notebook: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ import labkit.check
 from labkit.check import exercises
 from labkit.check.chapter_copies import CHAPTERS
 from labkit.check.scoring import ONLY_FIRST, Score, named, score
-from labkit.check.untouched import CHECKED, untouched
+from labkit.check.untouched import CHECKED, imports_of, untouched
 from labkit.check.watched import Watch, raised
 from labkit.cli.grading.limits import Limits
 
@@ -47,7 +47,7 @@ def main(chapter: str, seconds: float, limits: Limits, descriptor: int) -> None:
     master = _code_cells(json.loads(next(CHAPTERS.glob(f"{chapter}_*.ipynb")).read_text(encoding="utf-8")))
     cells = learners_cells(_code_cells(json.load(sys.stdin)), [source for source, _ in master])
     imports: dict[str, Any] = {}
-    exec(_imports([source for source, _ in master]), imports)
+    exec(imports_of(source for source, _ in master), imports)
     asked = list(exercises(chapter))
     limits.hold()
     for name in asked:
@@ -73,13 +73,6 @@ def learners_cells(cells: Sequence[tuple[str, bool]], master: Sequence[str]) -> 
             plain = re.sub(r"^%.*", "", source, flags=re.MULTILINE)
             kept.append(Cell(plain, f"code cell {position}", is_exercise))
     return kept
-
-
-def _imports(sources: Sequence[str]) -> str:
-    """Return every import at the top of these cells, each once."""
-    trees = [ast.parse(re.sub(r"^%.*", "", source, flags=re.MULTILINE)) for source in sources]
-    lines = [node for tree in trees for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return "\n".join(dict.fromkeys(map(ast.unparse, lines)))
 
 
 def _in_a_fork(name: str, cells: Sequence[Cell], imports: dict[str, Any], seconds: float, descriptor: int) -> None:
