@@ -10,6 +10,7 @@ each value the best that goes with it, so that the difference is what the choice
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from labkit.plan.machine import Machine, load_machine
 from labkit.plan.search import Search
 from labkit.plan.step_time import StepPrediction, predict_step, schedule_of
 from labkit.plan.workload import Workload
+from labkit.schedules import simulate
 
 CARRIERS = {
     "parallel.tp": "tp", "parallel.sequence_parallel": "tp", "parallel.cp": "cp", "parallel.cp_comm_type": "cp",
@@ -194,7 +196,23 @@ def _link(fields: Sequence[str], workload: Workload, machine: Machine, step: Ste
         return "", 0.0
     level = machine.node if group.nodes(machine) == 1 else machine.levels[-1]
     ranks = layout.pp.size if axis == "pp" else group.size
-    return f"{ranks} {axis} ranks over {level.name}", step.parts.get(axis, 0.0)
+    waits = _sends(step) if axis == "pp" else step.parts.get(axis, 0.0)
+    return f"{ranks} {axis} ranks over {level.name}", waits
+
+
+def _sends(step: StepPrediction) -> float:
+    """Return by how much the messages between stages lengthen a step, those that overlap included.
+
+    Any rank may wait for a message that another one sends, so the table is simulated once more without them.
+    """
+    timed = step.timeline.costs
+    silent = {
+        name: [seconds - getattr(stage, name).by_kind.get("pp", 0.0)
+               for seconds, stage in zip(getattr(timed, name), step.stages, strict=True)]
+        for name in ("forward", "input_grad", "weight_grad")
+    }  # fmt: skip
+    shorter = simulate(step.timeline.schedule, replace(timed, latency=0.0, **silent)).makespan
+    return step.timeline.makespan - shorter + sum(term.seconds for term in step.after if term.kind == "pp")
 
 
 def _title(config: RunConfig, machine: Machine) -> str:

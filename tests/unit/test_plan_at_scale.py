@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -83,6 +85,21 @@ def test_groups_beyond_a_node_use_the_network() -> None:
         "8 tp ranks over NVLink 4, NVSwitch",
         "16 tp ranks over InfiniBand NDR",
     ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"], ids=["in the actions", "behind them"])
+def test_exposed_is_what_a_network_that_takes_no_time_saves(schedule: str) -> None:
+    choice = {"schedule.name": [schedule], "parallel.vpp": [1 if schedule == "1f1b" else 2]}
+    (point,) = plan.at_scale(RUN, choice, gpus=[4], layout="pp=4,micro_batch=1").points
+    search = Search(Workload(RUN, 4), H100)
+    (row,) = [
+        row for row in search.rows[matching(search.rows, parse_words(point.layout))] if in_words(row) == point.layout
+    ]
+    workload = workload_of(search.base, row)
+    no_time = {"bandwidth": inf, "all_reduce_bandwidth": inf, "latency": 0.0, "hop": 0.0}
+    free = replace(H100, levels=tuple(replace(level, **no_time) for level in H100.levels))
+    saved = predict_step(workload, H100).seconds - predict_step(workload, free).seconds
+    assert point.link_seconds == pytest.approx(saved, rel=1e-9) and saved > 1e-4
 
 
 def test_text_and_html_have_the_same_cells() -> None:
