@@ -170,6 +170,9 @@ class _MLP:
             found[_MASK] = unmasked if name == "dA" else [sum(unmasked)] * tp
         if name in ("dA", "dB"):
             found["gradients of different parts are added; each rank's part has its own gradient"] = total
+            found["gradients of different parts are averaged, as if the ranks were replicas; each part has its own"] = [
+                each / tp for each in total
+            ]
         if name == "dbias":
             found["the gradient is not summed over the tokens"] = [self.dy] * tp
             found["each rank holds the whole bias, so its gradient is not divided by t"] = [part / tp for part in alone]
@@ -243,6 +246,7 @@ _CALLS: Misreadings = {
     "y and dx are both sums over the ranks": 1,
     "only y and dx are sums over the ranks": 3,
     "only y and dx are sums over the ranks; the weights' gradients stay where their parts are": 4,
+    "only y and dx are sums over the ranks; the gradients of weights and bias stay where they are": 5,
 }
 
 

@@ -76,8 +76,13 @@ CLASS = {
              "02.groups": "def groups_of(:"},
     "dan": {"02.digits": "print('02.digits: 5/5. Right.')\nimport os\nos._exit(0)"},
     "eve": {"02.digits": "digits = 3\ncheck = lambda name, answer: answer\ndigits = check('02.digits', digits)"},
+    "ida": {"02.digits": f"BASE = 1\n{RANK_FIRST}", "02.groups":
+            "def groups_of(order, sizes, token):\n    groups = {}\n    for rank in range(math.prod(sizes.values())):\n        place = digits(rank, order, sizes)\n"
+            "        key = tuple(d for axis, d in place.items() if axis not in token.split('-'))\n"
+            "        groups.setdefault(key[::-BASE], []).append(rank)\n    return list(groups.values())",
+            "own": "import math"},
 }  # fmt: skip
-"""Student -> exercise -> what they wrote."""
+"""Student -> exercise -> what they wrote. ida's second exercise calls her first, for which the solution stands."""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
         ("eve", ("attempted", "untouched", "untouched")),
         ("fay", ("unreadable",) * 3),
         ("hal", ("untouched", "untouched", "missing")),
+        ("ida", ("attempted", "solved", "untouched")),
     ],
 )
 def test_states_of_each_student(rows, student: str, states: tuple[str, ...]) -> None:

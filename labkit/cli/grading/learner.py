@@ -1,9 +1,10 @@
 """The process in which one copy is scored: `python -m labkit.cli.grading.learner CHAPTER SECONDS LIMITS PIPE < COPY`.
 
 It knows no other copy. For each exercise it forks, so that an answer that ends the process, eats its memory or never
-returns costs nothing but its own score. An exercise may use what its chapter imports, as in the chapter, and the
-functions, classes and constants of cells that the learner added or changed before it. Nothing that the learner's code
-prints counts: each result is a line of JSON on the descriptor PIPE, as soon as it is known.
+returns costs nothing but its own score. An exercise may use what its chapter imports, as in the chapter, the
+functions, classes and constants of cells that the learner added or changed before it, and earlier exercises, whose
+names stand for labkit's solutions. Nothing that the learner's code prints counts: each result is a line of JSON on the
+descriptor PIPE, as soon as it is known.
 """
 
 from __future__ import annotations
@@ -143,9 +144,8 @@ def graded(name: str, cells: Sequence[Cell], names: dict[str, Any]) -> dict[str,
         return _result(name, "missing")
     problem = ""
     for cell in cells[: cells.index(mine[-1]) + 1]:
-        if not cell.is_exercise or cell in mine:
-            names["check"] = keep
-            problem = _run(cell, names) or problem
+        names["check"] = keep
+        problem = _run(cell, names, whole=cell in mine) or problem
     if not found:
         return _result(name, "attempted", reasons=[problem or "the cell does not call check"])
     result, is_untouched = max(found, key=lambda each: each[0].passed)
@@ -168,13 +168,13 @@ def _cells_of(name: str, cells: Sequence[Cell]) -> list[Cell]:
     return []
 
 
-def _run(cell: Cell, names: dict[str, Any]) -> str:
-    """Run a cell of the exercise; of a cell of the learner's own its functions, classes, imports and constants. Return
-    the error in words."""
+def _run(cell: Cell, names: dict[str, Any], *, whole: bool) -> str:
+    """Run a cell of the exercise as a `whole`; of any other its functions, classes, imports and constants, and the
+    name that an earlier exercise's `check` gives to labkit's solution. Return the error in words."""
     linecache.cache[cell.place] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.place)
     try:
         tree = ast.parse(cell.source, cell.place)
-        if not cell.is_exercise:
+        if not whole:
             tree.body = [statement for statement in tree.body if _defines(statement)]
         with Watch(None).alarm():
             exec(compile(tree, cell.place, "exec"), names)
@@ -184,8 +184,11 @@ def _run(cell: Cell, names: dict[str, Any]) -> str:
 
 
 def _defines(statement: ast.stmt) -> bool:
-    """Return True for a definition that costs nothing: a function, a class, an import, a name for a literal."""
+    """Return True for a definition that costs nothing: a function, a class, an import, a name for a literal, and a name
+    for what `check` returns."""
     if isinstance(statement, ast.Assign | ast.AnnAssign):
+        if statement.value and CHECKED.match(ast.unparse(statement.value)):
+            return True
         try:
             return statement.value is not None and [ast.literal_eval(statement.value)] != []
         except (ValueError, TypeError, SyntaxError):

@@ -57,7 +57,8 @@ def mlp(*, g="sum", f="sum", bias="once", dy="whole", mask=True, weights="own", 
         d_inner = [(d @ w) * ((h > 0) if mask else 1) for d, w, h in zip(grads, B, inner)]
         dx = reduced([d @ a for d, a in zip(d_inner, A)], f)
         dA, dB = [d.T @ x for d in d_inner], [d.T @ h for d, h in zip(grads, inner)]
-        dA, dB = (all_reduce(each) if weights == "summed" else each for each in (dA, dB))
+        how = {"own": "none", "summed": "sum", "averaged": "mean"}[weights]
+        dA, dB = (reduced(each, how) for each in (dA, dB))
         own = {"tokens": lambda d: d.sum(0), "kept": lambda d: d, "divided": lambda d: d.sum(0) / t}[dbias]
         return y, dx, dA, dB, [own(d) for d in grads]
 
@@ -79,6 +80,8 @@ MLPS = {
     "f twice, with a summed dy": (mlp(f="twice", dy="summed"), "f's sum is taken twice"),
     "no mask": (mlp(mask=False), "the gradient of relu is missing"),
     "weights summed": (mlp(weights="summed"), "gradients of different parts are added"),
+    # Takes the ranks for replicas of data parallelism.
+    "weights averaged": (mlp(weights="averaged"), "as if the ranks were replicas"),
     "tokens kept": (mlp(dbias="kept"), "not summed over the tokens"),
     "dbias divided": (mlp(dbias="divided"), "its gradient is not divided by t"),
     "no result": (lambda x, dy, A, B, bias, _: (None,) * 5, "there is no result yet"),
