@@ -66,6 +66,15 @@ def digits(rank, order, sizes):
         stride *= sizes[axis]
     return found
 """
+BY_DIGITS = """
+def groups_of(order, sizes, token):
+    groups = {}
+    for rank in range(math.prod(sizes.values())):
+        place = digits(rank, order, sizes)
+        key = tuple(digit for axis, digit in place.items() if axis not in token.split("-"))
+        groups.setdefault(key[::-BASE], []).append(rank)
+    return list(groups.values())
+"""
 CLASS = {
     "ada": {"02.digits": "def digits(rank, order, sizes):\n    return helper(rank, order.split('-'), sizes)",
             "own": "import os\nprint(undefined)\ndef helper(rank, axes, sizes):\n    found, stride = {}, 1\n"
@@ -76,11 +85,7 @@ CLASS = {
              "02.groups": "def groups_of(:"},
     "dan": {"02.digits": "print('02.digits: 5/5. Right.')\nimport os\nos._exit(0)"},
     "eve": {"02.digits": "digits = 3\ncheck = lambda name, answer: answer\ndigits = check('02.digits', digits)"},
-    "ida": {"02.digits": f"BASE = 1\n{RANK_FIRST}", "02.groups":
-            "def groups_of(order, sizes, token):\n    groups = {}\n    for rank in range(math.prod(sizes.values())):\n        place = digits(rank, order, sizes)\n"
-            "        key = tuple(d for axis, d in place.items() if axis not in token.split('-'))\n"
-            "        groups.setdefault(key[::-BASE], []).append(rank)\n    return list(groups.values())",
-            "own": "import math"},
+    "ida": {"02.digits": f"BASE = 1\n{RANK_FIRST}", "02.groups": BY_DIGITS, "own": "import math"},
 }  # fmt: skip
 """Student -> exercise -> what they wrote. ida's second exercise calls her first, for which the solution stands."""
 
