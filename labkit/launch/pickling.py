@@ -73,6 +73,16 @@ def unpack(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return pickle.load(file)
 
 
+def unpacked_elsewhere(packed: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Read the function and its arguments on another machine. It keeps its own environment and directory, and gets the
+    caller's import path behind its own, and the notebook's sources."""
+    file = io.BytesIO(packed)
+    values = pickle.load(file)
+    sys.path += [entry for entry in values["path"] if entry not in sys.path]
+    linecache.cache.update(values["cells"])
+    return pickle.load(file)
+
+
 def apply_environment(values: dict[str, str]) -> None:
     """Give this rank the caller's environment, except for the rank's own variables."""
     for key in set(os.environ) - set(values) - set(OWN_VARIABLES):
