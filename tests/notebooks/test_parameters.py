@@ -407,7 +407,7 @@ EXTREMES = [
     ),
     (
         "08_data_parallel",
-        {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1, "fault": 99},
+        {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 100, "link_mb": 1, "fault": 99},
     ),
     ("09_distributed_optimizer", {"world_size": 2, "steps": 2, "layer_ms": 1, "link_ms": 0, "fault": 0}),
     ("09_distributed_optimizer", {"world_size": 8, "steps": 20, "layer_ms": 100, "link_ms": 50, "fault": 99}),
