@@ -412,7 +412,7 @@ EXTREMES = [
     ("09_distributed_optimizer", {"world_size": 2, "steps": 2, "layer_ms": 1, "link_ms": 0, "fault": 0}),
     ("09_distributed_optimizer", {"world_size": 8, "steps": 20, "layer_ms": 100, "link_ms": 50, "fault": 99}),
     ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1, "fault": 0}),
-    ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 32, "forward_ms": 20, "backward_ms": 40, "fault": 99}),
+    ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 32, "forward_ms": 40, "backward_ms": 80, "fault": 99}),
     ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3, "fault": 0}),
     ("11_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 32, "stage_ms": 120, "fault": 99}),
     ("12_write_your_own_schedule", {"world_size": 2, "microbatches": 4, "fault": 0}),
