@@ -35,10 +35,9 @@ def ring_and_tree(nodes: int = 8) -> Figure:
         tree.set_title(f"tree: {depth} levels up, {depth} down", loc="left")
         for axes in (ring, tree):
             axes.set_axis_off()
-            axes.margins(0.15)
         ring.set_aspect("equal")
     sentence = f"An all-reduce over {nodes} nodes: a ring takes {2 * (nodes - 1)} steps, a tree {2 * depth}."
-    return Figure(fig, sentence + " Solid arrows carry partial sums, dashed ones the complete sum.")
+    return Figure(fig, sentence + " In the tree solid arrows carry partial sums, dashed ones the complete sum.")
 
 
 def _height(node: int) -> int:
@@ -54,9 +53,12 @@ def _parent(node: int, nodes: int) -> int:
 
 
 def _nodes(axes: Any, places: list[tuple[float, float]]) -> None:
+    look = {"boxstyle": "circle,pad=0.35", "facecolor": "#FFFFFF", "edgecolor": INK}
     for node, (x, y) in enumerate(places):
-        axes.plot([x], [y], "o", ms=17, mfc="#FFFFFF", mec=INK, zorder=3)
-        axes.text(x, y, str(node), ha="center", va="center", zorder=4)
+        axes.text(x, y, f"{node}", ha="center", va="center", bbox=look, zorder=3)
+    wide, tall = (max(each) - min(each) for each in zip(*places))
+    axes.set_xlim(min(x for x, _ in places) - 0.12 * wide, max(x for x, _ in places) + 0.12 * wide)
+    axes.set_ylim(min(y for _, y in places) - 0.15 * tall, max(y for _, y in places) + 0.15 * tall)
 
 
 def _arrows(axes: Any, pairs: list[tuple[tuple[float, float], tuple[float, float]]], *, back: bool = False) -> None:
