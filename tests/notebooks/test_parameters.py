@@ -296,6 +296,10 @@ CASES = {
             "8 microbatches: all 4 ranks ran their rows in the predicted order": (
                 "16 microbatches: all 4 ranks ran their rows in the predicted order"
             ),
+            # 48 of 3 x 19 + 2 x 3 x 1 = 63 units are work
+            "Messages of 1, 4 stages, 8 microbatches: bubble 38.5%, peak 7 in flight": (
+                "Messages of 1, 4 stages, 16 microbatches: bubble 23.8%, peak 7 in flight"
+            ),
         },
     ),
     # bubble (p-1)/(v m + p-1): v2 3/19 = 15.8% and 3/35 = 8.6%; in flight (2(p-1) + (v-1)p + 1)/v shares: 5.5
