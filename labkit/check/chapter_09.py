@@ -108,25 +108,14 @@ def owners(sizes: Sequence[int], bucket_size: int, dp: int) -> Owners:
     ]
 
 
-def _laid_out(
-    sizes: Sequence[int], bucket_size: float, dp: int, *, backward: bool = True, align: int = 64, multiple: int = 128
-) -> list[Stretch]:
-    """Return the buckets by the rules of the exercise, or by rules that differ in one point."""
-    buckets: list[Stretch] = []
-    start = end = 0
-    placed: list[Placed] = []
-    order = range(len(sizes))
-    for parameter in reversed(order) if backward else order:
-        first = -(-end // align) * align
-        end = first + sizes[parameter]
-        placed.append((parameter, first, end))
-        if end - start >= bucket_size or parameter == (0 if backward else len(sizes) - 1):
-            length = math.lcm(dp, multiple)
-            stop = start + -(-(end - start) // length) * length
-            buckets.append((start, stop, placed))
-            start = end = stop
-            placed = []
-    return buckets
+def _laid_out(sizes: Sequence[int], bucket_size: int, dp: int) -> list[Stretch]:
+    """Return the library's buckets, with the parameters in each."""
+    specs = [ParameterSpec(str(number), size) for number, size in enumerate(sizes)]
+    plan = plan_buckets(specs, dp=dp, bucket_size=bucket_size, distributed_optimizer=True)
+    return [
+        (bucket.start, bucket.end, [(int(name), *plan.ranges[name]) for name in bucket.names])
+        for bucket in plan.buckets
+    ]
 
 
 def _cut(buckets: Sequence[Stretch], dp: int, *, within: bool = True) -> Owners:
@@ -144,68 +133,58 @@ def _cut(buckets: Sequence[Stretch], dp: int, *, within: bool = True) -> Owners:
     return found
 
 
-def _misread_owners(sizes: Sequence[int], bucket_size: int, dp: int) -> dict[str, Owners]:
-    right = _laid_out(sizes, bucket_size, dp)
-    whole = [(0, right[-1][1], [each for _, _, placed in right for each in placed])]
-    turns = [(parameter, 0, size) for parameter, size in enumerate(sizes)]
+def _misread_owners(buckets: Sequence[Stretch], dp: int) -> dict[str, Owners]:
+    everything = [each for _, _, placed in buckets for each in placed]
+    turns = [(parameter, 0, last - first) for parameter, first, last in everything]
+    within = [(start, placed[-1][2], placed) for start, _, placed in buckets]
     return {
         "whole parameters are dealt out in turn; a rank owns a part of each bucket, wherever parameters end": [
-            [piece for piece in turns if piece[0] % dp == rank] for rank in range(dp)
+            turns[rank::dp] for rank in range(dp)
         ],
-        "the buffer is cut as a whole; close a bucket at bucket_size and cut each, so that all ranks share it": _cut(
-            whole, dp
+        "the buffer is cut as a whole; cut each bucket, so that all ranks share it": _cut(
+            [(0, buckets[-1][1], everything)], dp
         ),
-        "parameters lie end to end; each must start at a multiple of 64": _cut(
-            _laid_out(sizes, bucket_size, dp, align=1), dp
+        "the part that is cut ends with the last parameter; the padding after it belongs to the bucket, too": _cut(
+            within, dp
         ),
-        "parameters lie end to end, and buckets are padded to dp alone": _cut(
-            _laid_out(sizes, bucket_size, dp, align=1, multiple=1), dp
+        "every bucket is cut as if it began at 0; add its start": _cut(
+            [(0, end - start, placed) for start, end, placed in buckets], dp
         ),
-        "buckets are padded to dp alone; their length must be a multiple of lcm(dp, 128)": _cut(
-            _laid_out(sizes, bucket_size, dp, multiple=1), dp
-        ),
-        "buckets are padded to 128 alone; dp must divide their length, too": _cut(_laid_out(sizes, bucket_size, 1), dp),
-        "parameters lie as they were registered; the first bucket is then complete when the backward ends": _cut(
-            _laid_out(sizes, bucket_size, dp, backward=False), dp
-        ),
-        "elements are counted in the buffer; count them within the parameter": _cut(right, dp, within=False),
+        "elements are counted in the buffer; count them within the parameter": _cut(buckets, dp, within=False),
         "pieces are listed by parameter; list them in the order of the buffer": [
-            sorted(own) for own in _cut(right, dp)
-        ],
-        "parameters are numbered in the order of the buffer; 0 is the first in the order of registration": [
-            [(len(sizes) - 1 - parameter, first, last) for parameter, first, last in own] for own in _cut(right, dp)
+            sorted(own) for own in _cut(buckets, dp)
         ],
     }
 
 
-@exercise("09.shards", "Write shards(sizes, bucket_size, dp) -> by rank, the (parameter, first, last) that it owns.")
+@exercise("09.shards", "Write shards(buckets, dp) -> by rank, the (parameter, first, last) that it owns.")
 def shards(answer: Any) -> Iterator[Outcome]:
     """Judge five small buffers, then forty parameters: each element must have exactly its right owner."""
     diagnosis = Diagnosis()
     for sizes, bucket_size, dp, what in _BUFFERS:
-        given = f"sizes {list(sizes)}, bucket_size {bucket_size} and dp {dp} ({what})"
-        yield _judged(given, lambda a=(list(sizes), bucket_size, dp): answer(*a), (sizes, bucket_size, dp), diagnosis)
+        buckets = _laid_out(sizes, bucket_size, dp)
+        yield _judged(f"buckets {shown(buckets)} and dp {dp} ({what})", answer, (sizes, bucket_size, dp), diagnosis)
     sizes, bucket_size, dp = _MANY
     yield holds(
         f"{len(sizes)} parameters over {dp} ranks in buckets of {bucket_size}",
         f"that each of their {sum(sizes):,} elements has one owner, the one it has in the library",
-        lambda: _each_once(answer(list(sizes), bucket_size, dp), owners(*_MANY)),
+        lambda: _each_once(answer(_laid_out(*_MANY), dp), owners(*_MANY)),
     )
 
 
-def _judged(given: str, got: Callable[[], Any], case: tuple[Sequence[int], int, int], diagnosis: Diagnosis) -> Outcome:
+def _judged(given: str, answer: Any, case: tuple[Sequence[int], int, int], diagnosis: Diagnosis) -> Outcome:
     """Judge one buffer: name the first rank that differs, and the misunderstanding that gives the same slices."""
-    right, rank = plain(owners(*case)), 0
+    right, rank, dp = plain(owners(*case)), 0, case[2]
 
     def tried() -> Finding:
         nonlocal rank
-        value = plain(got())
+        value = plain(answer(_laid_out(*case), dp))
         if value == right:
             return True
         if not isinstance(value, list) or len(value) != len(right):
             return "form", f"{shown(value)}: give a list with one list of pieces for each of the {len(right)} ranks"
         rank = next(r for r in range(len(right)) if value[r] != right[r])
-        fitting = [words for words, other in _misread_owners(*case).items() if plain(other) == value]
+        fitting = [words for words, other in _misread_owners(_laid_out(*case), dp).items() if plain(other) == value]
         reason = diagnosis.meant(fitting)
         return reason, f"{shown(value[rank])} on rank {rank}{f': {reason}' if reason else ''}"
 

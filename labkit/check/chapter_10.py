@@ -1,4 +1,4 @@
-"""Exercises and bets of chapter 10: a row of 1F1B, how many microbatches are enough, a row with its messages.
+"""Exercises and bets of chapter 10: how many microbatches are enough, a warm-up for late messages, a row with messages.
 
 Wrong answers are compared with those of known misunderstandings. The score names the one that gives the same answer, or
 else the first place that differs, with its consequence.
@@ -9,25 +9,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from labkit.check.bets import ask
 from labkit.check.scoring import (
-    ONLY_FIRST,
     Finding,
     Misreadings,
     Outcome,
     asked,
     exercise,
     holds,
-    listed,
+    plain,
     shown,
-    without_grid,
 )
 from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
-from labkit.schedules.simulator import simulate
+from labkit.schedules.simulator import Costs, simulate
 
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
@@ -88,165 +85,82 @@ ask(
     },
 )
 
-# ---- a row of 1F1B ----
+# ---- a warm-up for late messages ----
 
-_ROWS = ((4, 3, 3), (4, 0, 5), (4, 2, 5), (2, 0, 1), (4, 0, 2), (1, 0, 3))
-"""(pp, rank, microbatches); some have fewer microbatches than warm-up forwards."""
+_LATE = (
+    (4, 0, 32, 5.0), (2, 0, 32, 0.5), (4, 0, 32, 0.0), (4, 0, 32, 0.5), (4, 1, 32, 1.5), (4, 0, 32, 2.0),
+    (3, 1, 32, 2.0), (4, 3, 32, 1.0), (4, 0, 4, 1.0), (8, 0, 64, 1.0),
+)  # fmt: skip
+"""(pp, rank, microbatches, latency), for F = 1 and B = 2; in one there are fewer microbatches than stages need.
+
+The first comes first because each misunderstanding gives another number there."""
+_PAIR = 3
+"""Time of a forward and a backward."""
 
 
-def draw_rows(answer: Any) -> Figure | None:
-    """Draw the answer's rows for 4 ranks and 8 microbatches, as far as they run; other things have no drawing."""
-    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
+def draw_warm_up(answer: Any) -> Figure | None:
+    """Draw the answer for 4 ranks, 12 microbatches and messages of 1, above the aim; None for what cannot run."""
+    from labkit.viz.pipeline.timeline import compare_timelines  # matplotlib, which a score does without
 
-    rows = [_parsed_row(answer(4, rank, 8), rank) for rank in range(4)]
-    if any(isinstance(row, str) or not row or len(set(row)) < len(row) for row in rows):
+    yours = [plain(answer(4, rank, 12, 1.0)) for rank in range(4)]
+    if not all(isinstance(each, int) and 0 <= each <= 12 for each in yours):
         return None
-    return draw_played(PlayedTable(rows), {"the aim ": 3 * (8 + 4 - 1)})  # type: ignore[arg-type]
+    costs, found = Costs(forward=[1.0] * 4, backward=[2.0] * 4, latency=1.0), []
+    for name, counts in ((f"yours {yours}", yours), ("the aim", [_warm_up(4, rank, 12, 1.0) for rank in range(4)])):
+        rows = [[Action.parse(text) for text in _row(rank, count, 12)] for rank, count in enumerate(counts)]
+        try:
+            found.append(simulate(Schedule(name, 4, 12, rows), costs))
+        except ScheduleError:
+            return None
+    return compare_timelines(found, unit="forwards")
+
+
+def _row(rank: int, warm_up: int, count: int) -> list[str]:
+    """Return `wF (m-w)(FB) wB` as texts."""
+    pairs = [f"{rank}{kind}{m}" for i in range(count - warm_up) for kind, m in (("F", warm_up + i), ("B", i))]
+    return [f"{rank}F{m}" for m in range(warm_up)] + pairs + [f"{rank}B{m}" for m in range(count - warm_up, count)]
+
+
+def _warm_up(pp: int, rank: int, count: int, latency: float) -> int:
+    stages = pp - 1 - rank
+    return min(count, stages + stages * math.ceil(2 * latency / _PAIR))
 
 
 @exercise(
-    "10.one_f_one_b",
-    "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.",
-    draw=draw_rows,
+    "10.warm_up",
+    "Write warm_up(pp, rank, microbatches, latency) -> the fewest forwards before the first pair with which no step of "
+    "many microbatches waits for a message.",
+    draw=draw_warm_up,
 )
-def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
-    """Judge six rows, then two whole pipelines that must run in the time and the memory of 1F1B."""
-    belief = _belief(answer)
-    for case in _ROWS:
-        pp, rank, count = case
-        yield holds(
-            f"pp {pp}, rank {rank}, {count} microbatches",
-            shown(_right(*case)),
-            lambda c=case: _judged_row(answer(*c), c, belief),
-        )
-    for pp, count in ((4, 8), (5, 3)):
-        outcome = holds(
-            f"all {pp} rows for {count} microbatches",
-            f"a schedule that takes {_units(3 * (count + pp - 1))} with at most {min(pp, count)} in flight",
-            lambda p=pp, m=count: _all_rows(answer, p, m),
-        )
-        judged = outcome.got.startswith(("the answer", "one that"))
-        yield replace(outcome, reason="whole pipelines" if judged else ONLY_FIRST)
+def warm_up(answer: Any) -> Iterator[Outcome]:
+    """Judge ten ranks of pipelines with two to eight stages."""
+    return asked(
+        _LATE,
+        given="{} stages, rank {}, {} microbatches and messages of {}".format,
+        right=_warm_up,
+        tried=answer,
+        misread=_misread_warm_up,
+    )
 
 
-def _right(pp: int, rank: int, count: int) -> list[str]:
-    return [str(action) for action in one_f_one_b(pp, count).actions(rank)]
-
-
-def _program(rank: int, warmup: int, count: int) -> list[str]:
-    """Return `wF (m-w)(FB) wB` as texts."""
-    pairs = [f"{rank}{kind}{m}" for i in range(count - warmup) for kind, m in (("F", warmup + i), ("B", i))]
-    first = [f"{rank}F{m}" for m in range(warmup)]
-    return first + pairs + [f"{rank}B{m}" for m in range(max(0, count - warmup), count)]
-
-
-def _misread_rows(pp: int, rank: int, count: int) -> dict[str, list[str]]:
-    behind = min(pp - rank - 1, count)
+def _misread_warm_up(pp: int, rank: int, count: int, latency: float) -> Misreadings:
+    stages, late = pp - 1 - rank, 2 * latency / _PAIR
     return {
-        "this is GPipe: all forwards go first, so all microbatches are kept": _program(rank, count, count),
-        "no warm-up: each forward waits until the gradient of the one before has come back": _program(rank, 0, count),
-        "the warm-up grows with the rank; but p - r - 1 stages come after rank r": _program(
-            rank, min(rank, count), count
+        "this is 1F1B's warm-up: right if messages take no time": min(count, stages),
+        "a gradient has to come back, too: a border costs two messages": min(
+            count, stages + stages * math.ceil(latency / _PAIR)
         ),
-        "one forward too many in the warm-up, so the rank keeps one microbatch more": _program(
-            rank, min(pp - rank, count), count
+        "each of the stages after this rank adds as much: one border's worth isn't enough": min(
+            count, stages + (math.ceil(late) if stages else 0)
         ),
-        "one forward too few in the warm-up, so the rank waits for a gradient": _program(
-            rank, max(0, behind - 1), count
+        "a rank has only whole pairs to fill the time with, so every border is rounded up by itself": min(
+            count, stages + math.ceil(stages * late)
         ),
-        "forwards alone: each microbatch needs its backward, too": [f"{rank}F{m}" for m in range(count)],
+        "what is left of a pair is waited for in every round; round up": min(count, stages + stages * math.floor(late)),
+        "a warm-up has at most all forwards that there are": stages + stages * math.ceil(late),
+        "one forward fewer is enough": min(count, stages + stages * math.ceil(late) + 1),
+        "all forwards first is GPipe; far fewer fill the time": count,
     }
-
-
-def _belief(answer: Any) -> str:
-    """Name the misunderstanding that gives the same rows in all cases; empty if none does."""
-    agree = set(_misread_rows(*_ROWS[0]))
-    for case in _ROWS:
-        try:
-            row = [str(cell) for cell in answer(*case)]
-        except (Exception, SystemExit):
-            return ""
-        agree &= {words for words, other in _misread_rows(*case).items() if row == other}
-    return min(agree, default="")
-
-
-def _judged_row(given: Any, case: tuple[int, int, int], belief: str) -> Finding:
-    """Return the kind of the fault, and the row with its fault."""
-    right = _right(*case)
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        given = [str(cell) for cell in given]
-        if given == right:
-            return True
-        strange = next((text for text in given if _is_beyond(text, case[2])), "")
-        if strange:
-            words = f"{strange} has no microbatch; a warm-up has at most all {case[2]} forwards"
-            return "beyond", f"{shown(given)}: {words}"
-    row = _parsed_row(given, case[1])
-    if isinstance(row, str) and not belief:
-        return "no backward" if row.startswith("no backward") else "form", row
-    return belief or "another order", f"{shown(given)}: {belief or _first_difference(given, right)}"
-
-
-def _is_beyond(text: str, count: int) -> bool:
-    """Return True for an action of a microbatch that does not exist."""
-    found = re.fullmatch(r"\d+[FB](-?\d+)", text)
-    return found is not None and not 0 <= int(found[1]) < count
-
-
-def _first_difference(row: Sequence[str], right: Sequence[str]) -> str:
-    """Name the first position at which a row differs, and what follows from that."""
-    place = next((i for i, (a, b) in enumerate(zip(row, right)) if a != b), min(len(row), len(right)))
-    if place == len(row):
-        return f"the row ends where {right[place]} should follow"
-    if place == len(right):
-        return f"{row[place]} at position {place} is one action too many"
-    given, wanted = row[place], right[place]
-    if "F" in given and "B" in wanted:
-        return f"position {place} has {given} instead of {wanted}, so the rank keeps one microbatch more"
-    if "B" in given and "F" in wanted:
-        return f"position {place} has {given} instead of {wanted}, so the rank waits for a gradient and could work"
-    return f"position {place} has {given} instead of {wanted}: microbatches come in order"
-
-
-def _all_rows(answer: Any, pp: int, count: int) -> bool | str:
-    """Return True, or the time and the memory of the answer's rows together."""
-    rows: list[list[Action]] = []
-    for rank in range(pp):
-        row = _parsed_row(answer(pp, rank, count), rank)
-        if isinstance(row, str):
-            return row
-        rows.append(row)
-    try:
-        timeline = simulate(Schedule("the answer", pp, count, rows))
-    except ScheduleError as problem:
-        return without_grid(str(problem))
-    peaks = [min(pp - rank, count) for rank in range(pp)]
-    if timeline.makespan == 3 * (count + pp - 1) and timeline.peak_in_flight == peaks:
-        return True
-    return f"one that takes {_units(timeline.makespan)} with {timeline.peak_in_flight} in flight by rank"
-
-
-def _parsed_row(row: Any, rank: int) -> list[Action] | str:
-    """Parse an answer's row; return its actions, or their fault as words of a sentence."""
-    form = f"a row is a list of texts such as '{rank}F0'"
-    if isinstance(row, str) or not isinstance(row, Iterable):
-        return f"{shown(row)} for rank {rank}: {form}"
-    actions: list[Action] = []
-    for cell in row:
-        try:
-            actions.append(Action.parse(str(cell)))
-        except ScheduleError:
-            return f"{shown(cell)} in the row of rank {rank}: {form}"
-    foreign = [action for action in actions if action.stage != rank]
-    if foreign:
-        return f"a row in which rank {rank} runs stage {foreign[0].stage} ({foreign[0]}): rank r runs stage r"
-    ran = {(action.kind, action.microbatch) for action in actions}
-    missing = [str(a) for a in actions if a.kind == "F" and ("B", a.microbatch) not in ran]
-    return f"no backward for {listed(missing)}" if missing else actions
-
-
-def _units(time: float) -> str:
-    return f"{time:g} units of time (F = 1, B = 2)"
 
 
 # ---- how many microbatches are enough ----
@@ -287,6 +201,22 @@ def _misread_shares(p: int, share: float) -> Misreadings:
 
 
 # ---- a row with its messages ----
+
+
+def _first_difference(row: Sequence[str], right: Sequence[str]) -> str:
+    """Name the first position at which a row differs, and what follows from that."""
+    place = next((i for i, (a, b) in enumerate(zip(row, right)) if a != b), min(len(row), len(right)))
+    if place == len(row):
+        return f"the row ends where {right[place]} should follow"
+    if place == len(right):
+        return f"{row[place]} at position {place} is one action too many"
+    given, wanted = row[place], right[place]
+    if "F" in given and "B" in wanted:
+        return f"position {place} has {given} instead of {wanted}, so the rank keeps one microbatch more"
+    if "B" in given and "F" in wanted:
+        return f"position {place} has {given} instead of {wanted}, so the rank waits for a gradient and could work"
+    return f"position {place} has {given} instead of {wanted}: microbatches come in order"
+
 
 _PIPELINES = ((2, 4), (4, 6), (4, 8), (3, 1), (4, 2), (1, 3))
 """(pp, microbatches)."""

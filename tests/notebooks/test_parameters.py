@@ -296,6 +296,10 @@ CASES = {
             "8 microbatches: all 4 ranks ran their rows in the predicted order": (
                 "16 microbatches: all 4 ranks ran their rows in the predicted order"
             ),
+            # 48 of 3 x 19 + 2 x 3 x 1 = 63 units are work
+            "Messages of 1, 4 stages, 8 microbatches: bubble 38.5%, peak 7 in flight": (
+                "Messages of 1, 4 stages, 16 microbatches: bubble 23.8%, peak 7 in flight"
+            ),
         },
     ),
     # bubble (p-1)/(v m + p-1): v2 3/19 = 15.8% and 3/35 = 8.6%; in flight (2(p-1) + (v-1)p + 1)/v shares: 5.5
@@ -407,12 +411,12 @@ EXTREMES = [
     ),
     (
         "08_data_parallel",
-        {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1, "fault": 99},
+        {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 100, "link_mb": 1, "fault": 99},
     ),
     ("09_distributed_optimizer", {"world_size": 2, "steps": 2, "layer_ms": 1, "link_ms": 0, "fault": 0}),
     ("09_distributed_optimizer", {"world_size": 8, "steps": 20, "layer_ms": 100, "link_ms": 50, "fault": 99}),
     ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1, "fault": 0}),
-    ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 32, "forward_ms": 20, "backward_ms": 40, "fault": 99}),
+    ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 32, "forward_ms": 40, "backward_ms": 80, "fault": 99}),
     ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3, "fault": 0}),
     ("11_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 32, "stage_ms": 120, "fault": 99}),
     ("12_write_your_own_schedule", {"world_size": 2, "microbatches": 4, "fault": 0}),

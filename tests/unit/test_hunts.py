@@ -98,8 +98,16 @@ def test_a_hunt_says_what_it_asks_and_nothing_about_its_faults(chapter: str) -> 
     assert len(told) == 1, "the same words whatever is planted"
     for fault in found.faults:
         assert set(fault.answers) == set(fault.astray) == set(found.questions)
-        assert "family" not in found.questions or fault.answers["family"].split("|")[0] in FAMILIES
+        offered = found.families or tuple(FAMILIES)
+        assert "family" not in found.questions or set(fault.answers["family"].split("|")) <= set(offered)
     assert len({fault.name for fault in found.faults}) == len(found.faults) >= 3
+
+
+def test_a_hunt_that_offers_some_families_explains_them_and_takes_no_other() -> None:
+    told = " ".join(repr(hunt("08")).split())
+    assert "extra communication (a message or a sum too many); wrong data (" in told and "not captured" not in told
+    with pytest.raises(ValueError, match="family = 'not captured': choose one of missing communication, "):
+        hunt("08").verdict(family="not captured", place="", first="")
 
 
 def test_a_verdict_is_scored_question_by_question_with_reasons() -> None:

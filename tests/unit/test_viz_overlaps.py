@@ -463,6 +463,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         ),
     ),
     "tensor_parallel_block": (lambda: tp_block(2, 2048), lambda: tp_block(8, 16 * 2 * 512 * 8)),
+    "ring_and_tree": (lambda: viz.ring_and_tree(4), lambda: viz.ring_and_tree(16)),
     "term_bars": (
         lambda: viz.term_bars([16], {"latency": [1e-3]}, [2e-3], of="a ring"),
         lambda: viz.term_bars([10**9] * 4, {"latency": [1.0] * 4, "bytes / bandwidth": [0.1, 1, 3, 9]}, [2, 3, 5, 20],

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_hex
 
-from labkit.viz import bandwidth_by_size, before_and_after, rank_matrices, term_bars
+from labkit.viz import bandwidth_by_size, before_and_after, rank_matrices, ring_and_tree, term_bars
 from labkit.viz.style import SEQUENCE
 
 WHOLE = list(np.eye(9).reshape(3, 3, 3, 3))
@@ -52,6 +52,15 @@ def test_terms_are_outlined_one_after_another_and_the_measured_time_is_filled():
     bars = [(p.get_x(), p.get_width()) for p in figure.fig.axes[0].patches]
     np.testing.assert_allclose(bars, [(0, 1), (1, 1), (0, 3), (0, 1), (1, 4), (0, 6)], atol=1e-9)
     assert figure.sentence == "Time of a ring of 16 to 64 bytes: latency and bytes predicted, and measured."
+
+
+def test_a_tree_of_eight_nodes_has_three_levels():
+    figure = ring_and_tree(8)
+    assert figure.sentence.startswith("An all-reduce over 8 nodes: a ring takes 14 steps, a tree 6.")
+    ring, tree = figure.fig.axes
+    assert [len([t for t in axes.texts if not t.get_text()]) for axes in (ring, tree)] == [8, 2 * 7]
+    levels = [text.get_position()[1] for text in tree.texts if text.get_text()]
+    assert levels == [3, 0, 1, 0, 2, 0, 1, 0]
 
 
 def test_half_of_the_largest_bandwidth_is_told():

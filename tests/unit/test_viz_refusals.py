@@ -22,6 +22,7 @@ CLASH = {"tp": 2, "pp": 2, "etp": 1, "ep": 2, "order": "tp-pp-cp-ep-dp"}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: viz.bandwidth_by_size({"a": ([1], [1])}, {"b": ([1], [1])}), "measured points belong to a line"),
     (lambda: viz.rank_matrices({"a": np.ones((3, 2))}, 2), "2 ranks share equally"),
+    (lambda: viz.ring_and_tree(6), "4, 8 or 16 make a tree"),
     (lambda: viz.term_bars([1, 2], {"latency": [1.0, 2.0]}, [1.0], of="a ring"), "as many times as sizes"),
     (lambda: viz.before_and_after({}), "at least one operation"),
     (lambda: viz.bucket_map(UNEVEN, 4), "450 elements cannot be cut into 4 equal parts"),

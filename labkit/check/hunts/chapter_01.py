@@ -95,6 +95,14 @@ HUNT = Hunt(
         "rank": "Which rank is at fault? A number, or all",
     },
     choices={"place": ("reduce-scatter", "all-gather")},
+    families=(
+        "missing communication",
+        "extra communication",
+        "wrong data",
+        "wrong scale",
+        "wrong order",
+        "slow work",
+    ),
     faults=(
         Fault(
             "no sum",

@@ -88,6 +88,15 @@ HUNT = Hunt(
         "place": "What is at fault: which part of the run, or which decision?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
+    families=(
+        "missing communication",
+        "extra communication",
+        "wrong data",
+        "wrong scale",
+        "wrong order",
+        "reused memory",
+        "slow work",
+    ),
     faults=(
         Fault(
             "other order",

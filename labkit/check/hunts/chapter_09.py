@@ -78,6 +78,15 @@ HUNT = Hunt(
         "place": "Which operation, message or copy is at fault?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
+    families=(
+        "missing communication",
+        "extra communication",
+        "wrong data",
+        "wrong scale",
+        "wrong order",
+        "reused memory",
+        "slow work",
+    ),
     faults=(
         Fault(
             "own norm",

@@ -120,6 +120,15 @@ HUNT = Hunt(
         "place": "Which data, message, factor or order is at fault?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
+    families=(
+        "missing communication",
+        "extra communication",
+        "wrong data",
+        "wrong scale",
+        "wrong order",
+        "kept memory",
+        "slow work",
+    ),
     faults=(
         Fault(
             "sum for mean",

@@ -22,11 +22,19 @@ from typing import Any
 from labkit.check import hunts, progress
 from labkit.check.boxed import boxed, paragraph
 
-FAMILIES = (
-    "missing communication", "extra communication", "wrong data", "wrong scale", "wrong order", "random numbers",
-    "reused memory", "kept memory", "slow work", "not captured",
-)  # fmt: skip
-"""What a fault of any hunt can be; a hunt has only some of them."""
+FAMILIES = {
+    "missing communication": "a message or a sum of a healthy run is left out",
+    "extra communication": "a message or a sum too many",
+    "wrong data": "an operation reads other numbers than it should: another sample's or rank's, old or rounded ones",
+    "wrong scale": "the right numbers, times a wrong factor",
+    "wrong order": "the right numbers, at the wrong time or in the wrong place",
+    "random numbers": "ranks draw the same ones and shouldn't, or the other way round",
+    "reused memory": "a buffer is overwritten while somebody still needs it",
+    "kept memory": "something stays in memory that nobody needs any more",
+    "slow work": "every number is right, and it takes longer than it must",
+    "not captured": "work that a CUDA graph doesn't replay",
+}
+"""What a fault of any hunt can be, and what that means; a hunt has only some of them."""
 _WIDTH = 90
 
 
@@ -57,7 +65,9 @@ class Hunt:
     """Argument of `verdict` -> the question."""
     faults: Sequence[Fault]
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Question -> allowed answers, where they are not free; a `family` is always one of FAMILIES."""
+    """Question -> allowed answers, where they are not free; a `family` is one of FAMILIES in any case."""
+    families: Sequence[str] = ()
+    """The families to choose from, each of which is then explained; all of FAMILIES if there are none."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,10 @@ class Suspect:
     @property
     def _questions(self) -> list[str]:
         choices = {name: f" One of: {', '.join(each)}." for name, each in self._choices().items()}
+        if self._hunt.families:
+            choices["family"] = (
+                " One of: " + "; ".join(f"{each} ({FAMILIES[each]})" for each in self._hunt.families) + "."
+            )
         return [f"{name}: {question}{choices.get(name, '')}" for name, question in self._hunt.questions.items()]
 
     def around(self, function: Callable[..., Any]) -> Planted:
@@ -156,7 +170,7 @@ class Suspect:
         return self._hunt.faults[self._number].name
 
     def _choices(self) -> dict[str, Sequence[str]]:
-        known = {"family": FAMILIES, **self._hunt.choices}
+        known = {"family": self._hunt.families or tuple(FAMILIES), **self._hunt.choices}
         return {name: choices for name, choices in known.items() if name in self._hunt.questions}
 
     def _check(self, answers: Mapping[str, str]) -> None:

@@ -1,47 +1,21 @@
 """Solutions of chapter 09, The distributed optimizer (ZeRO)."""
 
-import math
-
 from labkit.check.solution_source import solves
 
 
-def up(number, multiple):
-    return -(-number // multiple) * multiple
-
-
-def laid_out(sizes, bucket_size, dp, order=None, align=64, multiple=128):
-    """(start, end, [(parameter, first, last)]) of each bucket, in the buffer."""
-    buckets, placed, start, end = [], [], 0, 0
-    order = list(reversed(range(len(sizes)))) if order is None else order
-    for parameter in order:
-        first = up(end, align)
-        end = first + sizes[parameter]
-        placed.append((parameter, first, end))
-        if end - start >= bucket_size or parameter == order[-1]:
-            stop = start + up(end - start, math.lcm(dp, multiple))
-            buckets.append((start, stop, placed))
-            placed, start, end = [], stop, stop
-    return buckets
-
-
-def parts(buckets, dp):
-    """The rank-th part of every bucket, as pieces of its parameters."""
+@solves("09.shards")
+def shards(buckets, dp):
+    """The r-th part of every bucket, as pieces of its parameters."""
     owned = [[] for _ in range(dp)]
     for start, end, placed in buckets:
         share = (end - start) // dp
         for rank in range(dp):
-            low, high = start + rank * share, start + (rank + 1) * share
+            low = start + rank * share
             for parameter, first, last in placed:
-                if max(first, low) < min(last, high):
-                    piece = (parameter, max(first, low) - first, min(last, high) - first)
-                    owned[rank].append(piece)
+                a, b = max(first, low), min(last, low + share)  # where the two overlap
+                if a < b:
+                    owned[rank].append((parameter, a - first, b - first))
     return owned
-
-
-@solves("09.shards")
-def shards(sizes, bucket_size, dp):
-    """Lay out in the order of the backward, pad, and cut each bucket."""
-    return parts(laid_out(sizes, bucket_size, dp), dp)
 
 
 @solves("09.order")

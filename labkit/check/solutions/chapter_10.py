@@ -12,17 +12,12 @@ def enough(p, share):
     return max(1, math.ceil((p - 1) / share) - (p - 1))
 
 
-def _row(rank, warmup, microbatches):
-    pairs = [f"{rank}{kind}{m}" for i in range(microbatches - warmup) for kind, m in (("F", warmup + i), ("B", i))]
-    first = [f"{rank}F{m}" for m in range(warmup)]
-    return first + pairs + [f"{rank}B{m}" for m in range(microbatches - warmup, microbatches)]
-
-
-@solves("10.one_f_one_b")
-def row(pp, rank, microbatches):
-    """Warm up with as many forwards as there are stages after this one, or all there are;
-    then pairs; then what is left."""
-    return _row(rank, min(pp - rank - 1, microbatches), microbatches)
+@solves("10.warm_up")
+def warm_up(pp, rank, microbatches, latency):
+    """For each stage after this one a forward, as in 1F1B, and the pairs that two messages take."""
+    stages = pp - 1 - rank
+    pairs = math.ceil(2 * latency / 3)  # whole ones
+    return min(microbatches, stages + stages * pairs)
 
 
 def one_by_one(pp, rank, microbatches):

@@ -1,40 +1,29 @@
 """Wrong answers to the exercises of chapter 09, with what each believes and words of its score."""
 
-import math
-
 from labkit.check import chapter_09, score
 from labkit.check.chapter_09 import _chosen, _cut, _kept, _laid_out, _sent, owners
 
 SHARDS = {
-    "numbered as they lie": (
-        lambda sizes, *rest: [
-            [(len(sizes) - 1 - p, a, b) for p, a, b in own] for own in _cut(_laid_out(sizes, *rest), rest[1])
-        ],
-        "numbered in the order of the buffer",
-    ),
-    "by parameter": (
-        lambda *case: [sorted(own) for own in _cut(_laid_out(*case), case[2])],
-        "list them in the order of the buffer",
-    ),
+    "by parameter": (lambda *case: [sorted(own) for own in _cut(*case)], "list them in the order of the buffer"),
     "turns": (
-        lambda sizes, _, dp: [[(p, 0, n) for p, n in enumerate(sizes) if p % dp == rank] for rank in range(dp)],
+        lambda buckets, dp: [
+            [(p, 0, b - a) for _, _, placed in buckets for p, a, b in placed][rank::dp] for rank in range(dp)
+        ],
         "whole parameters are dealt out",
     ),
     # Cuts the buffer as a whole, not each bucket: then one rank owns a whole bucket, and its link carries it alone.
     "whole buffer": (
-        lambda *case: _cut([(0, (b := _laid_out(*case))[-1][1], [p for _, _, each in b for p in each])], case[2]),
+        lambda buckets, dp: _cut([(0, buckets[-1][1], [p for _, _, each in buckets for p in each])], dp),
         "the buffer is cut as a whole",
     ),
-    "end to end": (lambda *case: _cut(_laid_out(*case, align=1), case[2]), "must start at a multiple of 64"),
-    # Lays parameters end to end: parts are still equal, but a parameter starts anywhere, off the hardware's stride.
-    "no padding": (lambda *case: _cut(_laid_out(*case, align=1, multiple=1), case[2]), "end to end, and buckets"),
-    "padded to dp": (lambda *case: _cut(_laid_out(*case, multiple=1), case[2]), "must be a multiple of lcm(dp, 128)"),
-    "padded to 128": (lambda *case: _cut(_laid_out(*case[:2], 1), case[2]), "padded to 128 alone"),
-    # Lays parameters out as they were registered: the first bucket is then complete when the backward is.
-    "registered": (lambda *case: _cut(_laid_out(*case, backward=False), case[2]), "as they were registered"),
-    "in the buffer": (lambda *case: _cut(_laid_out(*case), case[2], within=False), "counted in the buffer"),
-    "one bucket": (lambda n, _, dp: _cut(_laid_out(n, math.inf, dp), dp), "the buffer is cut as a whole"),
-    "form": (lambda sizes, bucket_size, dp: [], "one list of pieces for each of the 4 ranks"),
+    # Cuts what is in a bucket and not the bucket: parts are shorter, and no message is a d-th of the bucket.
+    "no padding": (
+        lambda buckets, dp: _cut([(a, each[-1][2], each) for a, _, each in buckets], dp),
+        "padding after it",
+    ),
+    "from 0": (lambda buckets, dp: _cut([(0, b - a, each) for a, b, each in buckets], dp), "as if it began at 0"),
+    "in the buffer": (lambda *case: _cut(*case, within=False), "counted in the buffer"),
+    "form": (lambda buckets, dp: [], "one list of pieces for each of the 4 ranks"),
 }
 
 
@@ -136,20 +125,21 @@ def test_owners_that_cannot_be_are_told_by_an_element():
     def got(answer) -> str:
         return score("09.shards", answer).outcomes[-1].got
 
-    everything = lambda sizes, bucket_size, dp: [[(p, 0, n) for p, n in enumerate(sizes)]] * dp  # noqa: E731
-    assert got(everything) == "element 0 of parameter 0 owned twice, by ranks 0 and 1"
-    assert got(lambda sizes, bucket_size, dp: [[]] * dp).endswith(" without an owner")
-    alone = lambda sizes, bucket_size, dp: [everything(sizes, 0, 1)[0]] + [[]] * (dp - 1)  # noqa: E731
+    def everything(buckets, dp):
+        return [[(p, 0, b - a) for _, _, placed in buckets for p, a, b in placed]] * dp
+
+    assert got(everything).endswith("owned twice, by ranks 0 and 1")
+    assert got(lambda buckets, dp: [[]] * dp).endswith(" without an owner")
+    alone = lambda buckets, dp: [everything(buckets, 1)[0]] + [[]] * (dp - 1)  # noqa: E731
     assert " on rank 0, which belongs to rank 1" in got(alone)
-    right = chapter_09.owners
-    assert got(right) == score("09.shards", right).outcomes[-1].expected
+    assert got(_cut) == score("09.shards", _cut).outcomes[-1].expected
 
     def more(*case):
-        first, *others = right(*case)
+        first, *others = _cut(*case)
         return [[*first, (99, 0, 1)], *others]
 
     assert got(more) == "an element 0 of parameter 99, which has no such element"
-    assert got(lambda sizes, bucket_size, dp: None).endswith("one list of pieces for each of the 6 ranks")
+    assert got(lambda buckets, dp: None).endswith("one list of pieces for each of the 6 ranks")
 
 
 def test_an_order_is_drawn_if_it_runs():

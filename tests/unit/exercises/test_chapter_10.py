@@ -2,9 +2,12 @@
 
 import math
 
+import pytest
+
 from labkit.check import score
-from labkit.check.chapter_10 import _program
-from labkit.schedules import one_f_one_b
+from labkit.check.chapter_10 import _row, _warm_up, draw_warm_up
+from labkit.schedules import Costs, Schedule, one_f_one_b, simulate
+from labkit.schedules.ir import Action
 
 
 def least(p, share):
@@ -24,19 +27,37 @@ ENOUGH = {
     "error": (lambda p, share: 1 / 0, "ZeroDivisionError"),
 }
 
-ROWS = {
-    # Runs all forwards before the first backward: that is GPipe, with its memory.
-    "gpipe": (lambda pp, rank, m: _program(rank, m, m), "this is GPipe"),
-    "no warm-up": (lambda pp, rank, m: _program(rank, 0, m), "no warm-up: each forward waits"),
-    # Believes that ranks further down the pipeline warm up longer, because they start later.
-    "grows": (lambda pp, rank, m: _program(rank, min(rank, m), m), "the warm-up grows with the rank"),
-    "too many": (lambda pp, rank, m: _program(rank, min(pp - rank, m), m), "one forward too many in the warm-up"),
-    "too few": (lambda pp, rank, m: _program(rank, max(0, min(pp - rank - 1, m) - 1), m), "one forward too few"),
-    # Forgets that there may be fewer microbatches than stages after this rank.
-    "uncapped": (lambda pp, rank, m: _program(rank, pp - rank - 1, m), "a warm-up has at most all 2 forwards"),
-    "forwards": (lambda pp, rank, m: _program(rank, m, m)[:m], "forwards alone"),
-    "late": (lambda pp, rank, m: (r := _program(rank, 0, m))[:-2] + r[-1:] + r[-2:-1], "the rank waits for a gradient"),
-    "form": (lambda pp, rank, m: "0F0 0B0", "a row is a list of texts"),
+
+def warm(late, cap=True):
+    """A warm-up with `late(stages after this rank, latency)` forwards more than 1F1B's."""
+
+    def answer(pp, rank, count, latency):
+        stages = pp - 1 - rank
+        found = stages + late(stages, latency)
+        return min(count, found) if cap else found
+
+    return answer
+
+
+WARM_UPS = {
+    # The assumption of 1F1B: a gradient is there as soon as the next stage has computed it.
+    "1f1b": (warm(lambda stages, latency: 0), "this is 1F1B's warm-up"),
+    # Counts the way down and forgets the way back.
+    "one way": (warm(lambda stages, latency: stages * math.ceil(latency / 3)), "a gradient has to come back"),
+    "one border": (
+        warm(lambda stages, latency: math.ceil(2 * latency / 3) if stages else 0),
+        "one border's worth isn't enough",
+    ),
+    # Fills the whole round trip with pairs, as if a pair could begin on one rank and end on another.
+    "in all": (
+        warm(lambda stages, latency: math.ceil(2 * stages * latency / 3)),
+        "every border is rounded up by itself",
+    ),
+    "down": (warm(lambda stages, latency: stages * math.floor(2 * latency / 3)), "round up"),
+    "uncapped": (warm(lambda stages, latency: stages * math.ceil(2 * latency / 3), cap=False), "at most all forwards"),
+    "one more": (warm(lambda stages, latency: stages * math.ceil(2 * latency / 3) + 1), "one forward fewer"),
+    "gpipe": (lambda pp, rank, count, latency: count, "all forwards first is GPipe"),
+    "error": (lambda pp, rank, count, latency: 1 / 0, "ZeroDivisionError"),
 }
 
 
@@ -111,7 +132,7 @@ MESSAGES = {
     ),
 }
 
-TABLES = {"10.enough": ENOUGH, "10.one_f_one_b": ROWS, "10.messages": MESSAGES}
+TABLES = {"10.enough": ENOUGH, "10.warm_up": WARM_UPS, "10.messages": MESSAGES}
 
 
 def test_one_microbatch_too_many_where_the_share_is_exact_is_no_stage_too_many():
@@ -144,58 +165,24 @@ def test_other_programs_that_run_are_right():
     assert score("10.messages", megatron).ok and score("10.messages", even_odd).ok
 
 
-def test_rows_that_cannot_run_are_told_from_rows_that_are_merely_different():
-    late = score("10.one_f_one_b", lambda pp, rank, m: _program(rank, min(pp - rank, m), m))
-    assert "with [5, 4, 3, 2] in flight by rank" in repr(late) and "cannot run" not in repr(late)
-    grows = score("10.one_f_one_b", lambda pp, rank, m: _program(rank, min(rank, m), m))
-    assert "cannot run" in repr(grows)
+def step(pp, count, warm_ups, latency):
+    rows = [[Action.parse(text) for text in _row(r, w, count)] for r, w in enumerate(warm_ups)]
+    costs = Costs(forward=[1.0] * pp, backward=[2.0] * pp, latency=latency)
+    return simulate(Schedule("late", pp, count, rows), costs).makespan
 
 
-def test_rows_without_backwards_are_named_instead_of_timed():
-    """A schedule of forwards alone is quick and keeps nothing: to say so would praise what is missing."""
-    forwards = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}F{i}" for i in range(m)])
-    assert forwards.passed == 0
-    assert forwards.outcomes[-1].got == "no backward for 0F0, 0F1, 0F2"
-    assert "in flight" not in forwards.outcomes[-2].got
-    one_missing = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m) for k in "FB"][:-1])
-    assert one_missing.outcomes[-1].got == "no backward for 0F2"
+@pytest.mark.parametrize("latency", [0.0, 0.25, 0.5, 1.0, 1.5, 2.0])
+def test_the_right_warm_up_loses_no_time_and_no_rank_can_do_with_less(latency):
+    """A step then takes what no order can beat: the work of the last rank, and the way to it and back."""
+    pp, count = 4, 32
+    right = [_warm_up(pp, rank, count, latency) for rank in range(pp)]
+    least = 3 * (count + pp - 1) + 2 * (pp - 1) * latency
+    assert step(pp, count, right, latency) == least
+    for rank in range(pp - 1):
+        assert step(pp, count, [each - (r == rank) for r, each in enumerate(right)], latency) > least
 
 
-def test_rows_in_another_order_are_timed_in_units_that_are_named():
-    gpipe = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)])
-    assert (
-        gpipe.outcomes[-1].expected == "a schedule that takes 21 units of time (F = 1, B = 2) with at most 3 in flight"
-    )
-    assert (
-        gpipe.outcomes[-1].got
-        == "one that takes 21 units of time (F = 1, B = 2) with [3, 3, 3, 3, 3] in flight by rank"
-    )
-
-
-def test_a_row_in_another_form_is_told_what_a_row_is():
-    """Each has its backwards: to miss them would send the reader looking in the wrong place."""
-
-    def got(row):
-        return score("10.one_f_one_b", row).outcomes[-1].got
-
-    assert got(lambda pp, rank, m: "0F0 0F1") == "'0F0 0F1' for rank 0: a row is a list of texts such as '0F0'"
-    assert got(lambda pp, rank, m: [f"{k}{i}" for i in range(m) for k in "FB"]) == (
-        "'F0' in the row of rank 0: a row is a list of texts such as '0F0'"
-    )
-    assert got(lambda pp, rank, m: None).startswith("None for rank 0: a row is a list")
-    shifted = got(lambda pp, rank, m: [f"{rank + 1}{k}{i}" for i in range(m) for k in "FB"])
-    assert shifted == "a row in which rank 0 runs stage 1 (1F0): rank r runs stage r"
-
-
-def test_a_microbatch_that_is_left_out_lacks_its_forward_first():
-    left_out = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m - 1) for k in "FB"])
-    assert left_out.outcomes[-1].got.startswith("the answer cannot run: 0F2 is missing; 1F2 is missing")
-    many = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}F{i}" for i in range(30)])
-    assert many.outcomes[-1].got.endswith("0F6, 0F7 and 22 more")
-
-
-def test_a_deadlock_is_told_in_sentences_without_the_grid():
-    backward_first = score("10.one_f_one_b", lambda pp, rank, m: [f"{rank}{k}{i}" for i in range(m) for k in "BF"])
-    got = backward_first.outcomes[-1].got
-    assert "the answer cannot run, rank" in got
-    assert "|" not in got and "which rank" in got.rsplit("; ", 1)[-1]
+def test_a_warm_up_is_drawn_if_it_runs():
+    assert draw_warm_up(_warm_up) is not None
+    assert draw_warm_up(lambda pp, rank, count, latency: rank) is None, "it deadlocks"
+    assert draw_warm_up(lambda pp, rank, count, latency: "x") is None
