@@ -91,7 +91,7 @@ ask(
 ask(
     "11.chunks",
     "A GPT of 8.3 billion parameters in pipelines of four ranks, with 18 layers each, so up to 18 chunks per rank. How "
-    "many give the shortest step on 8 H100s, and how many on 512, by the plan?",
+    "many give the shortest training step on 8 H100s, and how many on 512, by the plan?",
     choices={
         "18 on both": "A layer is the thinnest stage and has the smallest bubble. But every further boundary is a "
         "message, and the first microbatch passes all of them. Between nodes that costs more than the bubble.",

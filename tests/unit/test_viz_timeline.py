@@ -45,6 +45,11 @@ def test_timelines_are_compared_on_one_axis():
         compare_timelines([])
 
 
+def test_a_comparison_of_forwards_says_nothing_of_what_is_kept():
+    forwards = Schedule("forwards", 2, 2, [["0F0", "0F1"], ["1F0", "1F1"]])
+    assert repr(compare_timelines([simulate(forwards)])) == "forwards, 2 stages, 2 microbatches: bubble 33.3%"
+
+
 def test_the_legend_names_every_kind_of_every_timeline():
     figure = compare_timelines([simulate(one_f_one_b(2, 4)), simulate(zbv(2, 4))])
     named = {text.get_text() for text in figure.fig.legends[0].get_texts()}

@@ -133,8 +133,8 @@ def compare_timelines(
     needs: the name of an action -> the names of those whose results it needs. An arrow comes from each of them that is
         on another rank.
 
-    The sentence gives the bubble and each rank's peak of activations in flight, schedule by schedule. Raises ValueError
-    without a Timeline.
+    The sentence gives the bubble and each rank's peak of activations in flight, schedule by schedule; no peaks for a
+    table without backwards. Raises ValueError without a Timeline.
     """
     if not timelines:
         raise ValueError("no timeline to draw: give one or more, as simulate returns them")
@@ -177,8 +177,11 @@ def _sentence_of(timeline: Timeline, name: str | None) -> str:
 
 
 def _bubble_and_peaks(timeline: Timeline) -> str:
+    bubble = f"{_heading(timeline, None)}: bubble {timeline.bubble_fraction:.1%}"
+    if not any(timeline.peak_memory):  # nothing is kept for a backward
+        return bubble
     peaks = ", ".join(f"{peak:.4g}" for peak in timeline.peak_memory)
-    return f"{_heading(timeline, None)}: bubble {timeline.bubble_fraction:.1%}, ranks keep {peaks} in flight"
+    return f"{bubble}, ranks keep {peaks} in flight"
 
 
 def _heading(timeline: Timeline, name: str | None) -> str:
