@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from labkit.viz.encoders.masked_words import masked_words as masked_words
     from labkit.viz.encoders.norm_layouts import norm_layouts as norm_layouts
     from labkit.viz.encoders.path_widths import path_widths as path_widths
+    from labkit.viz.encoders.read_positions import read_positions as read_positions
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
     from labkit.viz.encoders.split_stages import stage_work as stage_work

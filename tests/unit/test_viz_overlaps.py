@@ -520,6 +520,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.distance_buckets({"one": [[0]]}),
         lambda: viz.distance_buckets({"encoder": np.full((16, 16), 31), "decoder": np.full((16, 16), 31)}),
     ),
+    "read_positions": (
+        lambda: viz.read_positions({"one": [[True]]}, "reads", "is read"),
+        lambda: viz.read_positions(
+            {"decoder reads the encoder" + "." * n: np.eye(8, 12) for n in range(3)}, "position that reads", "is read"
+        ),
+    ),
     "weight_parts": (
         lambda: viz.weight_parts(lambda fc1, fc2, rank, t: (fc1[:0], fc2), 1),
         lambda: viz.weight_parts(lambda fc1, fc2, rank, t: (fc1[rank::t], fc2[:, :rank]), 8),

@@ -33,6 +33,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: viz.context_mask(30, 4), "choose a multiple of 8"),
     (lambda: viz.distance_buckets({}), "at least one map"),
     (lambda: viz.distance_buckets({"a": [[0]], "b": [[0, 1]]}), "all of one shape"),
+    (lambda: viz.read_positions({}, "reads", "is read"), "at least one map"),
     (lambda: viz.explore_pool(play_back([])), "the pool has no history to draw"),
     (lambda: viz.fold_grid(CLASH, world_size=8), "disagree on the pipelines"),
     (lambda: viz.fold_grid({"cp": 8, "ep": 8}, world_size=8, folded=False), "ep 8 does not divide dp 1"),
