@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from labkit.viz.rank_chunks import before_and_after as before_and_after
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
+    from labkit.viz.sketch_bands import band_agreement as band_agreement
     from labkit.viz.sketch_bands import band_curves as band_curves
     from labkit.viz.text_scores import named_curves as named_curves
     from labkit.viz.text_scores import scoring_windows as scoring_windows

@@ -234,6 +234,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.added_rows([[0, -1], [-1, 4]], [0, 4], 4),
         lambda: viz.added_rows([[0, 0, -1, 1000]] * 3, [0, 5, 1111, 4], 1000),
     ),
+    "band_agreement": (
+        lambda: viz.band_agreement({"a": [[True]]}),
+        lambda: viz.band_agreement({f"two notices, similarity 0.{n}": np.ones((25, 5)) for n in range(3)}),
+    ),
     "band_curves": (
         lambda: viz.band_curves({"a": (1, 1)}, threshold=0.3),
         lambda: viz.band_curves(

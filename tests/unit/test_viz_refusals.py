@@ -30,6 +30,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: viz.before_and_after({"a": ([np.eye(3)] * 3, [])}),
         r"rank 0 holds an array \[3, 3\]; a state of 3 ranks has \[cells, 3, chunks\]",
     ),
+    (lambda: viz.band_agreement({}), "at least one pair"),
     (lambda: viz.context_mask(30, 4), "choose a multiple of 8"),
     (lambda: viz.distance_buckets({}), "at least one map"),
     (lambda: viz.distance_buckets({"a": [[0]], "b": [[0, 1]]}), "all of one shape"),
