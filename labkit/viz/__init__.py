@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.launch_costs import launch_timeline as launch_timeline
     from labkit.viz.graphs.launch_costs import times_by_duration as times_by_duration
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
+    from labkit.viz.graphs.partial_graphs import graph_outputs as graph_outputs
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
     from labkit.viz.graphs.partial_graphs import values_at_the_end as values_at_the_end

@@ -363,6 +363,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.play_table(Schedule("stuck", 2, 2, [["0F0", "0B0"], ["1F0", "1F1"]]), {"1F1B": 9}),
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
     ),
+    "graph_outputs": (
+        lambda: viz.graph_outputs({"a": {"x": 1.0}}, "B"),
+        lambda: viz.graph_outputs(
+            {f"preprocess {n}": {f"token_of_row{k}": 1e5 * k for k in range(1, 8)} for n in range(6)}, "MB per layer"
+        ),
+    ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
     "values_at_the_end": (
         lambda: viz.values_at_the_end([("double", ["x"], ["y"])], 1, [], ["y"]),
