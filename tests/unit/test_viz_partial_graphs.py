@@ -99,7 +99,7 @@ def test_a_value_ends_where_its_name_gets_another_one() -> None:
 def test_a_bar_has_a_part_for_each_value_that_comes_out():
     figure = graph_outputs({"norm": {"x": 2.0, "hidden": 2.0}, "sort": {"x": 2.0, "rows": 12.0, "counts": 0.01}}, "MB")
     (axes,) = figure.fig.axes
-    assert [bar.get_width() for bar in axes.patches] == [2, 2, 2, 12, 0.01]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([2, 2, 2, 12, 0.01])
     assert axes.patches[0].get_facecolor() == axes.patches[2].get_facecolor() != axes.patches[1].get_facecolor()
     assert [text.get_text() for text in figure.fig.legends[0].get_texts()] == ["x", "hidden", "rows"]
     assert figure.sentence == "A graph hands out, in MB: after norm 4.0 (x, hidden); after sort 14.0 (x, rows, counts)."

@@ -124,7 +124,7 @@ def graph_outputs(ends: Mapping[str, Mapping[str, float]], unit: str) -> Figure:
         axes.tick_params(axis="y", length=0)
         seen = [name for name in names if any(out.get(name, 0.0) > 0.005 * longest for out in ends.values())]
         fig.legend(handles=[Patch(facecolor=looks[name], label=name) for name in seen], loc="outside upper center",
-                   ncols=6)  # fmt: skip
+                   ncols=5)  # fmt: skip
     said = "; ".join(f"after {step} {sum(out.values()):,.1f} ({', '.join(out)})" for step, out in ends.items())
     return Figure(fig, f"A graph hands out, in {unit}: {said}.")
 
