@@ -345,6 +345,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             {what: [*map(float, range(23)), None] for what in ("seconds", "largest_difference", "ratio", "x", "y")},
         ),
     ),
+    "moved_values": (
+        lambda: viz.moved_values({"a": [(0.1, 0.2)]}, ("before", "after"), "x"),
+        lambda: viz.moved_values({f"a long name {n}": [(0.1, 0.9)] * 5 for n in range(6)}, ("before", "after"), "x"),
+    ),
     "named_curves": (
         lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
