@@ -115,9 +115,8 @@ ask(
     choices={
         "under a day": "A comparison takes microseconds, and 8 million of those are seconds. But there are "
         "8 million times 8 million, halved.",
-        "days to months": "3.2 * 10^13 pairs at a few microseconds each are about 10^8 seconds or more.",
-        "years": "There are 3.2 * 10^13 pairs. At a few microseconds each that is 10^8 seconds, and a year has "
-        "3.2 * 10^7.",
+        "days to months": "There are 3.2 * 10^13 pairs, so one microsecond each would be 3.2 * 10^7 seconds, a year.",
+        "years": "There are 3.2 * 10^13 pairs, and a year has 3.2 * 10^7 seconds: one microsecond each is a year.",
     },
 )
 

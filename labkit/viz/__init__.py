@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from labkit.viz.encoders.masked_words import masked_words as masked_words
     from labkit.viz.encoders.norm_layouts import norm_layouts as norm_layouts
     from labkit.viz.encoders.path_widths import path_widths as path_widths
+    from labkit.viz.encoders.read_positions import read_positions as read_positions
     from labkit.viz.encoders.split_stages import distance_buckets as distance_buckets
     from labkit.viz.encoders.split_stages import split_stages as split_stages
     from labkit.viz.encoders.split_stages import stage_work as stage_work
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.launch_costs import launch_timeline as launch_timeline
     from labkit.viz.graphs.launch_costs import times_by_duration as times_by_duration
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
+    from labkit.viz.graphs.partial_graphs import graph_outputs as graph_outputs
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
     from labkit.viz.graphs.partial_graphs import values_at_the_end as values_at_the_end
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from labkit.viz.machine_scaling import step_parts as step_parts
     from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.motion import in_motion as in_motion
+    from labkit.viz.moved_values import moved_values as moved_values
     from labkit.viz.number_formats import gradient_range as gradient_range
     from labkit.viz.number_formats import precision_flow as precision_flow
     from labkit.viz.pipeline.played_table import play_table as play_table
@@ -102,6 +105,7 @@ if TYPE_CHECKING:
     from labkit.viz.rank_chunks import before_and_after as before_and_after
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
+    from labkit.viz.sketch_bands import band_agreement as band_agreement
     from labkit.viz.sketch_bands import band_curves as band_curves
     from labkit.viz.sum_routes import ring_and_tree as ring_and_tree
     from labkit.viz.text_scores import named_curves as named_curves

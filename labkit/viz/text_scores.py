@@ -12,6 +12,7 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, mixed, name_rows, new_figure, styled, text_color
 
 _READ, _SCORED = "#D9D9D9", SEQUENCE[0]
+_LEVEL = "#777777"
 MAX_WINDOWS = 12
 """Windows that are drawn; if there are more, the first ones."""
 _SHOWN_PRICE = 0.3
@@ -135,10 +136,12 @@ def token_choices(words: Sequence[str], panels: Mapping[str, Sequence[float]]) -
 Points = Sequence[tuple[float, float]]
 
 
-def named_curves(curves: Mapping[str, Points], *, x: str, y: str, log: bool = False) -> Figure:
+def named_curves(
+    curves: Mapping[str, Points], *, x: str, y: str, log: bool = False, levels: Mapping[str, float] | None = None
+) -> Figure:
     """Draw a line with marks for each curve, over an axis named `x`; the sentence has both ends of each.
 
-    curves: name -> (x, y) points, in order. log: make the axis of y logarithmic.
+    curves: name -> (x, y) points, in order. log: make the axis of y logarithmic. levels: name -> y of a grey line.
 
     Raises ValueError without a curve, and for a curve without a point.
     """
@@ -150,10 +153,12 @@ def named_curves(curves: Mapping[str, Points], *, x: str, y: str, log: bool = Fa
         for number, (name, points) in enumerate(curves.items()):
             style: dict[str, Any] = {"color": SEQUENCE[number % len(SEQUENCE)], "marker": "os^Dv"[number % 5]}
             axes.plot(*zip(*points), lw=1.8, ms=4, label=name, ls=("-", "--", "-.", ":")[number % 4], **style)
+        for name, level in (levels or {}).items():
+            axes.axhline(level, color=_LEVEL, lw=1.4, ls="--", label=name, zorder=1)
         axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
         axes.grid(axis="y")
         if all(float(at).is_integer() for points in curves.values() for at, _ in points):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         if len(curves) > 3:
             fig.legend(loc="outside lower center", ncols=4)  # next to the curves there may be no room for so many
         elif len(curves) > 1:
@@ -163,4 +168,5 @@ def named_curves(curves: Mapping[str, Points], *, x: str, y: str, log: bool = Fa
         + (f", {points[-1][1]:.3g} at {points[-1][0]:g}" if len(points) > 1 else "")
         for name, points in curves.items()
     ]
+    ends += [f"{name} {level:.3g}" for name, level in (levels or {}).items()]
     return Figure(fig, f"{y} by {x}: {'; '.join(ends)}.")

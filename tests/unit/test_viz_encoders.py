@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from labkit.viz import distance_buckets, masked_words, norm_layouts, path_widths, split_stages, stage_work
+from labkit.viz import (
+    distance_buckets,
+    masked_words,
+    norm_layouts,
+    path_widths,
+    read_positions,
+    split_stages,
+    stage_work,
+)
 
 
 def words_of(axes) -> list[str]:
@@ -73,6 +81,15 @@ def test_a_key_that_is_never_seen_has_no_number():
     assert figure.sentence == "Buckets of 2 x 2 pairs of positions. both: 3 buckets in use; back: 2 buckets in use."
     wide = distance_buckets({"a": np.zeros((40, 40), dtype=int)})
     assert words_of(wide.fig.axes[0]) == []
+
+
+def test_a_position_that_is_read_is_coloured():
+    figure = read_positions({"causal": np.tril(np.ones((2, 2))), "all": np.ones((2, 3))}, "reads", "is read")
+    causal, every = figure.fig.axes
+    shades = [tuple(patch.get_facecolor()[0]) for patch in causal.collections]
+    assert shades[0] == shades[2] == shades[3] != shades[1]
+    assert len(every.collections) == 6 and (every.get_xlabel(), every.get_ylabel()) == ("is read", "reads")
+    assert figure.sentence == "Positions that are read. causal: 3 of 4 pairs; all: 6 of 6 pairs."
 
 
 def test_bars_of_both_factors_stand_before_the_aim():

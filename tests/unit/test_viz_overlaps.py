@@ -234,6 +234,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.added_rows([[0, -1], [-1, 4]], [0, 4], 4),
         lambda: viz.added_rows([[0, 0, -1, 1000]] * 3, [0, 5, 1111, 4], 1000),
     ),
+    "band_agreement": (
+        lambda: viz.band_agreement({"a": [[True]]}),
+        lambda: viz.band_agreement({f"two notices, similarity 0.{n}": np.ones((25, 5)) for n in range(3)}),
+    ),
     "band_curves": (
         lambda: viz.band_curves({"a": (1, 1)}, threshold=0.3),
         lambda: viz.band_curves(
@@ -341,6 +345,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             {what: [*map(float, range(23)), None] for what in ("seconds", "largest_difference", "ratio", "x", "y")},
         ),
     ),
+    "moved_values": (
+        lambda: viz.moved_values({"a": [(0.1, 0.2)]}, ("before", "after"), "x"),
+        lambda: viz.moved_values({f"a long name {n}": [(0.1, 0.9)] * 5 for n in range(6)}, ("before", "after"), "x"),
+    ),
     "named_curves": (
         lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
@@ -358,6 +366,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "play_table": (
         lambda: viz.play_table(Schedule("stuck", 2, 2, [["0F0", "0B0"], ["1F0", "1F1"]]), {"1F1B": 9}),
         lambda: viz.play_table(zbv(4, 64), {"bound, two stages per rank ": 193.5, "1F1B": 201}),
+    ),
+    "graph_outputs": (
+        lambda: viz.graph_outputs({"a": {"x": 1.0}}, "B"),
+        lambda: viz.graph_outputs(
+            {f"preprocess {n}": {f"token_of_row{k}": 1e5 * k for k in range(1, 8)} for n in range(6)}, "MB per layer"
+        ),
     ),
     "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
     "values_at_the_end": (
@@ -520,6 +534,12 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "distance_buckets": (
         lambda: viz.distance_buckets({"one": [[0]]}),
         lambda: viz.distance_buckets({"encoder": np.full((16, 16), 31), "decoder": np.full((16, 16), 31)}),
+    ),
+    "read_positions": (
+        lambda: viz.read_positions({"one": [[True]]}, "reads", "is read"),
+        lambda: viz.read_positions(
+            {"decoder reads the encoder" + "." * n: np.eye(8, 12) for n in range(3)}, "position that reads", "is read"
+        ),
     ),
     "weight_parts": (
         lambda: viz.weight_parts(lambda fc1, fc2, rank, t: (fc1[:0], fc2), 1),

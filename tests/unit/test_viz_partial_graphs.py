@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit.graphs.study.call_trace import Call, calls_between
-from labkit.viz import PaddingCost, padding_costs, sequence_diagram, values_at_the_end
+from labkit.viz import PaddingCost, graph_outputs, padding_costs, sequence_diagram, values_at_the_end
 
 
 class Inner(torch.nn.Module):
@@ -94,3 +94,14 @@ def test_a_value_ends_where_its_name_gets_another_one() -> None:
     dashed = [bar.get_linestyle() == "--" for bar in figure.fig.axes[0].patches]
     assert dashed == [False, False, True, False, False], "y is missing"
     assert values_at_the_end(STEPS, 2, ["y"], ["y"]).sentence == "A graph of 2 of 4 steps gives out y."
+
+
+def test_a_bar_has_a_part_for_each_value_that_comes_out():
+    figure = graph_outputs({"norm": {"x": 2.0, "hidden": 2.0}, "sort": {"x": 2.0, "rows": 12.0, "counts": 0.01}}, "MB")
+    (axes,) = figure.fig.axes
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([2, 2, 2, 12, 0.01])
+    assert axes.patches[0].get_facecolor() == axes.patches[2].get_facecolor() != axes.patches[1].get_facecolor()
+    assert [text.get_text() for text in figure.fig.legends[0].get_texts()] == ["x", "hidden", "rows"]
+    assert figure.sentence == "A graph hands out, in MB: after norm 4.0 (x, hidden); after sort 14.0 (x, rows, counts)."
+    with pytest.raises(ValueError, match="at least one step"):
+        graph_outputs({}, "MB")

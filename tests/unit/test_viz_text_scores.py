@@ -49,3 +49,10 @@ def test_curves_have_their_points_and_the_sentence_both_ends():
     assert [list(map(tuple, line.get_xydata())) for line in axes.lines] == [[(1, 100), (2, 10)], [(4, 0.5)]]
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_yscale()) == ("step", "work", "log")
     assert figure.sentence == "work by step: a 100 at 1, 10 at 2; b 0.5 at 4."
+
+
+def test_a_level_is_a_line_without_points():
+    figure = named_curves({"a": [(1, 3.0), (10, 1.0)]}, x="step", y="loss", levels={"a guess": 2.5})
+    curve, level = figure.fig.axes[0].lines
+    assert list(level.get_ydata()) == [2.5, 2.5] and level.get_marker() == "None" != curve.get_marker()
+    assert figure.sentence == "loss by step: a 3 at 1, 1 at 10; a guess 2.5."

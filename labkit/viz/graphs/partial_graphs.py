@@ -97,6 +97,38 @@ def _words(title: str, calls: Sequence[Call], participants: Sequence[str]) -> st
     return words + (f", none to {', '.join(never)}" if never else "")
 
 
+def graph_outputs(ends: Mapping[str, Mapping[str, float]], unit: str) -> Figure:
+    """Draw what a graph hands out for each step after which it may end, as a bar of its values.
+
+    ends: step -> value -> its size. unit: of the sizes. A value below half a percent of the longest bar is drawn, and
+    named in the sentence only.
+
+    Raises ValueError without a step.
+    """
+    if not ends:
+        raise ValueError("graph_outputs needs at least one step after which a graph may end")
+    names = list(dict.fromkeys(name for out in ends.values() for name in out))
+    looks = {name: SEQUENCE[place % len(SEQUENCE)] for place, name in enumerate(names)}
+    longest = max(sum(out.values()) for out in ends.values())
+    with styled():
+        fig = new_figure(7.2, 1.2 + 0.34 * len(ends))
+        axes = fig.subplots()
+        for place, out in enumerate(ends.values()):
+            left = 0.0
+            for name, size in out.items():
+                axes.barh(place, size, 0.66, left=left, color=looks[name], edgecolor=INK, linewidth=0.4)
+                left += size
+            axes.annotate(f"{left:,.1f}", (left, place), xytext=(4, 0), textcoords="offset points", va="center", size=8)
+        name_rows(axes, [f"after {step}" for step in ends], bars=True)
+        axes.set(xlim=(0, 1.12 * longest), xlabel=unit)
+        axes.tick_params(axis="y", length=0)
+        seen = [name for name in names if any(out.get(name, 0.0) > 0.005 * longest for out in ends.values())]
+        fig.legend(handles=[Patch(facecolor=looks[name], label=name) for name in seen], loc="outside upper center",
+                   ncols=5)  # fmt: skip
+    said = "; ".join(f"after {step} {sum(out.values()):,.1f} ({', '.join(out)})" for step, out in ends.items())
+    return Figure(fig, f"A graph hands out, in {unit}: {said}.")
+
+
 @dataclass(frozen=True)
 class PaddingCost:
     """Costs of one way to give experts their rows, in one forward of all ranks."""
