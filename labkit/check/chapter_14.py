@@ -52,11 +52,11 @@ ask(
     "The repaired loss keeps the load nearly even. How does the language model's loss on unseen text compare with that "
     "of a router which nobody balances?",
     choices={
-        "higher by more than 0.1 %": "It is a second aim, and a second aim usually costs something. With a large "
-        "coefficient it does. Here experts that would have learned nothing get tokens to learn from.",
-        "the same within 0.1 %": "Then the experts that nobody visits would have been superfluous.",
-        "lower by more than 0.1 %": "Left alone, the router feeds a few experts, and the others learn nothing. An even "
-        "load puts all of them to use, and here that is worth more than the second aim costs.",
+        "higher by more than 0.2 %": "It is a second aim, and a second aim usually costs something. With a large "
+        "coefficient it can. Here experts that would have learned little get tokens to learn from.",
+        "the same within 0.2 %": "Then more experts at work would be worth nothing, or just what the second aim costs.",
+        "lower by more than 0.2 %": "Left alone, the router feeds a few experts. An even load puts all of them to use, "
+        "and here that is worth more than the second aim costs. What experts are worth is measured below.",
     },
 )
 ask(

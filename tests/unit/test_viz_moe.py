@@ -110,9 +110,12 @@ def test_tables_show_their_sums():
 
 
 def test_a_rule_has_a_mark_for_each_seed_and_a_large_one_for_their_mean():
-    figure = price_of_balance({"a": ([1.0, 2.0], [2.0, 2.5]), "b": ([1.0], [3.0])})
-    assert figure.sentence == "Mean loss on unseen text, and fullest expert over mean: a 2.250 at 1.5; b 3.000 at 1.0."
-    assert [list(line.get_ydata()) for line in figure.fig.axes[0].lines[:2]] == [[2.0, 2.5], [2.25]]
+    figure = price_of_balance({"a": ([1.0, 2.0], [2.0, 2.5]), "b": ([1.0, 1.0], [2.2, 2.5])})
+    assert figure.sentence == (
+        "Loss on unseen text, seed by seed, and fullest expert over mean: a +0.00% at 1.5; b +5.00% at 1.0."
+    )
+    assert [line.get_ydata() for line in figure.fig.axes[0].lines[3:]] == [pytest.approx([10, 0]), pytest.approx([5])]
+    assert [text.get_text() for text in figure.fig.legends[0].get_texts()] == ["b", "a"]
 
 
 # ---- sleeping experts ----

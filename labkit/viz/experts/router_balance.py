@@ -110,23 +110,28 @@ def mass_tables(tables: Mapping[str, ArrayLike]) -> Figure:
 
 
 def price_of_balance(runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
-    """Draw the language model's loss of runs over the load of their fullest expert, a mark for each seed.
+    """Draw by how much the loss differs from the first rule's with the same seed, over the load of the fullest expert.
 
-    runs: rule -> (fullest over mean by seed, loss in nats by seed).
+    runs: rule -> (fullest over mean by seed, loss by seed), as many seeds for each. The legend is in the order of the
+    large marks, which are means over the seeds.
     """
+    base = np.asarray(next(iter(runs.values()))[1], dtype=float)
     found = {
-        name: (np.asarray(load, dtype=float), np.asarray(loss, dtype=float)) for name, (load, loss) in runs.items()
+        name: (np.asarray(load, dtype=float), 100 * (np.asarray(loss, dtype=float) / base - 1))
+        for name, (load, loss) in runs.items()
     }
     with styled():
         fig = new_figure(7.6, 3.6)
         axes = fig.subplots()
-        for place, (name, (load, loss)) in enumerate(found.items()):
-            shade, mark = SEQUENCE[place % 8], "os^Dv<>P"[place % 8]
-            axes.plot(load, loss, mark, color=shade, ms=4.5, alpha=0.75, mew=0)
-            axes.plot(load.mean(), loss.mean(), mark, color=shade, ms=9, mec="white", mew=0.8, label=name)
-        axes.set(xlabel="fullest expert / mean, unseen text", ylabel="loss, nats per character")
         axes.axvline(1, color="#666666", lw=0.9, ls=":")
+        for place, (name, (load, change)) in enumerate(found.items()):
+            shade, mark = SEQUENCE[place % 8], "os^Dv<>P"[place % 8]
+            axes.plot(load, change, mark, color=shade, ms=4.5, alpha=0.75, mew=0)
+            axes.plot(load.mean(), change.mean(), mark, color=shade, ms=9, mec="white", mew=0.8, label=name)
+        axes.set(xlabel="fullest expert / mean, unseen text", ylabel=f"loss against {next(iter(found))}, %")
         axes.grid(axis="y")
-        fig.legend(loc="outside right upper")
-    words = [f"{name} {loss.mean():.3f} at {load.mean():.1f}" for name, (load, loss) in found.items()]
-    return Figure(fig, f"Mean loss on unseen text, and fullest expert over mean: {'; '.join(words)}.")
+        handles = dict(zip(found, axes.get_legend_handles_labels()[0]))
+        order = sorted(found, key=lambda name: -found[name][1].mean())
+        fig.legend([handles[name] for name in order], order, loc="outside right upper")
+    words = [f"{name} {change.mean():+.2f}% at {load.mean():.1f}" for name, (load, change) in found.items()]
+    return Figure(fig, f"Loss on unseen text, seed by seed, and fullest expert over mean: {'; '.join(words)}.")
