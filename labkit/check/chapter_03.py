@@ -297,7 +297,7 @@ def _product(kind: str, state: str, matrix: str) -> str:
     if kind == "column" and state != "shared":
         raise ValueError(f"{matrix} is cut by columns and needs its input whole; it is {state}")
     if kind == "row" and state != "cut":
-        raise ValueError(f"{matrix} is cut by rows, so its input has to be cut by columns; it is {state}")
+        raise ValueError(f"{matrix} is cut by rows: the columns of its input have to be cut alike; it is {state}")
     return "cut" if kind == "column" else "partial"
 
 

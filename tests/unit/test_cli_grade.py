@@ -23,6 +23,8 @@ from labkit.check import exercises
 from labkit.check.chapter_copies import CHAPTERS, working_copy
 from labkit.cli import main
 from labkit.cli.grading import limits
+from labkit.cli.grading.copies import Row
+from labkit.cli.grading.grade_command import reasons as told
 
 MASTER = next(CHAPTERS.glob("02_*.ipynb"))
 NAMES = ["02.digits", "02.groups", "02.place"]
@@ -220,6 +222,25 @@ def test_code_that_forks_fills_the_disk_writes_elsewhere_or_calls_out(
     if wrapped or limits.nobody():
         assert not [path for place in places for path in Path(place).glob("written-by-a-learner")]
     assert found["calls", "02.digits"]["state"] == ("attempted" if wrapped else "solved"), "has it a network?"
+
+
+def test_what_is_wrong_is_told_by_exercise_with_who_and_how_many_cases() -> None:
+    def row(student: str, exercise: str, state: str, passed: int, *reasons: str) -> Row:
+        found = {"student": student, "exercise": exercise, "state": state}
+        return {**found, "passed": passed, "total": 8, "reasons": reasons}
+
+    rows = [
+        row("ada", "02.groups", "attempted", 3, "blocks"),
+        row("ben", "02.groups", "attempted", 2, "sorted", "blocks"),
+        row("cleo", "02.groups", "solved", 8),
+        row("ada", "02.digits", "untouched", 0),
+    ]
+    assert told(rows) == [
+        "02.digits: 1 untouched",
+        "02.groups: 1 solved, 2 attempted",
+        "  ada 3/8, ben 2/8: blocks",
+        "  ben 2/8: sorted",
+    ]
 
 
 def test_what_cannot_be_graded_is_refused_with_what_is_missing(tmp_path: Path, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""`labkit grade`: score the exercises in all copies of a class, and say what each wrong answer believes."""
+"""`labkit grade`: score the exercises in all copies of a class, and say what is wrong with each answer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from labkit.config.errors import shown
 from labkit.output_files import appearing, unwritable
 
 HEADS = ("student", "chapter", "exercise", "state", "passed", "total", "seconds", "reasons")
-MOST_REASONS = 20
+MOST_REASONS = 10
+"""Of an exercise."""
 
 
 def execute(arguments: Arguments) -> int:
-    """Score every copy, print a table and the reasons, and write the rows; the exit code is 0 whatever the scores."""
+    """Score every copy, print a table and what is wrong, and write the rows; the exit code is 0 whatever the scores."""
     options = arguments.options
     folder = Path(arguments.words[0] if arguments.words else "")
     problems = _problems(arguments.words, folder, options["csv"])
@@ -89,19 +90,24 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each reason why an answer is wrong, those of most students first."""
-    held: dict[tuple[str, str], list[str]] = defaultdict(list)
+    """Return for each exercise how many are in which state, and a line for each reason why an answer is wrong, with the
+    students and the cases that they passed, the reasons of most students first."""
+    by_exercise: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        for reason in row["reasons"]:
-            held[row["exercise"], reason].append(row["student"])
-    ordered = sorted(held.items(), key=lambda item: (-len(item[1]), item[0]))
-    lines = [f"{name}, {', '.join(students)}: {reason}" for (name, reason), students in ordered[:MOST_REASONS]]
-    more = len(ordered) - len(lines)
-    return [
-        *(["what wrong answers believe:"] if lines else []),
-        *lines,
-        *([f"and {more} more (--csv)"] if more else []),
-    ]
+        by_exercise[row["exercise"]].append(row)
+    lines: list[str] = []
+    for name, mine in sorted(by_exercise.items()):
+        counts = Counter(row["state"] for row in mine)
+        lines.append(f"{name}: {', '.join(f'{counts[state]} {state}' for state in STATES if counts[state])}")
+        wrong: dict[str, list[str]] = defaultdict(list)
+        for row in mine:
+            for reason in row["reasons"]:
+                wrong[reason].append(f"{row['student']} {row['passed']}/{row['total']}")
+        ordered = sorted(wrong.items(), key=lambda item: (-len(item[1]), item[1]))
+        lines += [f"  {', '.join(students)}: {reason}" for reason, students in ordered[:MOST_REASONS]]
+        if (more := len(ordered) - MOST_REASONS) > 0:
+            lines.append(f"  and {more} more (--csv)")
+    return lines
 
 
 def _kept_apart(held: Limits) -> str:
