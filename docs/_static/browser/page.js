@@ -162,9 +162,13 @@ function drawTable(part, rows) {
   cells.innerHTML = `<table role="grid" aria-label="Actions of each rank"><thead><tr><th></th>${heads.join("")}</tr></thead><tbody>${lines.join("")}</tbody></table>`;
   if (!before) {
     part.box.querySelector(".drawn").after(cells);
-    cells.onkeydown = (event) => onKey(part, event);
-    cells.onfocusin = ({ target }) => { part.place = target.dataset.at.split(",").map(Number); roam(part, target); target.select(); };
-    cells.onfocusout = ({ target }) => { if (target.isConnected) commit(part, target); };
+    cells.addEventListener("keydown", (event) => onKey(part, event));
+    cells.addEventListener("focusin", ({ target }) => {
+      part.place = target.dataset.at.split(",").map(Number);
+      roam(part, target);
+      target.select();
+    });
+    cells.addEventListener("change", ({ target }) => commit(part, target));
   }
   cells.scrollLeft = scrollLeft;
   part.shown = rows;
