@@ -3,7 +3,7 @@ const FIELDS = {
   // name: [label, value at first, list of choices that labkit fills, or undefined for a text field]
   schedule: {
     preset: ["schedule", "1f1b", "preset"], pp: ["pipeline ranks", "4"], microbatches: ["microbatches", "8"],
-    chunks: ["chunks per rank", "2"], forward: ["time of F", "1"], input_grad: ["of I", "1"], weight_grad: ["of W", "1"],
+    chunks: ["chunks (interleaved)", "2"], forward: ["time of F", "1"], input_grad: ["of I", "1"], weight_grad: ["of W", "1"],
   },
   groups: {
     order: ["order, fastest first", "tp-cp-ep-dp-pp"], world_size: ["GPUs", "64"], gpus_per_node: ["per node", "8"],
@@ -270,9 +270,9 @@ function drawPlan(part, answer) {
   const rows = answer.best.map((each, number) => `<tr><th scope="row">${number + 1}</th><td>${each.layout.replaceAll(",", " ")}</td>
     <td>${each.seconds.toPrecision(4)}</td><td>${each.low.toPrecision(3)} to ${each.high.toPrecision(3)}</td><td>${percent(each.mfu)}</td><td>${each.gb.toFixed(1)}</td></tr>
     <tr class="step"><td></td><td colspan="5"><div style="width:${(100 * each.seconds) / longest}%">${used.map((kind) =>
-      `<i style="flex-grow:${each.parts[kind] ?? 0};background:${PART_COLORS[kind]}" title="${answer.kinds[kind]}: ${((each.parts[kind] ?? 0) * 1e3).toPrecision(3)} ms"></i>`).join("")}</div></td></tr>`);
+      `<i style="flex-grow:${1e6 * (each.parts[kind] ?? 0)};background:${PART_COLORS[kind]}" title="${answer.kinds[kind]}: ${((each.parts[kind] ?? 0) * 1e3).toPrecision(3)} ms"></i>`).join("")}</div></td></tr>`);
   part.box.querySelector(".drawn").innerHTML = `<p>${(answer.parameters / 1e9).toPrecision(4)} billion parameters on ${answer.machine}, ${answer.usable.toFixed(1)} GB of each GPU usable.
-    ${answer.counts}.</p><div class="grid"><table class="best"><thead><tr><th></th><th>layout</th><th>s/step</th><th>80 % interval</th><th>MFU</th><th>GB</th></tr></thead>
+    ${answer.counts}.</p><div class="wide"><table class="best"><thead><tr><th></th><th>layout</th><th>s/step</th><th>80 % interval</th><th>MFU</th><th>GB</th></tr></thead>
     <tbody>${rows.join("")}</tbody></table></div><p class="key">${used.map((kind) => `<span><i style="background:${PART_COLORS[kind]}"></i>${answer.kinds[kind]}</span>`).join("")}</p>`;
   part.box.querySelector(".say").textContent = "Predicted, not measured.";
 }

@@ -4,15 +4,14 @@ const say = (text) => self.postMessage({ text });
 
 async function start() {
   const { runtime, packages } = await (await fetch(new URL("runtime.json", here))).json();
-  say("Loading Python (5 MB)");
+  const sources = fetch(new URL("labkit.zip", here)); // while Python starts
+  say("Loading Python and numpy");
   const { loadPyodide } = await import(new URL(`${runtime}pyodide.mjs`, here).href);
-  const python = await loadPyodide({ packageBaseUrl: new URL(packages, here).href });
-  say("Loading numpy (3 MB)");
-  await python.loadPackage("numpy", { messageCallback: () => {}, errorCallback: () => {} }).catch(() => {});
+  const python = await loadPyodide({ packageBaseUrl: new URL(packages, here).href, packages: ["numpy"] });
   if (!python.loadedPackages.numpy)
     throw new Error(`numpy could not be loaded from ${new URL(packages, here).host}, so labkit cannot compute here.`);
   say("Reading labkit");
-  python.unpackArchive(await (await fetch(new URL("labkit.zip", here))).arrayBuffer(), "zip", { extractDir: "/labkit" });
+  python.unpackArchive(await (await sources).arrayBuffer(), "zip", { extractDir: "/labkit" });
   python.runPython("import sys; sys.path.insert(0, '/labkit')");
   return python.pyimport("answers").answer;
 }
@@ -25,7 +24,6 @@ self.onmessage = async ({ data: { id, kind, request } }) => {
   try {
     self.postMessage({ id, answer: answer(kind, request) });
   } catch (error) {
-    console.error(error.message);
     self.postMessage({ id, answer: JSON.stringify({ problem: error.message.trim().split("\n").pop() }) });
   }
 };
