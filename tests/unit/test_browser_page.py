@@ -1,4 +1,4 @@
-"""What the page "labkit in the browser" computes, here in CPython; tests/browser/test_browser_page.py drives the page."""
+"""What the page "labkit in the browser" computes, in CPython; tests/browser/test_browser_page.py drives the page."""
 
 import json
 import subprocess
@@ -116,7 +116,8 @@ def test_the_archive_of_the_page_needs_nothing_but_numpy(tmp_path: Path) -> None
         for path, name in sources():
             archive.write(path, name)
         archive.extractall(tmp_path / "alone")
-    result = subprocess.run([sys.executable, "-c", ALONE, str(tmp_path / "alone")], capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "alone")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(str(tmp_path / "alone"))
     assert result.stdout.rstrip().endswith(" {'numpy'}"), result.stdout

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, get_args
 
 from labkit.comm.rank_generator import RankGenerator, rank_generators
 from labkit.config import ParallelConfig, ScheduleConfig, presets
 from labkit.config.choices import SCHEDULES
 from labkit.config.rules import layout_problems
-from labkit.schedules import Action, Costs, Schedule, ScheduleError, build_schedule, simulate, verify
+from labkit.schedules import Costs, Schedule, ScheduleError, build_schedule, simulate, verify
 from labkit.schedules.bubble import split_timeline
 from labkit.schedules.lowering import Transport
 from labkit.schedules.verifier import interleaving_rules
@@ -63,7 +64,7 @@ def schedule(*, preset: str, pp: Any, microbatches: Any, chunks: Any, forward: A
     times = list(zip(timeline.start.tolist(), timeline.end.tolist(), strict=True))
     return {
         "rows": [[str(action) for action in made.actions(rank)] for rank in range(made.pp)],
-        "times": [times[first:last] for first, last in zip(ends, ends[1:])],
+        "times": [times[first:last] for first, last in pairwise(ends)],
         "pp": made.pp,
         "makespan": timeline.makespan,
         "bubble": timeline.bubble_fraction,
@@ -123,16 +124,20 @@ def groups(*, order: str, world_size: Any, gpus_per_node: Any, model: str, batch
     from labkit.plan.node_traffic import TransformerTraffic, bytes_between_nodes, order_traffic
 
     world, node = _whole("GPUs", world_size), _whole("GPUs per node", gpus_per_node)
-    sizes = {axis: _whole(axis, size) for axis, size in given.items()}
+    sizes: dict[str, Any] = {axis: _whole(axis, size) for axis, size in given.items()}
     if world > MOST_RANKS:
         raise ValueError(f"{world:,} GPUs are more than this page draws: {MOST_RANKS:,}; labkit groups lists them")
     if problems := layout_problems(ParallelConfig(**sizes), world):
         raise ValueError("; ".join(problems))
     config = presets.get(model)
     counted = TransformerTraffic(
-        layers=config.model.layers, hidden=config.model.hidden, seq_length=config.model.seq_length,
-        global_batch_size=_whole("global batch", batch), num_experts=config.moe.num_experts or 0, top_k=config.moe.top_k,
-    )  # fmt: skip
+        layers=config.model.layers,
+        hidden=config.model.hidden,
+        seq_length=config.model.seq_length,
+        global_batch_size=_whole("global batch", batch),
+        num_experts=config.moe.num_experts,
+        top_k=config.moe.top_k,
+    )
     layout = {**sizes, "order": order}
     between = bytes_between_nodes(counted, layout, world_size=world, gpus_per_node=node)
     everywhere = bytes_between_nodes(counted, layout, world_size=world, gpus_per_node=1)
