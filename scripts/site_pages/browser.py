@@ -27,6 +27,7 @@ SHA256 = "6749b10ee515a1458ecea36d860c8ce2a48366e85b3f92d749ad1840e4aff181"
 """Of the npm package's archive."""
 ADDRESS = f"https://cdn.jsdelivr.net/pyodide/v{VERSION}/full/"
 FILES = ("pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+KEPT = ROOT / "build" / "pyodide"
 PACKAGES = ("comm", "config", "launch", "parallel", "plan", "schedules")
 """Packages whose modules `answers.py` imports, if only a few of them."""
 
@@ -68,13 +69,12 @@ def runtime() -> tuple[Path | None, str]:
     if given := os.environ.get("LABKIT_PYODIDE"):
         missing = [name for name in FILES if not (Path(given) / name).is_file()]
         return (None, f"LABKIT_PYODIDE: {given} lacks {', '.join(missing)}") if missing else (Path(given), "")
-    kept = ROOT / "build" / "pyodide"
-    archive = kept / f"pyodide-{VERSION}.tgz"
-    kept.mkdir(parents=True, exist_ok=True)
+    archive = KEPT / f"pyodide-{VERSION}.tgz"
+    KEPT.mkdir(parents=True, exist_ok=True)
     if not archive.is_file():
-        command = ["npm", "pack", "--silent", "--pack-destination", str(kept), f"pyodide@{VERSION}"]
+        command = ["npm", "pack", "--silent", "--pack-destination", str(KEPT), f"pyodide@{VERSION}"]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=kept)
+            subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=KEPT)
         except (OSError, subprocess.SubprocessError) as error:
             return None, f"npm could not fetch pyodide {VERSION}: {error}"
     if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
@@ -84,5 +84,5 @@ def runtime() -> tuple[Path | None, str]:
         for name in FILES:
             source = package.extractfile(f"package/{name}")
             assert source is not None, name
-            (kept / name).write_bytes(source.read())
-    return kept, ""
+            (KEPT / name).write_bytes(source.read())
+    return KEPT, ""

@@ -121,3 +121,30 @@ def test_the_archive_of_the_page_needs_nothing_but_numpy(tmp_path: Path) -> None
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(str(tmp_path / "alone"))
     assert result.stdout.rstrip().endswith(" {'numpy'}"), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("exit 7", "npm could not fetch pyodide"),
+        ("touch $4/pyodide-{version}.tgz", "is not the archive that scripts/site_pages/browser.py expects"),
+    ],
+)
+def test_without_the_pinned_runtime_the_page_loads_it_from_its_public_address(
+    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("nbformat")
+    from site_pages import browser
+
+    npm = tmp_path / "npm"
+    npm.write_text(f"#!/bin/sh\n{program.format(version=browser.VERSION)}\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("LABKIT_PYODIDE", raising=False)
+    monkeypatch.setattr(browser, "KEPT", tmp_path / "kept")
+    site = tmp_path / "site"
+    (site / "_static" / "browser").mkdir(parents=True)
+    assert reason in browser.add_browser_page(site)
+    places = json.loads((site / "_static" / "browser" / "runtime.json").read_text())
+    assert places == {"runtime": browser.ADDRESS, "packages": browser.ADDRESS}
+    assert not list(browser.KEPT.iterdir()), "what is not the runtime does not stay"

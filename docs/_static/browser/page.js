@@ -25,7 +25,8 @@ const parts = {}; // name -> {box, rows, kind, ask}
 const escaped = (text) => String(text).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const short = (number) => Number(number.toPrecision(4)).toString();
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
-const gigabytes = (bytes) => (bytes ? `${Number((bytes / 1e9).toPrecision(3)).toLocaleString("en")} GB` : "0");
+const sized = (bytes) => (bytes < 1e12 ? `${short3(bytes / 1e9)} GB` : `${short3(bytes / 1e12)} TB`);
+const short3 = (number) => Number(number.toPrecision(3)).toString();
 
 // ---- asking labkit ----
 function startLabkit() {
@@ -117,7 +118,7 @@ function fill(lists) {
 
 // ---- schedules ----
 function drawSchedule(part, answer) {
-  const { rows, times, pp, makespan, peaks } = answer, left = 58, lane = 26, scale = 860 / makespan;
+  const { rows, times, pp, makespan, peaks } = answer, left = 58, lane = 26, wide = 640, scale = wide / makespan;
   const blocks = rows.flatMap((row, rank) => row.map((cell, place) => {
     const [, stage, kind, microbatch] = cell.match(/(\d+)([FBIW])(\d+)/), [start, end] = times[rank][place];
     const x = left + start * scale, width = (end - start) * scale, y = rank * lane;
@@ -127,10 +128,10 @@ function drawSchedule(part, answer) {
       <rect x="${x}" y="${y + 2}" width="${width}" height="20" class="k${kind}"/>${later}${text}</g>`;
   }));
   const lanes = peaks.map((peak, rank) => `<text x="0" y="${rank * lane + 17}" class="name">rank ${rank}</text>
-    <rect x="${left}" y="${rank * lane + 2}" width="860" height="20" class="idle"/>
-    <text x="930" y="${rank * lane + 17}" class="name">${short(peak)}</text>`);
+    <rect x="${left}" y="${rank * lane + 2}" width="${wide}" height="20" class="idle"/>
+    <text x="${left + wide + 8}" y="${rank * lane + 17}" class="name">${short(peak)}</text>`);
   const height = rows.length * lane, ticks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
-    `<text x="${left + 860 * share}" y="${height + 16}" class="tick">${short(makespan * share)}</text>`);
+    `<text x="${left + wide * share}" y="${height + 16}" class="tick">${short(makespan * share)}</text>`);
   const words = `bubble ${percent(answer.bubble)}, ${short(makespan)} units of time, at most ${short(Math.max(...peaks))} microbatches in flight`;
   const kinds = [["F", "forward"], ["B", "backward"], ["I", "input gradient"], ["W", "weight gradient"]].filter(([kind]) =>
     rows.some((row) => row.some((cell) => cell.includes(kind))));
@@ -139,8 +140,8 @@ function drawSchedule(part, answer) {
   const verdicts = answer.verdicts.map(([transport, runs, why]) => runs ? `<li>${transport}: it runs</li>`
     : `<li>${transport}: no, <details><summary>${escaped(why.split("\n")[0])}</summary><pre>${escaped(why)}</pre></details></li>`);
   if (answer.megatron) verdicts.push(`<li>in Megatron: no, ${escaped(answer.megatron.split("\n")[0])}</li>`);
-  part.box.querySelector(".drawn").innerHTML = `<svg viewBox="0 0 1000 ${height + 22}" role="img" aria-label="Timeline: ${words}">
-      <text x="1000" y="${height + 16}" class="name end">in flight</text>${lanes.join("")}${blocks.join("")}${ticks.join("")}</svg>
+  part.box.querySelector(".drawn").innerHTML = `<svg viewBox="0 0 760 ${height + 22}" role="img" aria-label="Timeline: ${words}">
+      <text x="760" y="${height + 16}" class="name end">in flight</text>${lanes.join("")}${blocks.join("")}${ticks.join("")}</svg>
     <p class="key">${keys.join("")}</p><p><b>${words}</b>; ${escaped(answer.split)}.</p>
     <ul class="verdicts">${verdicts.join("")}</ul>`;
   part.box.querySelector(".say").textContent = part.rows ? "Your table." : `labkit's ${request(part).preset}.`;
@@ -246,16 +247,16 @@ function drawGroups(part, answer) {
   const radios = kinds.map((each) => `<label><input type="radio" name="kind" value="${each}"${each === kind ? " checked" : ""}> ${each}
     <small>${answer.groups[each].length} x ${answer.groups[each][0].length}</small></label>`);
   const rows = Object.entries(answer.bytes), most = Math.max(1, ...rows.map(([, sizes]) => Math.max(...sizes)));
-  const bar = (bytes, where) => `<td><i class="bar ${where}" style="width:${(100 * bytes) / most}%"></i>${gigabytes(bytes)}</td>`;
+  const bar = (bytes, where) => `<td><i class="bar ${where}" style="width:${(100 * bytes) / most}%"></i>${sized(bytes)}</td>`;
   const sum = rows.reduce((all, [, [, between]]) => all + between, 0);
-  const best = answer.best_bytes < sum * (1 - 1e-12) ? `Of the ${answer.orders} orders, ${answer.best} sends least between nodes: ${gigabytes(answer.best_bytes)}.`
+  const best = answer.best_bytes < sum * (1 - 1e-12) ? `Of the ${answer.orders} orders, ${answer.best} sends least between nodes: ${sized(answer.best_bytes)}.`
     : `No order of these axes sends less (${answer.orders} tried).`;
   part.box.querySelector(".drawn").innerHTML = `<fieldset class="kinds"><legend>groups of</legend>${radios.join("") || "no axis above 1"}</fieldset>
     <div class="grid"><table aria-label="${kind} group of each rank">${lines.join("")}</table></div>
     <table class="bytes"><thead><tr><th>kind</th><th>inside nodes, per step</th><th>between nodes</th></tr></thead><tbody>${rows.map(([each, [inside, between]]) =>
       `<tr><th scope="row">${each}</th>${bar(inside, "inside")}${bar(between, "between")}</tr>`).join("")}</tbody></table>
-    <p><b>${gigabytes(sum)} between nodes</b> in one step. ${best}</p>`;
-  part.box.querySelector(".say").textContent = `${groups.length} groups of ${groups[0].length} along ${kind}; a colour repeats after eight groups, the number (g) does not.`;
+    <p><b>${sized(sum)} between nodes</b> in one step. ${best}</p>`;
+  part.box.querySelector(".say").textContent = `${groups.length} groups of ${groups[0].length} along ${kind}; a colour repeats after eight groups, the number does not.`;
   part.box.querySelector(".kinds").onchange = ({ target }) => {
     part.kind = target.value;
     drawGroups(part, answer);
