@@ -131,7 +131,7 @@ function drawSchedule(part, answer) {
     <rect x="${left}" y="${rank * lane + 2}" width="${wide}" height="20" class="idle"/>
     <text x="${left + wide + 8}" y="${rank * lane + 17}" class="name">${short(peak)}</text>`);
   const height = rows.length * lane, ticks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
-    `<text x="${left + wide * share}" y="${height + 16}" class="tick">${short(makespan * share)}</text>`);
+    `<text x="${left + wide * share}" y="${height + 16}" class="tick${share === 1 ? " end" : ""}">${short(makespan * share)}</text>`);
   const words = `bubble ${percent(answer.bubble)}, ${short(makespan)} units of time, at most ${short(Math.max(...peaks))} microbatches in flight`;
   const kinds = [["F", "forward"], ["B", "backward"], ["I", "input gradient"], ["W", "weight gradient"]].filter(([kind]) =>
     rows.some((row) => row.some((cell) => cell.includes(kind))));
