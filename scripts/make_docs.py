@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
+from site_pages.browser import add_browser_page
 from site_pages.chapters import chapter_page, to_download
 from site_pages.commands import commands_page
 from site_pages.links import ROOT, for_site, repository
@@ -43,7 +44,7 @@ SECTIONS = {
     "start": Section(
         "Start",
         "Install labkit, run it once, and find out what to do if something is wrong.",
-        "install first_run faq *",
+        "install first_run in_the_browser faq *",
     ),
     "tutorials": Section("Tutorials", "The chapters, with the outputs that they had when they ran.", "/notebooks/*"),
     "howto": Section(
@@ -159,7 +160,10 @@ def build(source: Path, site: Path) -> int:
     shutil.rmtree(site, ignore_errors=True)
     settings = ["-W", "--keep-going", "-n", "-q", "-E", "-j", "auto", "-c", str(ROOT / "docs")]
     command = [sys.executable, "-m", "sphinx", *settings, "-d", f"{source}-doctrees", str(source), str(site)]
-    return subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, check=False).returncode
+    if not code and (missing := add_browser_page(site)):
+        print(f"labkit in the browser loads Python from its public address: {missing}")
+    return code
 
 
 def main() -> int:

@@ -51,7 +51,7 @@ def distinct(columns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     for column in columns:
         size = int(column.max(initial=0)) + 1
         if most * size > _MOST_KEYS:
-            _, key = np.unique(key, return_inverse=True)
+            key = np.unique(key, return_inverse=True)[1].astype(np.int64)  # of 32 bits in a browser
             most = int(key.max(initial=0)) + 1
         key, most = key * size + column, most * size
     _, first, which = np.unique(key, return_index=True, return_inverse=True)

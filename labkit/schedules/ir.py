@@ -94,7 +94,7 @@ class Schedule:
             np.array([action.stage for action in flat], dtype=np.int32),
             np.array([KINDS.index(action.kind) for action in flat], dtype=np.int8),
             np.array([action.microbatch for action in flat], dtype=np.int32),
-            np.cumsum([0, *map(len, parsed)], dtype=np.int64),
+            np.cumsum([0, *map(len, parsed)], dtype=np.intp),
         )
 
     @classmethod
@@ -118,7 +118,7 @@ class Schedule:
             np.asarray(stages, dtype=np.int32),
             np.asarray(kinds, dtype=np.int8),
             np.asarray(microbatches, dtype=np.int32),
-            np.asarray(offsets, dtype=np.int64),
+            np.asarray(offsets, dtype=np.intp),
         )
         return schedule
 

@@ -12,7 +12,7 @@ from labkit.plan.checkpoint_intervals import daly_interval, young_interval
 from labkit.plan.cluster import Checkpoint, Cluster
 from labkit.plan.goodput import SHARES, ClusterRun, Goodput, best_goodput, duration, interval_curve, simulate_goodput
 from labkit.viz.figure import Figure
-from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.live import LiveFigure, is_live, wide
 from labkit.viz.style import INK, SEQUENCE, color, handle, new_figure, styled
 
 _LINES = {"yours": "-", "simulated best": "--", "Young (1974)": ":", "Daly (2006)": "-."}
@@ -80,7 +80,7 @@ def explore_goodput(
 def _sliders(start: dict[str, Any]) -> dict[str, Any]:
     import ipywidgets as widgets
 
-    look: dict[str, Any] = {"style": {"description_width": "160px"}, "layout": widgets.Layout(width="460px")}
+    look: dict[str, Any] = {"style": {"description_width": "160px"}, "layout": wide("460px")}
     return {
         name: widgets.SelectionSlider(
             options=[(f"{stop:,g}", stop) for stop in sorted({*stops, start[name]})], value=start[name],

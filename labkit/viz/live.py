@@ -14,6 +14,9 @@ from typing import Any
 
 from labkit.viz.figure import Figure
 
+FITS = "calc(100% - 4px)"
+"""Most width of a widget, which with its margins then is no wider than its cell."""
+
 
 def is_live() -> bool:
     """Return True if a person sits at the notebook: JupyterLab sets JPY_SESSION_NAME; papermill and nbval do not."""
@@ -26,7 +29,7 @@ class LiveFigure:
     def __init__(self, figure: Figure) -> None:
         import ipywidgets as widgets
 
-        as_drawn = widgets.Layout(align_self="flex-start", max_width="100%")  # not stretched, which blurs it
+        as_drawn = widgets.Layout(align_self="flex-start", max_width=FITS)  # not stretched, which blurs it
         self.picture = widgets.Image(value=figure.png, format="png", layout=as_drawn)
         self._spoken = _spoken(figure.sentence)
         self.words = widgets.HTML(value=self._spoken)
@@ -73,15 +76,29 @@ class LiveFigure:
         import ipywidgets as widgets
 
         self.follow(inputs, draw)
-        above = [widgets.HBox([inputs[name] for name in row]) for row in rows] or [*inputs.values()]
+        above = [side_by_side([inputs[name] for name in row]) for row in rows] or [*inputs.values()]
         return widgets.VBox([*above, *self.parts])
+
+
+def side_by_side(controls: Sequence[Any]) -> Any:
+    """Return controls in a row; those that a narrow window has no room for are below the others."""
+    import ipywidgets as widgets
+
+    return widgets.HBox([*controls], layout=widgets.Layout(flex_flow="row wrap"))
+
+
+def wide(width: str) -> Any:
+    """Return the layout of a control of this width, or less in a narrow cell, so that its number stays visible."""
+    import ipywidgets as widgets
+
+    return widgets.Layout(width=width, max_width=FITS)
 
 
 def whole_number(name: str, value: int, most: int) -> Any:
     """Return a control for a whole number from 1 to `most`."""
     import ipywidgets as widgets
 
-    look: dict[str, Any] = {"layout": widgets.Layout(width="190px"), "style": {"description_width": "100px"}}
+    look: dict[str, Any] = {"layout": wide("190px"), "style": {"description_width": "100px"}}
     return widgets.BoundedIntText(value=value, min=1, max=most, description=name, **look)
 
 

@@ -171,6 +171,16 @@ def test_a_slider_redraws_and_a_refusal_is_beneath_the_last_picture(page: Any) -
     _screenshot(page, "interleaved")
 
 
+@pytest.mark.parametrize("lab", [CELL, POLICIES], indirect=True, ids=["schedule", "policies"])
+def test_a_narrow_window_cuts_no_control_off(lab: str, page: Any) -> None:
+    page.set_viewport_size({"width": 768, "height": 1000})  # with JupyterLab's side bar 340 are left for the cell
+    page.wait_for_function("document.querySelector('.jp-OutputArea .widget-vbox').clientWidth < 400")
+    cut = """[...document.querySelectorAll('.jp-OutputArea .widget-box')]
+             .map(box => [box.scrollWidth, box.clientWidth]).filter(([whole, seen]) => whole > seen)"""
+    assert page.evaluate(cut) == []
+    assert page.locator(".jp-OutputArea .widget-readout").first.is_visible()
+
+
 @pytest.mark.parametrize("lab", [BUCKETS], indirect=True)
 def test_the_picture_of_buckets_stays_below_its_sliders(lab: str, page: Any) -> None:
     picture, size = page.locator(".jp-OutputArea img"), _slider(page, "bucket size (MB)")

@@ -15,7 +15,7 @@ from labkit.events import Event, shift_to_zero
 from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
 from labkit.plan.overlap import COMPUTES, BackwardPiece, BucketSize, Link, exposed_seconds, predict_step
 from labkit.viz.figure import Figure
-from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.live import LiveFigure, is_live, wide
 from labkit.viz.style import SEQUENCE, color, handle, hatch, legend_patches, new_figure, styled
 
 _ROW = 0.27
@@ -324,7 +324,7 @@ def _stops(start: float, low: int, high: int) -> list[float]:
 def _controls(model: _Model, figure: Figure, start: dict[str, float], limit: float | None) -> Any:
     import ipywidgets as widgets
 
-    look: dict[str, Any] = {"style": {"description_width": "160px"}, "layout": widgets.Layout(width="460px")}
+    look: dict[str, Any] = {"style": {"description_width": "160px"}, "layout": wide("460px")}
     inputs = {
         name: widgets.SelectionSlider(
             options=[(f"{stop:g}", stop) for stop in _stops(start[name], low, high)], value=start[name],

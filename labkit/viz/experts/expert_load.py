@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from labkit.viz.figure import Figure
-from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.live import LiveFigure, is_live, wide
 from labkit.viz.style import INK, LINES, SEQUENCE, color, new_figure, styled, text_color
 
 _RUNS = ("#000000", "#AA4499", "#44AA99", "#999933")
@@ -214,7 +214,5 @@ def explore_skew(
 def _slider(figure: Figure, drawn: Callable[[float], Figure], chosen: float, largest: float) -> Any:
     import ipywidgets as widgets
 
-    control = widgets.FloatSlider(
-        value=chosen, min=0, max=largest, step=0.05, description="skew", layout=widgets.Layout(width="460px")
-    )
+    control = widgets.FloatSlider(value=chosen, min=0, max=largest, step=0.05, description="skew", layout=wide("460px"))
     return LiveFigure(figure).panel({"skew": control}, lambda given: drawn(round(given["skew"], 2)))

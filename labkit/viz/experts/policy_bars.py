@@ -10,7 +10,7 @@ from torch import Tensor
 
 from labkit.viz.experts.router_lab import Policy, Replayed, replay, replay_policies
 from labkit.viz.figure import Figure
-from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.live import LiveFigure, is_live, wide
 from labkit.viz.style import INK, SEQUENCE, color, name_rows, new_figure, styled
 
 _FULL, _PART = SEQUENCE[0], color("idle")
@@ -152,7 +152,7 @@ def _inputs(policies: Mapping[str, Policy], experts: int) -> dict[str, Any]:
     """Build a slider for each field of any policy, at the value of the first policy with this field."""
     import ipywidgets as widgets
 
-    look: dict[str, Any] = {"style": {"description_width": "170px"}, "layout": widgets.Layout(width="460px")}
+    look: dict[str, Any] = {"style": {"description_width": "170px"}, "layout": wide("460px")}
     look["continuous_update"] = False  # a redraw routes the whole recording again
     kinds: dict[str, tuple[Any, dict[str, float]]] = {
         "top_k": (widgets.IntSlider, {"min": 1, "max": experts}),

@@ -12,7 +12,7 @@ from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import Schedule
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.viz.figure import Figure
-from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.live import LiveFigure, is_live, side_by_side, wide
 from labkit.viz.pipeline.timeline import gantt
 
 
@@ -117,7 +117,7 @@ def _schedule_controls(figure: Figure, setting: dict[str, Any], axes: _Axes) -> 
     fit.on_click(fit_axes)
     sizes = [inputs[name] for name in ("builder", "pp", "vpp", "microbatches", "group_size")]
     times = [inputs[name] for name in ("forward", "input_grad", "weight_grad", "message")]
-    return widgets.VBox([*shown.parts, widgets.HBox([widgets.VBox(sizes), widgets.VBox([*times, fit])])])
+    return widgets.VBox([*shown.parts, side_by_side([widgets.VBox(sizes), widgets.VBox([*times, fit])])])
 
 
 def _schedule_inputs(start: dict[str, Any]) -> dict[str, Any]:
@@ -125,8 +125,7 @@ def _schedule_inputs(start: dict[str, Any]) -> dict[str, Any]:
     import ipywidgets as widgets
 
     style = {"description_width": "130px"}
-    wide = widgets.Layout(width="420px")
-    look: dict[str, Any] = {"style": style, "layout": wide}
+    look: dict[str, Any] = {"style": style, "layout": wide("420px")}
     counts = {"pp": 1, "vpp": 1, "microbatches": 1, "group_size": 0}
     most = {"pp": 8, "vpp": 4, "microbatches": 32, "group_size": 32}
     times = {"forward": 0.25, "input_grad": 0.25, "weight_grad": 0.25, "message": 0.0}
