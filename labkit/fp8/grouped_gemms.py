@@ -33,9 +33,13 @@ from labkit.parallel.layers import Packed
 from labkit.parallel.parameters.parameter_record import put_gradient
 
 
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _in_one(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
-    """True where `torch._scaled_grouped_mm` takes operands of these widths (the last two sizes)."""
-    if not (a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)) or not a.numel():
+    """True where `torch._scaled_grouped_mm` takes operands of these widths (the last two sizes of b)."""
+    if not _is_hopper(a.device) or not a.numel():
         return False
     return a.dtype == b.dtype == E4M3 and out_dtype == torch.bfloat16 and not any(n % ALIGNMENT for n in b.shape[-2:])
 

@@ -103,6 +103,8 @@ CASES = {
     "moe fp16 losses": Case(MOE | FP16 | {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.1}, WAITS + COUNTS),
     "moe shared": Case(MOE | SHARED, WAITS + COUNTS),
     "moe shared overlap": Case(MOE | SHARED | AHEAD, WAITS + COUNTS),
+    "moe fp8": Case(MOE | fp8("delayed") | {"optim.fp8": "e4m3"}, WAITS + MICROBATCHES),
+    "moe fp8 hybrid": Case(MOE | SHARED | fp8("current"), WAITS + MICROBATCHES),
     "moe expert bias": Case(MOE | {"moe.score_function": "sigmoid", "moe.expert_bias": True}, WAITS + COUNTS),
     "graphs gpt": Case(GRAPHS, **REPLAYS),
     "graphs gpt full iteration": Case(GRAPHS | {"graph.cuda_graph_impl": "full_iteration"}, **REPLAYS),
@@ -141,7 +143,7 @@ CASES = {
 DAILY = (
     "gpt fp16", "gpt unfused attention", "gpt recompute selective", "llama bf16", "llama fp8 delayed", "bert fp32",
     "t5 relative bf16", "mamba hybrid bf16", "moe padded", "moe sequential experts", "moe fp16 losses",
-    "moe shared overlap", "moe expert bias", "graphs gpt full iteration", "graphs moe shared overlap",
+    "moe shared overlap", "moe fp8", "moe expert bias", "graphs gpt full iteration", "graphs moe shared overlap",
     "graphs moe in part", "graphs dp2", "dp2 shared overlap", "tp2 sequence parallel fp8", "tp2 t5 relative",
     "cp2 ring last rank", "cp2 all_gather", "ep2 allgather", "tp2 ep2 zero", "pp2 interleaved", "pp2 zero bubble",
     "pp2 dp2 zero", "tp2 ep2 etp1 padded", "cp2 tp2 per token loss",
