@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from labkit.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel import CommLedger, all_gather, dropped, initialize_model_parallel
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.parameters.weights import gather_parameter
-from labkit.train import compare
+from labkit.train import compare, pretrain
 
 S, B, INNER, OUTER = 8, 2, 32, 64
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -81,6 +82,19 @@ def test_experts_of_every_layout_compute_the_numbers_of_one_process() -> None:
 @pytest.mark.sweep
 def test_experts_over_more_layouts() -> None:
     agree(MORE_WITH_EXPERTS, **EXPERTS)
+
+
+def test_a_checkpoint_of_two_ranks_of_experts_goes_on_in_one_process(
+    on_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """With the history: a step without one would compute experts without fp8."""
+    config = float8_config(**EXPERTS, **{"train.steps": 4, "optim.decay_steps": 4})
+    saved = {"ep": 2, "train.steps": 3, "checkpoint.dir": str(tmp_path), "checkpoint.interval": 3}
+    on_ranks(pretrain, 2, config.override(saved))
+    [whole] = on_ranks(pretrain, 1, config)
+    [after] = on_ranks(pretrain, 1, config.override({"checkpoint.load": str(tmp_path)}))
+    assert after.resumed_after == 3
+    assert after.losses == pytest.approx(whole.losses[3:], rel=1e-12)
 
 
 def test_copies_of_a_head_stay_alike_under_fp8() -> None:
