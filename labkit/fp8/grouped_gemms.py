@@ -87,7 +87,8 @@ def grouped_scaled_weight_gradient(
                 made.copy_(product(grad, x, scale_inv, out_dtype))
         return made_EOI
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
-    summed = grouped_weight_gradient(grad_ON.t().to(wide), x_IN.t().to(wide), segments)
+    grad_NO, x_NI = (t.t().to(wide).contiguous() for t in (grad_ON, x_IN))
+    summed = grouped_weight_gradient(grad_NO, x_NI, segments)
     assert summed is not None
     return (summed * (scale_inv[0] * scale_inv[1])).to(out_dtype)
 
@@ -164,7 +165,8 @@ class GroupedFloat8Gemms(CastOperands, GroupedGemms):
         ]
         rows, scales, columns = zip(*made, strict=True)
         stacked = torch.stack(rows), torch.stack(scales)
-        return stacked if columns[0] is None else (*stacked, torch.stack(columns))
+        made_columns = [found for found in columns if found is not None]  # torch's cast makes none
+        return stacked if len(made_columns) < len(columns) else (*stacked, torch.stack(made_columns))
 
 
 class GroupedBlockwiseGemms(GroupedFloat8Gemms):

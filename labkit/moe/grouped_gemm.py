@@ -64,8 +64,14 @@ class Segments:
         return self.tokens_per_expert.device.type == "cpu" and len(set(self.counts)) <= 1
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Return the end of each group, [E] int32, on `device`; copied once."""
-        if device not in self._offsets:
+        """Return the end of each group, [E] int32, on `device`; copied once, or for equal groups computed there.
+
+        A CUDA graph may hold the latter: its replays could not read what the host has freed.
+        """
+        if self.equal and device not in self._offsets:
+            numbers = torch.arange(1, len(self.counts) + 1, dtype=torch.int32, device=device)
+            self._offsets[device] = numbers * self.counts[0]
+        elif device not in self._offsets:
             ends = self.tokens_per_expert.cumsum(0).to(torch.int32)
             if device.type == "cuda" and ends.device.type == "cpu":
                 ends = ends.pin_memory()  # a copy from pageable memory would make the host wait

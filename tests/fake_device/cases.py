@@ -112,6 +112,7 @@ CASES = {
     "graphs gpt fp8": Case(fp8("delayed") | GRAPHS, **REPLAYS),
     "graphs moe shared overlap": Case(MOE | PADDED | SHARED | AHEAD | GRAPHS, **REPLAYS),
     "graphs moe in part": Case(MOE | GRAPHS | IN_PART, WAITS + COUNTS, **REPLAYS),
+    "graphs moe fp8": Case(MOE | PADDED | fp8("current") | GRAPHS, **REPLAYS),
     "graphs dp2": Case(BUCKETS | GRAPHS | ranks(dp=2), **REPLAYS),
     "graphs tp2": Case(LLAMA | GRAPHS | ranks(tp=2, sequence_parallel=True), **REPLAYS),
     "dp2": Case(BUCKETS | ranks(dp=2)),
