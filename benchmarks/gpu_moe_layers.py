@@ -33,6 +33,7 @@ from labkit.moe.experts import GroupedExperts
 from labkit.moe.grouped_gemm import Segments
 from labkit.moe.layer import MoELayer
 from labkit.parallel import single_process_groups
+from labkit.parallel.layers import NATIVE
 from labkit.train.pretraining import layer_spec_with
 
 SWIGLU: dict[str, Any] = {"layers": 1, "activation": "swiglu", "bias": False, "use_cpu_initialization": False}
@@ -111,7 +112,7 @@ def our_layer(model: ModelConfig, moe: MoEConfig, device: torch.device, dtype: t
         moe,
         single_process_groups(device=device),
         seed=ON_DEVICE,
-        expert_linear=layer_spec_with(model, None).expert_linear,
+        expert_linear=layer_spec_with(model, None).expert_linear(NATIVE),
         device=device,
         dtype=dtype,
     )

@@ -152,6 +152,51 @@ EXPERTS = [
     ),
 ]
 
+FLOAT8 = [
+    Fault(
+        "the first step in fp8 casts the rows of experts by their own magnitudes",
+        "Float8Scaling.calibrates",
+        'self.recipe.name == "delayed" and not self._steps',
+        "False",
+        tiny(EP, "layers.0.mlp output", fp8="hybrid"),
+    ),
+    Fault(
+        "weights in fp8 take the scales of another rank's experts",
+        "Float8Scaling.grouped_gemms",
+        "range(first + 1 + mine.start, first + 1 + mine.stop)",
+        "range(first + 1, first + 1 + len(mine))",
+        Comparison(EP, "loss of step 2", preset="tiny_moe", changes={"fp8": "hybrid"}, steps=2),
+    ),
+    Fault(
+        "one scale of fp8 serves the weights of all experts",
+        "GroupedFloat8Gemms._cast",
+        "zip(self._experts, x, strict=True)",
+        "zip([self._index] * len(x), x, strict=True)",
+        "tests/unit/test_fp8_experts.py -k cast_operands",
+    ),
+    Fault(
+        "a block of fp8 holds rows of two experts",
+        "GroupedBlockwiseGemms.wgrad",
+        "t.split(segments.counts)",
+        "(t,)",
+        "tests/unit/test_fp8_experts.py -k cast_operands",
+    ),
+    Fault(
+        "the rows of an expert are not filled up for fp8 tensor cores",
+        "GroupedFloat8Gemms._filled",
+        "segments.aligned() if has_tensor_cores(x.device) else segments",
+        "segments",
+        "tests/unit/test_fp8_experts.py -k tensor_cores",
+    ),
+    Fault(
+        "the fp8 gradient of an expert without rows is what the memory held",
+        "grouped_scaled_weight_gradient",
+        "made.masked_fill_(segments.empty(made.device)[:, None, None], 0)",
+        "made",
+        "tests/unit/test_fp8_experts.py -k tensor_cores",
+    ),
+]
+
 DISPATCH = [
     Fault(
         "results are returned in the order in which the rows arrived",

@@ -32,6 +32,7 @@ FAULTS: dict[str, list[Fault]] = {
     "Checkpoints": checkpoint_faults.RESUMING,
     "Routing of experts": expert_faults.ROUTING,
     "Experts": expert_faults.EXPERTS,
+    "Experts in fp8": expert_faults.FLOAT8,
     "Dispatch to experts": expert_faults.DISPATCH,
     "CUDA graphs": graph_faults.GRAPHS,
     "Partial graphs": partial_graph_faults.PARTIAL_GRAPHS,

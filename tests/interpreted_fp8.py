@@ -23,6 +23,8 @@ from labkit.fp8 import Float8Recipe, Float8Scaling, kernels
 from labkit.fp8 import operands as fp8_operands
 from labkit.fp8.casting import E4M3, E5M2, cast, scale_of
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
+from labkit.moe.experts import StackedLinear
+from labkit.moe.grouped_gemm import Segments
 from labkit.parallel import WeightGradStore, single_process_groups
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -152,6 +154,31 @@ def check_layers_compute_what_they_compute_with_torch() -> None:
             for mine, other in zip(found, expected):
                 assert ((mine - other).norm() <= bound * other.norm()).item(), (kind, recipe, dtype, number)
         assert torch.equal(ours.plan.gemms._scaling.scales, theirs.plan.gemms._scaling.scales)
+
+
+def check_experts_compute_what_they_compute_with_torch() -> None:
+    """Weights of experts are stacked with their transposes."""
+    groups, counts = single_process_groups(), [40, 0, 1, 29]
+    for recipe, dtype in itertools.product(("delayed", "current"), (torch.float32, torch.bfloat16)):
+        found: list[list[Tensor]] = []
+        for alone in (False, True):
+            scaling = Float8Scaling(Float8Recipe(recipe), groups)
+            made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "partition_dim": 1, "std": 0.1, "dtype": dtype}
+            layer = StackedLinear("experts", "fc1", (4, 80, 96), gemms=scaling.grouped_gemms, **made)
+            found.append([])
+            with fp8_operands.torch_alone() if alone else nullcontext():
+                for number in range(3):
+                    x = random(70, 96, seed=number).to(dtype).requires_grad_()
+                    layer.zero_grad()
+                    y = layer(x, Segments(counts))
+                    y.backward(random(70, 80, seed=number + 1).to(dtype) / 1000)
+                    assert x.grad is not None and layer.weight.grad is not None
+                    found[-1] += [y.detach(), x.grad, layer.weight.grad]
+                    if number or recipe == "current":
+                        assert len(layer.plan.gemms._weight) == (3 if alone else 4), "without transposes"  # type: ignore
+                    scaling.end_step()
+        for mine, other in zip(*found):
+            assert ((mine - other).norm() <= (1e-5 if dtype == torch.float32 else 2**-7) * other.norm()).item(), recipe
 
 
 def check_backward_keeps_a_byte_for_a_value_and_only_the_transposed() -> None:

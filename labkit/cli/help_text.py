@@ -52,7 +52,7 @@ optimizer
   --weight-decay: decoupled weight decay
   --clip-grad: largest gradient norm; 0 does not clip
   --precision: type of weights and activations
-  --fp8, --fp8-format: formats of the linear layers' products
+  --fp8, --fp8-format: formats of the products of linear layers and experts
 run
   --steps, --train-iters: optimizer steps
   --micro-batch-size: samples of a forward pass on one rank

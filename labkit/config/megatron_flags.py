@@ -107,9 +107,11 @@ LACKING: dict[str, str] = {
     "fp4_recipe fp8_param_gather fp8_quantizer_factory no_fp8_wgrad disable_fp8_wgrad first_last_layers_bf16 "
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 te_precision_config_file "
     "reuse_grad_buf_for_mxfp8_param_ag fp8_output_proj",
+    "labkit fills up the rows of each expert to a multiple of 16 inside its fp8 products": "moe_router_padding_for_fp8 "
+    "moe_router_padding_for_quantization",
     "the section moe has all that labkit's experts can do": "moe_enable_deepep moe_flex_dispatcher_backend "
     "moe_deepep_num_sms moe_apply_probs_on_input moe_latent_size moe_enable_routing_replay "
-    "moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_force_load_balancing "
+    "moe_router_force_load_balancing "
     "moe_use_upcycling moe_upcycling_granularity moe_pad_experts_for_cuda_graph_inference moe_extended_tp "
     "overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release moe_router_quantile_balancing_ema "
     "overlap_dispatch_backward_with_experts_wgrad moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size "

@@ -58,9 +58,11 @@ _SEVERAL_CHUNKS = [name for name in SCHEDULES if name not in _ONE_CHUNK]
 EXCLUSIONS = (
     ("optim.fp8=e4m3|hybrid", "optim.precision=fp16",
      "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16"),
-    ("optim.fp8=e4m3|hybrid", "moe.num_experts",
-     ("experts do not compute in fp8: their products take as many rows as are routed to them; set it to none, or "
-      "moe.num_experts to 0")),
+    ("optim.fp8=e4m3|hybrid", "moe.num_experts moe.grouped_gemm=false",
+     "experts one after the other do not compute in fp8; set moe.grouped_gemm to true, or this to none"),
+    ("optim.fp8=e4m3|hybrid", "moe.num_experts model.transformer_impl=transformer_engine",
+     ("Transformer Engine's experts want a multiple of 16 rows each for fp8, and labkit gives them as many as are "
+      "routed; set model.transformer_impl to local, or this to none")),
     ("optim.average_in_collective=true", "optim.calculate_per_token_loss=true",
      "excludes optim.calculate_per_token_loss, which divides once by tokens; set one of them to false"),
     ("model.attention_dropout", "parallel.cp",

@@ -437,7 +437,8 @@ class OptimConfig:
     hysteresis: int = field(2, "Overflows before the scale is halved; the count restarts when it doubles.", ge=1,
         needs=_ADAPTIVE)
     fp8: str = field("none",
-        "Formats of the linear layers' GEMMs (arXiv 2209.05433); `hybrid`: e4m3 forward, e5m2 for gradients.",
+        "Formats of the products of linear layers and experts (arXiv 2209.05433); `hybrid`: e4m3 forward, e5m2 for "
+        "gradients. Routers and the output layer keep their types.",
         choices="none e4m3 hybrid", aliases="fp8_format")
     fp8_recipe: str = field("delayed",
         "Scales of fp8 tensors: `delayed` (from a history of amax), `current` (of the tensor itself) or `blockwise` "

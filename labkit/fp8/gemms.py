@@ -36,15 +36,33 @@ class Scales(Protocol):
         """Cast an operand of layer `index` to fp8, and note its amax."""
         ...
 
+    @property
+    def calibrates(self) -> bool:
+        """True in the first step of `delayed`, which has no scales of earlier steps."""
+        ...
+
+    def note(self, index: int, kind: str, x: Tensor) -> None:
+        """Note the amax of an operand that is not cast."""
+        ...
+
+
+ALIGNMENT = 16
+"""Sizes of products on fp8 tensor cores are multiples of this."""
+
+
+def has_tensor_cores(device: torch.device) -> bool:
+    """True on a GPU with fp8 tensor cores: Ada, Hopper or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
 
 def _on_tensor_cores(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """True where `torch._scaled_mm` takes this product: on Ada, Hopper or later. Sizes are multiples of 16, no type is
     float64, and at most one side is e5m2."""
-    if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (8, 9):
+    if not a.is_cuda or not has_tensor_cores(a.device):
         return False
     if out_dtype == torch.float64 or a.dtype == b.dtype == E5M2:
         return False
-    return all(size % 16 == 0 for size in (*a.shape, *b.shape))
+    return all(size % ALIGNMENT == 0 for size in (*a.shape, *b.shape))
 
 
 def scaled_product(
@@ -75,8 +93,8 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class Float8Gemms(Gemms):
-    """The products of one linear layer, with one scale per tensor (`delayed` and `current`).
+class CastOperands:
+    """The operands of one linear layer, with one scale per tensor (`delayed` and `current`).
 
     Inputs and gradients are packed as bytes and the reciprocal of their scale. So backward keeps, and sequence
     parallelism gathers, one byte per value. Kernels add a third tensor, the transposed bytes [K, N], except for parts
@@ -105,36 +123,18 @@ class Float8Gemms(Gemms):
         state = weight._version, weight.data_ptr()
         if self._kept is not None and (self._weight is None or self._weight[0] != state):
             rows, scale_inv, *columns = self._cast(weight.detach(), "weight", None, trains=True)
-            fresh = rows, scale_inv, columns[0] if columns else rows.t()  # torch's cast makes no transposed copy
+            fresh = rows, scale_inv, columns[0] if columns else rows.mT  # torch's cast makes no transposed copy
             for kept, value in zip(self._kept, fresh, strict=False):
                 kept.copy_(value)
             self._weight = state, *self._kept
 
-    def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
-        values, scale_inv, *columns = self._cast(x.detach(), kind, gathered_over, trains=trains)
-        return values.view(torch.uint8), scale_inv, *(made.view(torch.uint8) for made in columns)
-
     def for_wgrad(self, packed: Packed) -> Packed:
+        """Return what `wgrad` reads of a packed tensor: the transposed values where there are any."""
         return packed if len(packed) < 3 else (packed[0].new_empty(0), *packed[1:])
 
-    def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight8, weight_scale, *_ = self._cast_weight(weight)
-        y = product(self._rows(x, "input"), weight8, (x[1], weight_scale), weight.dtype, fast=True)
-        y = y.view(*x[0].shape[:-1], -1)
-        return y if bias is None else y.add_(bias)
-
-    def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
-        weight8, weight_scale, *transposed = self._cast_weight(weight)
-        weight8_IO = transposed[0] if transposed else weight8.t()
-        grad_x = product(self._rows(grad, "grad"), weight8_IO, (grad[1], weight_scale), weight.dtype)
-        return grad_x.view(*grad[0].shape[:-1], -1)
-
-    def wgrad(
-        self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
-    ) -> Tensor | None:
-        out = weight.dtype if main_grad is None else main_grad.dtype
-        grad_weight = product(self._columns(grad, "grad"), self._columns(x, "input"), (grad[1], x[1]), out)
-        return grad_weight if main_grad is None else put_gradient(grad_weight, main_grad, replace=replace)
+    def _packed(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
+        values, scale_inv, *columns = self._cast(x.detach(), kind, gathered_over, trains=trains)
+        return values.view(torch.uint8), scale_inv, *(made.view(torch.uint8) for made in columns)
 
     def _rows(self, packed: Packed, kind: str) -> Tensor:
         """The fp8 values, [N, K]."""
@@ -163,6 +163,32 @@ class Float8Gemms(Gemms):
         if self._weight is None or self._weight[0] != state:
             self._weight = state, *self._cast(weight.detach(), "weight", None, trains=True)
         return self._weight[1:]
+
+
+class Float8Gemms(CastOperands, Gemms):
+    """The products of one linear layer, with one scale per tensor (`delayed` and `current`)."""
+
+    def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
+        return self._packed(x, kind, gathered_over, trains=trains)
+
+    def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight8, weight_scale, *_ = self._cast_weight(weight)
+        y = product(self._rows(x, "input"), weight8, (x[1], weight_scale), weight.dtype, fast=True)
+        y = y.view(*x[0].shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
+
+    def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
+        weight8, weight_scale, *transposed = self._cast_weight(weight)
+        weight8_IO = transposed[0] if transposed else weight8.t()
+        grad_x = product(self._rows(grad, "grad"), weight8_IO, (grad[1], weight_scale), weight.dtype)
+        return grad_x.view(*grad[0].shape[:-1], -1)
+
+    def wgrad(
+        self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
+    ) -> Tensor | None:
+        out = weight.dtype if main_grad is None else main_grad.dtype
+        grad_weight = product(self._columns(grad, "grad"), self._columns(x, "input"), (grad[1], x[1]), out)
+        return grad_weight if main_grad is None else put_gradient(grad_weight, main_grad, replace=replace)
 
 
 class BlockwiseGemms(Float8Gemms):

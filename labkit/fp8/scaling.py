@@ -11,24 +11,34 @@ flush the gradients of a mean loss to zero, since e5m2 has nothing between 0 and
 Ranks that hold copies of a key/value head each cast the gradient of their own query heads. One process casts the sum of
 these gradients, so the weight gradients of such layouts agree only to the format's precision.
 
-Shapes: R rows and C columns of an operand, M layers of a model chunk, L steps of history.
+All experts of a layer share the scale of their rows, and each has a scale for its weight (Transformer Engine has three
+scales for each expert). The rows of an expert come from several ranks and microbatches, which own magnitudes could not
+tell apart. So in the first step of `delayed` experts compute in the type of their tensors and only note magnitudes.
+Every layout of ep and etp then also computes the values of one process. With `current` each rank scales the rows that
+it got, so ep and etp change the numbers; so they do with `blockwise`, whose blocks hold other rows.
+
+Shapes: R rows and C columns of an operand, M layers of a model chunk (a layer of E experts counts 1 + E times), L steps
+of history.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.comm import collectives
 from labkit.comm.groups import Group, ParallelGroups
 from labkit.comm.ledger import comm_scope, current_scope
 from labkit.fp8 import operands
 from labkit.fp8.casting import scale_of
-from labkit.fp8.gemms import BlockwiseGemms, Float8Gemms
+from labkit.fp8.gemms import BlockwiseGemms, CastOperands, Float8Gemms
+from labkit.fp8.grouped_gemms import GroupedBlockwiseGemms, GroupedFloat8Gemms
 from labkit.fp8.recipe import KINDS, Float8Recipe
 from labkit.models.build import LayerSpec
+from labkit.moe.experts import StackedLinear
 from labkit.parallel.layers import Precision
 
 
@@ -45,9 +55,12 @@ class Float8Scaling(Precision):
         self.recipe = recipe
         self._one_sample, self._stage = groups.tp_cp, groups.tp_dp_cp
         self._device = groups.device if device is None else torch.device(device)
-        self._members: dict[str, Float8Gemms] = {}
+        self._members: dict[str, CastOperands] = {}
+        self._places: dict[str, int | slice] = {}
+        self._layers: list[str] = []
+        """The layer of each row of the scales."""
         self._steps = 0
-        self._resize(0)
+        self._resize()
 
     def gemms(self, name: str) -> Float8Gemms:
         """The products of the layer `name`.
@@ -55,12 +68,32 @@ class Float8Scaling(Precision):
         Raises:
             ValueError: there is a layer of this name already.
         """
+        made = BlockwiseGemms if self.recipe.name == "blockwise" else Float8Gemms
+        member = made(self, len(self._layers))
+        self._add(name, member, len(self._layers), 1)
+        return member
+
+    def grouped_gemms(self, name: str, experts: int, mine: range) -> GroupedFloat8Gemms:
+        """The products of the layer `name` of all `experts` of the model, of which this rank holds `mine`.
+
+        The first row of its scales is that of the input and of the output gradient; each expert has a row for its
+        weight. Rows of experts on other ranks stay empty until `end_step`, whose maximum over ranks fills them.
+
+        Raises:
+            ValueError: there is a layer of this name already.
+        """
+        first = len(self._layers)
+        made = GroupedBlockwiseGemms if self.recipe.name == "blockwise" else GroupedFloat8Gemms
+        member = made(self, first, range(first + 1 + mine.start, first + 1 + mine.stop))
+        self._add(name, member, slice(first, first + 1 + experts), 1 + experts)
+        return member
+
+    def _add(self, name: str, member: CastOperands, place: int | slice, rows: int) -> None:
         if name in self._members:
             raise ValueError(f"the fp8 scales of {name} belong to another layer; names must differ")
-        made = BlockwiseGemms if self.recipe.name == "blockwise" else Float8Gemms
-        self._members[name] = made(self, len(self._members))
-        self._resize(len(self._members))
-        return self._members[name]
+        self._members[name], self._places[name] = member, place
+        self._layers += [name] * rows
+        self._resize()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,6 +104,16 @@ class Float8Scaling(Precision):
     def scales(self) -> Tensor:
         """Scales of `delayed`, [M, 3]: the factors of each layer's input, weight and output gradient."""
         return self._scale_M3
+
+    @property
+    def calibrates(self) -> bool:
+        """True in the first step of `delayed`, which has no scales of earlier steps."""
+        return self.recipe.name == "delayed" and not self._steps
+
+    def note(self, index: int, kind: str, x: Tensor) -> None:
+        """Let the amax of x, which is not cast, count for later steps."""
+        so_far = self._amax_M3[index, KINDS.index(kind)]
+        torch.maximum(so_far, operands.peaks(x.flatten(0, -2)).amax(), out=so_far)
 
     def operand(
         self, index: int, kind: str, x_RC: Tensor, group: Group | None, *, noted: bool, transposed: bool
@@ -124,9 +167,11 @@ class Float8Scaling(Precision):
         self._steps += 1
 
     def layer_states(self) -> dict[str, Tensor]:
-        """State of a checkpoint: history [L, 3] and scales [3] of each layer, as copies."""
-        histories = {f"{name}.history": self._history_LM3[:, index].clone() for index, name in enumerate(self._members)}
-        return histories | {f"{name}.scale": self._scale_M3[index].clone() for index, name in enumerate(self._members)}
+        """State of a checkpoint: history [L, 3] and scales [3] of each layer, as copies.
+
+        Those of a layer of E experts are [L, 1 + E, 3] and [1 + E, 3] on every rank, so any ep can load them."""
+        histories = {f"{name}.history": self._history_LM3[:, place].clone() for name, place in self._places.items()}
+        return histories | {f"{name}.scale": self._scale_M3[place].clone() for name, place in self._places.items()}
 
     def load_layer_states(self, state: Mapping[str, Tensor], *, steps: int) -> None:
         """The inverse of `layer_states`, after `steps` steps. Layers of other chunks in `state` are ignored.
@@ -134,9 +179,9 @@ class Float8Scaling(Precision):
         Raises:
             KeyError: a layer of this chunk is missing.
         """
-        for index, name in enumerate(self._members):
-            self._history_LM3[:, index] = state[f"{name}.history"]
-            self._scale_M3[index] = state[f"{name}.scale"]
+        for name, place in self._places.items():
+            self._history_LM3[:, place] = state[f"{name}.history"]
+            self._scale_M3[place] = state[f"{name}.scale"]
         self._steps = steps
 
     def _agreed(self, peaks_P: Tensor, group: Group | None, index: int, kind: str) -> Tensor:
@@ -144,17 +189,19 @@ class Float8Scaling(Precision):
         if group is None or group.size == 1:
             return peaks_P
         phase = "backward" if kind == "grad" else current_scope().phase or "forward"
-        with comm_scope(layer=self.names[index], phase=phase):
+        with comm_scope(layer=self._layers[index], phase=phase):
             return collectives.all_reduce(peaks_P.amax(), group, "max").view(1)
 
-    def _resize(self, members: int) -> None:
-        made: Callable[..., Tensor] = lambda *shape: torch.zeros(*shape, members, 3, device=self._device)  # noqa: E731
+    def _resize(self) -> None:
+        rows = len(self._layers)
+        made: Callable[..., Tensor] = lambda *shape: torch.zeros(*shape, rows, 3, device=self._device)  # noqa: E731
         self._amax_M3, self._history_LM3 = made(), made(self.recipe.amax_history_len)
         self._scale_M3 = made() + 1
 
 
 class Float8Spec(LayerSpec):
-    """Linear layers of attention and MLP compute in fp8 by `recipe`; embedding and output layer keep their type."""
+    """Linear layers of attention, MLP and experts compute in fp8 by `recipe`; embedding, router, the gate of shared
+    experts and output layer keep their type."""
 
     def __init__(self, recipe: Float8Recipe) -> None:
         self.recipe = recipe
@@ -162,3 +209,8 @@ class Float8Spec(LayerSpec):
     def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
         """The scales of one model chunk."""
         return Float8Scaling(self.recipe, groups, device)
+
+    def expert_linear(self, precision: Precision) -> Callable[..., nn.Module]:
+        """The projections of routed experts, with scales from `precision`, which this spec has made."""
+        assert isinstance(precision, Float8Scaling)
+        return partial(StackedLinear, gemms=precision.grouped_gemms)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from labkit.config import GraphConfig
 from labkit.events import not_recording, span
-from labkit.fp8.gemms import Float8Gemms
+from labkit.fp8.gemms import CastOperands
 from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.buffers import BufferPlan, plan_buffers
@@ -356,7 +356,7 @@ def _float8_linears(layer: GraphableMegatronModule) -> Iterator[Any]:
     """The captured linear layers of a layer that compute in fp8."""
     for part in layer.get_submodules_under_cudagraphs():
         for module in part.modules():
-            if isinstance(getattr(getattr(module, "plan", None), "gemms", None), Float8Gemms):
+            if isinstance(getattr(getattr(module, "plan", None), "gemms", None), CastOperands):
                 yield module
 
 

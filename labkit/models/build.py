@@ -41,8 +41,6 @@ class LayerSpec:
     """The value of `model.transformer_impl` that asks for this spec."""
     row_parallel: ClassVar[Callable[..., nn.Module]] = RowParallelLinear
     """The constructor of row-parallel layers."""
-    expert_linear: ClassVar[Callable[..., nn.Module]] = StackedLinear
-    """The constructor of the projections of routed experts when `moe.grouped_gemm` is on."""
 
     @property
     def checkpoint(self) -> Callable[..., Any]:
@@ -52,6 +50,13 @@ class LayerSpec:
     def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
         """Return the precision in which the linear layers of one model chunk compute."""
         return NATIVE
+
+    def expert_linear(self, precision: Precision) -> Callable[..., nn.Module]:
+        """Return the constructor of the projections of routed experts when `moe.grouped_gemm` is on.
+
+        precision: that of the chunk, from this spec.
+        """
+        return StackedLinear
 
     def norm_before(
         self, name: str, config: ModelConfig, *, sequence_parallel: bool, **factory_kwargs: Any

@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.groups import ParallelGroups
+from labkit.comm.groups import Group, ParallelGroups
 from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.dispatch.host_copy import host_numbers
-from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
+from labkit.moe.grouped_gemm import GroupedGemms, GroupedPlan, Segments, grouped_linear
 from labkit.moe.weighted_activation import weighted, weighted_activation
 from labkit.parallel.mlp import ACTIVATIONS
 from labkit.parallel.parameters.weights import Seed, make_expert_parameter
@@ -48,15 +48,27 @@ class StackedLinear(nn.Module):
         part: `fc1` or `fc2`.
         full_shape: [E, O, I], the shape in one process.
         accumulate: add the weight gradient to `weight.main_grad` where it exists.
+        gemms: gives the products, from the layer's name, the number of all experts, and those of this rank; None
+            computes in the type of the tensors.
         made: other arguments of `make_expert_parameter`.
     """
 
     def __init__(
-        self, name: str, part: str, full_shape: tuple[int, int, int], *, accumulate: bool = False, **made: Any
+        self,
+        name: str,
+        part: str,
+        full_shape: tuple[int, int, int],
+        *,
+        ep: Group,
+        accumulate: bool = False,
+        gemms: Callable[[str, int, range], GroupedGemms] | None = None,
+        **made: Any,
     ) -> None:
         super().__init__()
-        self.weight = make_expert_parameter(name, f"{part}.weight", full_shape, **made)
-        self.plan = GroupedPlan(f"{name}.{part}", accumulate)
+        self.weight = make_expert_parameter(name, f"{part}.weight", full_shape, ep=ep, **made)
+        name, here = f"{name}.{part}", len(self.weight)
+        mine = range(ep.rank * here, (ep.rank + 1) * here)
+        self.plan = GroupedPlan(name, accumulate, GroupedGemms() if gemms is None else gemms(name, full_shape[0], mine))
 
     def forward(self, x_NI: Tensor, segments: Segments) -> Tensor:
         """[N, I] -> [N, O]."""

@@ -21,7 +21,7 @@ largest group, I input size, O output size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,8 +32,9 @@ from torch.autograd import Function
 
 from labkit.events import span
 from labkit.moe.dispatch.host_copy import host_numbers
+from labkit.parallel.layers import Packed
 from labkit.parallel.parameters.parameter_record import put_gradient, record_of
-from labkit.parallel.weight_grad_store import deferred
+from labkit.parallel.weight_grad_store import deferred, is_collecting
 
 ALIGNMENT = 16
 """`torch._grouped_mm` takes rows of a multiple of this many bytes."""
@@ -50,6 +51,7 @@ class Segments:
     def __init__(self, tokens_per_expert: Tensor | Sequence[int]) -> None:
         self.tokens_per_expert = torch.as_tensor(tokens_per_expert)
         self._offsets: dict[torch.device, Tensor] = {}
+        self._aligned: Segments | None = None
 
     @cached_property
     def counts(self) -> list[int]:
@@ -62,8 +64,14 @@ class Segments:
         return self.tokens_per_expert.device.type == "cpu" and len(set(self.counts)) <= 1
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Return the end of each group, [E] int32, on `device`; copied once."""
-        if device not in self._offsets:
+        """Return the end of each group, [E] int32, on `device`; copied once, or for equal groups computed there.
+
+        A CUDA graph may hold the latter: its replays could not read what the host has freed.
+        """
+        if self.equal and device not in self._offsets:
+            numbers = torch.arange(1, len(self.counts) + 1, dtype=torch.int32, device=device)
+            self._offsets[device] = numbers * self.counts[0]
+        elif device not in self._offsets:
             ends = self.tokens_per_expert.cumsum(0).to(torch.int32)
             if device.type == "cuda" and ends.device.type == "cpu":
                 ends = ends.pin_memory()  # a copy from pageable memory would make the host wait
@@ -80,19 +88,48 @@ class Segments:
         experts, largest = len(self.counts), max(self.counts)
         if self.equal:
             return rows.reshape(experts, largest, *rows.shape[1:])
-        padded = rows.new_zeros(experts * largest, *rows.shape[1:])
-        return padded.index_copy_(0, self._slots(rows.device), rows).view(experts, largest, *rows.shape[1:])
+        return self.spread(rows, self._blocks).view(experts, largest, *rows.shape[1:])
 
     def rows(self, blocks: Tensor) -> Tensor:
         """[E, C, ..] -> [N, ..]: the inverse of `blocks`."""
         flat = blocks.flatten(0, 1)
-        return flat if self.equal else flat.index_select(0, self._slots(blocks.device))
+        return flat if self.equal else self.collect(flat, self._blocks)
 
-    def _slots(self, device: torch.device) -> Tensor:
-        """Return the position of each row in the blocks laid end to end, [N]."""
-        counts = torch.tensor(self.counts)
-        starts = torch.arange(len(counts)) * counts.max() - (counts.cumsum(0) - counts)
-        return (torch.arange(int(counts.sum())) + starts.repeat_interleave(counts)).to(device)
+    @cached_property
+    def _blocks(self) -> Segments:
+        """Groups as large as the largest: the blocks laid end to end."""
+        return Segments([max(self.counts)] * len(self.counts))
+
+    def aligned(self) -> Segments:
+        """Return groups whose rows are the next multiple of 16, as fp8 tensor cores take them; self if all are one."""
+        if self._aligned is None:
+            counts = [-(-count // ALIGNMENT) * ALIGNMENT for count in self.counts]
+            if counts == self.counts:
+                return self
+            self._aligned = Segments(counts)
+        return self._aligned
+
+    def spread(self, rows: Tensor, into: Segments) -> Tensor:
+        """[N, ..] -> [N', ..]: each group at the begin of its larger group of `into`, zeros after it."""
+        if into is self:
+            return rows
+        spread = rows.new_zeros(sum(into.counts), *rows.shape[1:])
+        return spread.index_copy_(0, self._slots(into, rows.device), rows)
+
+    def collect(self, rows: Tensor, spread_into: Segments) -> Tensor:
+        """[N', ..] -> [N, ..]: the inverse of `spread`."""
+        return rows if spread_into is self else rows.index_select(0, self._slots(spread_into, rows.device))
+
+    def experts_of_rows(self, device: torch.device) -> Tensor:
+        """Return the expert of each row, [N] on `device`, without a copy to it."""
+        place = torch.arange(sum(self.counts), dtype=torch.int32, device=device)
+        return torch.searchsorted(self.offsets(device), place, right=True)
+
+    def _slots(self, into: Segments, device: torch.device) -> Tensor:
+        """Return the position that each row has in `into`, [N] on `device`."""
+        expert = self.experts_of_rows(device)
+        added_E = into.offsets(device) - self.offsets(device)  # up to the end of each group
+        return torch.arange(len(expert), device=device) + F.pad(added_E[:-1], (1, 0))[expert]
 
 
 # ---- the two kinds of products ----
@@ -137,6 +174,37 @@ def grouped_weight_gradient(
 # ---- the linear layer ----
 
 
+class GroupedGemms:
+    """The three products of all experts of a rank, in the type of their tensors. `labkit.fp8` has another kind."""
+
+    def pack(self, x_NK: Tensor, kind: str, segments: Segments, *, trains: bool) -> Packed:
+        """Turn x into the form that the products take; here x has that form already.
+
+        kind: `input`, or `grad` for the gradient of the output.
+        trains: a backward can follow.
+        """
+        return (x_NK,)
+
+    def for_wgrad(self, packed: Packed) -> Packed:
+        """Return the part of a packed tensor that `wgrad` reads, because backward keeps no more of an input."""
+        return packed
+
+    def fprop(self, x: Packed, weight_EOI: Tensor, segments: Segments) -> Tensor:
+        """Return y_e = x_e W_e^T, [N, O]."""
+        return grouped_product(x[0], weight_EOI.transpose(1, 2), segments)
+
+    def dgrad(self, grad: Packed, weight_EOI: Tensor, segments: Segments) -> Tensor:
+        """Return dx_e = dy_e W_e, [N, I]."""
+        return grouped_product(grad[0], weight_EOI, segments)
+
+    def wgrad(
+        self, grad: Packed, x: Packed, weight_EOI: Tensor, segments: Segments, main_grad: Tensor | None, *,
+        replace: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        """Return dW_e = dy_e^T x_e as `grouped_weight_gradient` does."""
+        return grouped_weight_gradient(grad[0], x[0], segments, main_grad, replace=replace)
+
+
 @dataclass(frozen=True)
 class GroupedPlan:
     """Name and options of a grouped linear layer."""
@@ -145,6 +213,8 @@ class GroupedPlan:
     """Name in Events."""
     accumulate: bool = False
     """Add the weight gradient to `weight.main_grad` where it exists."""
+    gemms: GroupedGemms = field(default_factory=GroupedGemms)
+    """The products, in the type of the tensors or in another."""
 
 
 class _GroupedLinear(Function):
@@ -159,20 +229,24 @@ class _GroupedLinear(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, segments: Segments, plan: GroupedPlan) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_EOI)
+    def forward(
+        ctx: Any, x_NI: Tensor, weight_EOI: Tensor, segments: Segments, plan: GroupedPlan, trains: bool
+    ) -> Tensor:
+        x = plan.gemms.pack(x_NI, "input", segments, trains=trains)
+        ctx.save_for_backward(weight_EOI, *plan.gemms.for_wgrad(x))
         ctx.weight, ctx.segments, ctx.plan = weight_EOI, segments, plan
-        return grouped_product(x_NI, weight_EOI.transpose(1, 2), segments)
+        return plan.gemms.fprop(x, weight_EOI, segments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x_NI, weight_EOI = ctx.saved_tensors
-        grad_NO, segments, plan = grads[0].contiguous(), ctx.segments, ctx.plan
+        (weight_EOI, *x), segments, plan = ctx.saved_tensors, ctx.segments, ctx.plan
+        gemms, grad = plan.gemms, plan.gemms.pack(grads[0].contiguous(), "grad", segments, trains=True)
         trained = ctx.weight if ctx.needs_input_grad[1] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
             with span(f"{plan.name} input_grad", "input_grad"):
-                grad_x = grouped_product(grad_NO, weight_EOI, segments)
+                grad_x = gemms.dgrad(grad, weight_EOI, segments)
+        grad = gemms.for_wgrad(grad) if is_collecting() else grad
 
         def wgrad() -> tuple[Tensor | None]:
             if trained is None:
@@ -180,16 +254,17 @@ class _GroupedLinear(Function):
             with span(f"{plan.name} weight_grad", "weight_grad"):
                 main_grad = getattr(trained, "main_grad", None) if plan.accumulate else None
                 if main_grad is None:
-                    return (grouped_weight_gradient(grad_NO, x_NI, segments),)
+                    return (gemms.wgrad(grad, tuple(x), trained, segments, None),)
                 record = record_of(trained)
-                grouped_weight_gradient(grad_NO, x_NI, segments, main_grad, replace=not record.has_gradient)
+                gemms.wgrad(grad, tuple(x), trained, segments, main_grad, replace=not record.has_gradient)
                 record.has_gradient = True
                 return (None,)
 
         grad_weight = None if deferred((trained,), wgrad) else wgrad()[0]
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, segments: Segments, plan: GroupedPlan) -> Tensor:
     """Multiply rows by their experts' matrices, [N, O]: one product forward, one for each gradient."""
-    return _GroupedLinear.apply(x_NI.contiguous(), weight_EOI, segments, plan)  # type: ignore[no-any-return]
+    trains = torch.is_grad_enabled()
+    return _GroupedLinear.apply(x_NI.contiguous(), weight_EOI, segments, plan, trains)  # type: ignore[no-any-return]

@@ -41,6 +41,7 @@ from labkit.moe.dispatch.dispatcher import Metadata, MoETokenDispatcher
 from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
+from labkit.parallel.layers import NATIVE, Precision
 from labkit.parallel.parameters.weights import Seed
 from labkit.parallel.random import RngTracker
 
@@ -91,6 +92,7 @@ class MoELayer(nn.Module):
         output_std: std of the experts' last projections; None means model.init_std.
         gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
         expert_linear: constructor of the routed experts' projections (`Experts`).
+        precision: gives the products of the shared experts.
         aux_loss_scale: start of the gradients of the routers' losses, shared within a model chunk.
         rng: random states for `moe.input_jitter`.
         part: calls a part that backward may recompute; here `shared_experts`.
@@ -117,6 +119,7 @@ class MoELayer(nn.Module):
         output_std: float | None = None,
         gradient_accumulation_fusion: bool = False,
         expert_linear: Callable[..., nn.Module] = StackedLinear,
+        precision: Precision = NATIVE,
         aux_loss_scale: AuxLossScale | None = None,
         rng: RngTracker | None = None,
         part: Part = _keep,
@@ -143,9 +146,8 @@ class MoELayer(nn.Module):
         self.experts = experts(f"{name}.experts", model, moe, groups, linear=expert_linear, **made)
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_expert_ffn_hidden is not None:
-            self.shared_experts = SharedExpertMLP(
-                f"{name}.shared_experts", model, moe, groups, sequence_parallel=sequence_parallel, **made
-            )
+            made |= {"sequence_parallel": sequence_parallel, "precision": precision}
+            self.shared_experts = SharedExpertMLP(f"{name}.shared_experts", model, moe, groups, **made)
         self.groups = groups
         self.token_dispatcher = build_dispatcher(moe, groups, name=name)
         if moe.shared_expert_overlap:

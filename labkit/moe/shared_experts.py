@@ -30,7 +30,7 @@ from labkit.comm.groups import Group, ParallelGroups
 from labkit.comm.ledger import comm_scope
 from labkit.config import ModelConfig, MoEConfig
 from labkit.parallel import mappings
-from labkit.parallel.layers import column_parallel_linear
+from labkit.parallel.layers import NATIVE, Precision, column_parallel_linear
 from labkit.parallel.mlp import ParallelMLP
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import Seed, make_parameter
@@ -92,6 +92,7 @@ class SharedExpertMLP(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         gradient_accumulation_fusion: bool = False,
+        precision: Precision = NATIVE,
     ) -> None:
         super().__init__()
         assert moe.shared_expert_ffn_hidden is not None, "built only where the configuration has shared experts"
@@ -109,6 +110,7 @@ class SharedExpertMLP(nn.Module):
             bias=False,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            precision=precision,
             output_std=output_std,
             **made,
         )

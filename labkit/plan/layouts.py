@@ -54,7 +54,7 @@ NEUTRAL = {
     "optim.overlap_param_gather": False, "optim.num_distributed_optimizer_instances": 1,
 }  # fmt: skip
 """Fields that the search decides, with the values of no layout."""
-_PLAN_ONLY = ("tokenizer", "experts do not compute in fp8")
+_PLAN_ONLY = ("tokenizer", "Transformer Engine's experts want")
 """Words of rules that keep labkit from running a configuration, but not from planning it."""
 
 

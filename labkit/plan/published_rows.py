@@ -170,7 +170,7 @@ _SCHEDULES = {"ZB-1p": "zero_bubble_h1", "ZB-V": "zbv", "DualPipeV": "dualpipe_v
 _FP8 = re.compile(r"fp8|float8|FP8", re.IGNORECASE)
 
 
-_ONLY_TO_RUN = ("tokenizer", "experts do not compute in fp8")
+_ONLY_TO_RUN = ("tokenizer", "Transformer Engine's experts want")
 """Words of rules that keep labkit from running a configuration, but not from planning it."""
 
 

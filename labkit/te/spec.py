@@ -26,7 +26,6 @@ class EngineSpec(LayerSpec):
 
     transformer_impl = "transformer_engine"
     row_parallel = RowParallelLinear
-    expert_linear = GroupedLinear
 
     def __init__(self, recipe: Float8Recipe | None = None) -> None:
         self.recipe = recipe
@@ -39,6 +38,10 @@ class EngineSpec(LayerSpec):
     def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
         """The engine's fp8 of one model chunk; without a recipe the native precision."""
         return NATIVE if self.recipe is None else EngineFloat8(self.recipe, groups)
+
+    def expert_linear(self, precision: Precision) -> Callable[..., nn.Module]:
+        """The engine's layer for all experts of a rank."""
+        return GroupedLinear
 
     def norm_before(
         self, name: str, config: ModelConfig, *, sequence_parallel: bool, **factory_kwargs: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
+from labkit.fp8 import Float8Recipe, Float8Scaling
 from labkit.launch import run
 from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts, StackedLinear
@@ -70,6 +72,39 @@ def test_grouped_is_sequential(counts: list[int], dtype: torch.dtype, tolerance:
     found = results(build(GroupedExperts, dtype), counts, dtype)
     exact = results(build(SequentialExperts, dtype), counts, dtype)
     assert_close(found, exact, tolerance)
+
+
+def float8_results(device: str, recipe: Float8Recipe, counts: list[int]) -> dict[str, Tensor]:
+    """Of the second of two steps, which `delayed` scales by the first."""
+    groups = single_process_groups(device=device)
+    scaling = Float8Scaling(recipe, groups)
+    model = ModelConfig(layers=1, hidden=HIDDEN, heads=2, activation="swiglu")
+    made: dict[str, Any] = {"seed": 3, "std": 0.3, "dtype": torch.bfloat16, "device": device}
+    linear = partial(StackedLinear, gemms=scaling.grouped_gemms)
+    experts = GroupedExperts("e", model, MoEConfig(num_experts=4, ffn_hidden=WIDTH), groups, linear=linear, **made)
+    found: dict[str, Tensor] = {}
+    for _ in range(2):
+        experts.zero_grad()
+        given = inputs(counts, torch.bfloat16)
+        tokens, probs = (t.detach().to(device).requires_grad_() for t in given[::2])
+        y = experts(tokens, given[1], probs)
+        y.backward(torch.linspace(-1, 2, y.numel(), device=device).view_as(y).to(y.dtype))
+        scaling.end_step()
+        found = {"output": y.detach(), "tokens": tokens.grad, "probs": probs.grad}  # type: ignore[dict-item]
+        found |= {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_experts_in_fp8_compute_what_the_cpu_computes(recipe: str, hybrid: bool, counts: list[int]) -> None:
+    """A last bit of bf16 in the activation moves one value in 16 to the next number of fp8, so the norm may move by
+    2^-2 2^-4 in e4m3 and twice that in e5m2."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip(f"{torch.cuda.get_device_name()} has no fp8 tensor cores (Ada, Hopper or later have)")
+    found, exact = (float8_results(device, Float8Recipe(recipe, hybrid), counts) for device in ("cuda", "cpu"))
+    assert_close(found, exact, 0.05)
 
 
 def need_grouped_kernel() -> None:

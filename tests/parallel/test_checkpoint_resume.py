@@ -183,6 +183,7 @@ RESUMED = {
     "fp16 with a moving scale": PLAIN.override({"cp": 2, "precision": "fp16", "loss_scale_window": 2}),
     "fp8 with a history": PLAIN.override({"tp": 2, "optim.fp8": "hybrid"}),
     "experts": EXPERTS.override({"ep": 2, "tp": 2, "etp": 1, "sequence_parallel": True, "moe.input_jitter": 0.01}),
+    "experts in fp8": EXPERTS.override({"ep": 2, "optim.fp8": "hybrid"}),
     "vpp, asynchronous": PLAIN.override(
         {"pp": 2, "vpp": 2, **DROPOUT, "checkpoint.dir": "x", "checkpoint.asynchronous": True}
     ),
@@ -204,7 +205,7 @@ def training(step: Path) -> dict[str, Any]:
     return json.loads((step / "manifest.json").read_text())["training"]
 
 
-@pytest.mark.parametrize("name", marked(RESUMED, "zero, dropout, bf16", "fp8 with a history"))
+@pytest.mark.parametrize("name", marked(RESUMED, "zero, dropout, bf16", "fp8 with a history", "experts in fp8"))
 def test_a_run_that_was_cut_twice_ends_as_one_that_was_never_cut(name, tmp_path, on_ranks):
     config = RESUMED[name].override({"steps": 6, "interval": 1, "keep": 9, "decay_steps": 6, "warmup_steps": 3})
     straight, cut = (config.override({"checkpoint.dir": str(tmp_path / folder)}) for folder in ("straight", "cut"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from labkit.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel import CommLedger, all_gather, dropped, initialize_model_parallel
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.parameters.weights import gather_parameter
-from labkit.train import compare
+from labkit.train import compare, pretrain
 
 S, B, INNER, OUTER = 8, 2, 32, 64
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -44,8 +45,22 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-def agree(layouts: list[dict[str, Any]]) -> None:
-    report = compare(float8_config(), layouts, steps=2)
+EXPERTS = {"moe.num_experts": 4, "moe.layer_freq": (1, 0), "moe.shared_expert_ffn_hidden": 32, "aux_loss_coeff": 0.01}
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+WITH_EXPERTS: list[dict[str, Any]] = [{**SP, "ep": 2, "world_size": 4, "distributed_optimizer": True}]
+MORE_WITH_EXPERTS: list[dict[str, Any]] = [
+    {**SP, "ep": 2, "etp": 1, "moe.shared_expert_overlap": True},
+    {**SP, "pp": 2, "etp": 2, "schedule.name": "zero_bubble_h1"},
+    {"cp": 2, "ep": 2, "moe.dispatcher": "allgather"},
+    {"ep": 4, "world_size": 4},
+    {"world_size": 2, "moe.dispatcher": "local"},
+    {"ep": 2, "world_size": 2, "model.recompute_granularity": "full"},
+    {"ep": 2, "world_size": 2, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+]
+
+
+def agree(layouts: list[dict[str, Any]], **changes: Any) -> None:
+    report = compare(float8_config(**changes), layouts, steps=3 if changes else 2)
     assert all(row.first_difference is None for row in report.rows), f"\n{report}"
     assert all(max(row.loss_diff, row.grad_diff, row.param_diff) < 1e-10 for row in report.rows), f"\n{report}"
 
@@ -57,6 +72,29 @@ def test_delayed_scaling_gives_every_layout_the_numbers_of_one_process() -> None
 @pytest.mark.sweep
 def test_delayed_scaling_over_more_layouts() -> None:
     agree(MORE)
+
+
+def test_experts_of_every_layout_compute_the_numbers_of_one_process() -> None:
+    """The first step casts no rows of experts; two more scale by its history."""
+    agree(WITH_EXPERTS, **EXPERTS)
+
+
+@pytest.mark.sweep
+def test_experts_over_more_layouts() -> None:
+    agree(MORE_WITH_EXPERTS, **EXPERTS)
+
+
+def test_a_checkpoint_of_two_ranks_of_experts_goes_on_in_one_process(
+    on_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """With the history: a step without one would compute experts without fp8."""
+    config = float8_config(**EXPERTS, **{"train.steps": 4, "optim.decay_steps": 4})
+    saved = {"ep": 2, "train.steps": 3, "checkpoint.dir": str(tmp_path), "checkpoint.interval": 3}
+    on_ranks(pretrain, 2, config.override(saved))
+    [whole] = on_ranks(pretrain, 1, config)
+    [after] = on_ranks(pretrain, 1, config.override({"checkpoint.load": str(tmp_path)}))
+    assert after.resumed_after == 3
+    assert after.losses == pytest.approx(whole.losses[3:], rel=1e-12)
 
 
 def test_copies_of_a_head_stay_alike_under_fp8() -> None:

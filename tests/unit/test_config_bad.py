@@ -236,8 +236,10 @@ RULES: list[tuple[dict, object, str, str]] = [
     *[({**MOE, **changes}, None, f"moe.{name}", "no effect without moe.capacity_factor; set that, or leave")
       for name, changes in (("drop_policy", {"drop_policy": "position"}),
                             ("pad_to_capacity", {"pad_to_capacity": True}))],
-    ({**MOE, "optim.fp8": "hybrid", "optim.precision": "bf16"}, None, "optim.fp8",
-     "experts do not compute in fp8: their products take as many rows as are routed to them; set it to none, or"),
+    ({**MOE, "optim.fp8": "hybrid", "moe.grouped_gemm": False}, None, "optim.fp8",
+     "experts one after the other do not compute in fp8; set moe.grouped_gemm to true, or this to none"),
+    ({**MOE, "optim.fp8": "hybrid", "transformer_impl": "transformer_engine"}, None, "optim.fp8",
+     "Transformer Engine's experts want a multiple of 16 rows each for fp8, and labkit gives them as many as"),
     ({**MOE, "ep": 2, "dispatcher": "local"}, None, "moe.dispatcher", "parallel.ep = 2 and etp = 1; set it to"),
     ({**MOE, **SP, "dispatcher": "local"}, None, "moe.dispatcher", "parallel.ep = 1 and etp = 2; set it to alltoall"),
     *[({**MOE, name: True}, None, f"moe.{name}", "no effect without moe.shared_expert_ffn_hidden; set that, or leave")

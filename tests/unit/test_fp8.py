@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import hypothesis.extra.numpy as npst
@@ -12,6 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fp8_bounds import RECIPES, SLACK, UNIT, product_bound, random, rounding_bound
 
 from labkit.config import ConfigError, OptimConfig, presets
 from labkit.fp8 import Float8Recipe, Float8Scaling, float8_recipe
@@ -31,24 +36,6 @@ from labkit.fp8.casting import (
 from labkit.fp8.gemms import product, scaled_product
 from labkit.parallel import CommLedger, WeightGradStore, single_process_groups
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-RECIPES = ("delayed", "current", "blockwise")
-UNIT = {E4M3: 2.0**-4, E5M2: 2.0**-3}
-"""Largest relative error of rounding to nearest: half of the last bit."""
-TINY = {E4M3: 2.0**-10, E5M2: 2.0**-17}
-"""Half of the smallest number: the largest absolute error below the normal numbers."""
-SLACK = 1 + 1e-6
-"""Scales are float32."""
-
-
-def random(*shape: int, seed: int, std: float = 1.0) -> Tensor:
-    return std * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def rounding_bound(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far a value may move when it is cast: half a bit, or half of the smallest number."""
-    return torch.maximum(x.abs() * UNIT[dtype], TINY[dtype] / scale.double()) * SLACK
-
 
 magnitudes = npst.arrays(np.float64, st.integers(1, 40), elements=st.floats(-1e6, 1e6, width=32))
 
@@ -140,17 +127,6 @@ def step(layer: Any, seed: int = 1, std: float = 1.0) -> tuple[Tensor, Tensor, T
     y, _ = layer(x)
     y.backward(grad)
     return x, y.detach(), grad
-
-
-def product_bound(
-    a: Tensor, b: Tensor, formats: tuple[torch.dtype, torch.dtype], amax: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Bound of |fp8(a) fp8(b) - a b| from |fp8(x) - x| <= e(x): |a| e(b) + e(a) |b| + e(a) e(b)."""
-    error = [
-        rounding_bound(x, scale_of(top, dtype, power_of_two=True), dtype)  # a power of two is the coarser scale
-        for x, dtype, top in zip((a, b), formats, amax, strict=True)
-    ]
-    return (a.abs() @ error[1] + error[0] @ b.abs() + error[0] @ error[1]) * SLACK
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

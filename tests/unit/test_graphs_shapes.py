@@ -76,6 +76,9 @@ CASES = {
     "experts, router and attention": {
         "moe.num_experts": 4, "moe.top_k": 2, "graph.cuda_graph_modules": ("attn", "moe_router", "moe_preprocess"),
     },
+    "experts in fp8": {
+        "moe.num_experts": 4, "optim.fp8": "hybrid", "graph.cuda_graph_modules": ("attn", "moe_router"),
+    },
 }  # fmt: skip
 
 

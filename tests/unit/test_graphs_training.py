@@ -26,6 +26,8 @@ def numbers(config: RunConfig) -> dict:
     return {name: [repr(value) for value in result.series(name)] for name in names}  # so that NaN is NaN
 
 
+EXPERTS = {"moe.num_experts": 4, "moe.layer_freq": (1, 0), "moe.shared_expert_ffn_hidden": 16, "optim.fp8": "hybrid"}
+PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 CASES = {
     "gpt": {},
     "validation between replays": {"train.eval_steps": 1, "train.eval_interval": 2},
@@ -42,6 +44,10 @@ CASES = {
     "fp8, current scales": {"optim.fp8": "e4m3", "optim.fp8_recipe": "current"},
     "fp8, blocks": {"optim.fp8": "hybrid", "optim.fp8_recipe": "blockwise"},
     "fp8, full iteration": {**FULL, "optim.fp8": "hybrid", "train.eval_steps": 1, "train.eval_interval": 1},
+    "fp8, experts in part": {**EXPERTS, "graph.cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")},
+    "fp8, whole experts": {**EXPERTS, **PADDED, "optim.fp8_recipe": "current", "graph.cuda_graph_modules": ("moe",)},
+    "fp8, blocks of experts": {**EXPERTS, **PADDED, "optim.fp8_recipe": "blockwise"},
+    "fp8, full iteration with experts": {**FULL, **EXPERTS, **PADDED},
     "fp16 with overflows": {"optim.precision": "fp16", "optim.initial_loss_scale": 2.0**24, "optim.hysteresis": 1},
     "sum over tokens": {"optim.calculate_per_token_loss": True},
     "all forwards first": {"schedule.name": "gpipe"},

@@ -144,14 +144,15 @@ def _refusal(problem: str) -> ConfigError:
 def alone(base: RunConfig) -> RunConfig:
     """Return the reference: one process, one stage, no CUDA graphs, and every activation kept.
 
-    Gradients are in the one buffer of `NaiveDataParallel`. Experts run one after the other, and no tokens travel.
+    Gradients are in the one buffer of `NaiveDataParallel`. Experts run one after the other, except in fp8, and no
+    tokens travel.
     """
     sections = ("parallel", "schedule", "graph")
     kept = ("parallel.distributed_backend", "parallel.distributed_timeout_minutes")
     layout = [n for n, spec in SPECS.items() if spec.section in sections and n not in kept]
     plain = _usual(*layout, *_PLAIN) | {"optim.data_parallel": "naive"}
     if base.moe.num_experts:
-        plain |= {"moe.dispatcher": "local", "moe.grouped_gemm": False}
+        plain |= {"moe.dispatcher": "local", "moe.grouped_gemm": base.optim.fp8 != "none"}
     return base.replaced(plain).validate(1)
 
 

@@ -72,10 +72,10 @@ def killed(config, rank: int, steps: int):
 
 
 def layouts_of(name: str) -> list[dict]:
-    """The layouts of a model, and 16-bit and fp8 forms of the first."""
+    """The layouts of a model, and 16-bit and fp8 forms of the first; of experts only the one in fp8."""
     first, *others = CHAINS[name][1]
     more = [{**first, "optim.precision": "fp16", "loss_scale_window": 4}, {**first, "optim.fp8": "hybrid"}]
-    return [first, *others, *(more if name == "dense" else [])]
+    return [first, *others, *{"dense": more, "experts": more[1:]}.get(name, [])]
 
 
 EVERY = [(name, number) for name in CHAINS for number in range(len(layouts_of(name)))]
