@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from labkit.models.blocks import TransformerLayer
 from labkit.models.gpt import GPTModel
@@ -41,6 +43,8 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     # Ranks share the cores and are forked: a rank compiles by itself, and starts no processes that could outlive it.
     compiler.compile_threads = 1
+    if not hasattr(tqdm, "_lock"):  # torch makes a progress bar, whose lock between processes nobody would free
+        tqdm.set_lock(RLock())
     tracing.recompile_limit = MOST_SHAPES
     return torch.compile(function, fullgraph=True, options={"fallback_random": True})
 
