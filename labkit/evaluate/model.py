@@ -245,7 +245,7 @@ def _store_wide_by_columns(chunk: GPTModel) -> None:
     A pass of one token reads each weight once, and a CPU reads a wide projection faster by columns: the whole row of
     results is then summed at once, instead of one result after the other.
     """
-    matrices = [module.weight for module in chunk.modules() if isinstance(module, ColumnParallelLinear)]
+    matrices: list[Tensor] = [module.weight for module in chunk.modules() if isinstance(module, ColumnParallelLinear)]
     if chunk.post_process:
         matrices.append(chunk.output_weight_VH)
     for matrix_OI in matrices:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from labkit.models.blocks import TransformerLayer
 from labkit.models.gpt import GPTModel
-from labkit.moe.experts import GroupedExperts
+from labkit.moe.experts import Experts, GroupedExperts
 from labkit.moe.layer import MoELayer
 from labkit.moe.weighted_activation import weighted
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -84,11 +84,17 @@ def _compile_layer(layer: TransformerLayer) -> None:
         if isinstance(inner, ColumnParallelLinear | RowParallelLinear):
             inner.be_opaque()
     # The gather of parameters waits before the layer, since nothing can wait inside a region.
-    layer.reads_children = True  # pyright: ignore[reportAttributeAccessIssue]
+    layer.reads_children = True  # pyright: ignore[reportArgumentType]
     for name in regions(layer):
         setattr(layer, name, _Region(layer, name))
-    if isinstance(layer.mlp, MoELayer) and isinstance(layer.mlp.experts, GroupedExperts):
-        experts = layer.mlp.experts
+    if isinstance(layer.mlp, MoELayer):
+        compile_experts(layer.mlp.experts)
+
+
+def compile_experts(experts: Experts) -> None:
+    """Compile the activation between the products of experts; experts that compute one after the other stay as they
+    are."""
+    if isinstance(experts, GroupedExperts):
         experts.weighted_activation = partial(_of_any_rows, experts.activation)
 
 
