@@ -5,8 +5,8 @@
 layer    Forward and backward of one MoE layer (router, all-to-all dispatcher, SwiGLU experts; no drops), from the same
          weights and inputs as megatron-core's, on one rank and on two with the experts shared out (ep2). Outputs and
          every gradient must agree before anything is timed. Its grouped experts need a GPU, so its experts run one
-         after the other (SequentialMLP); ours do both. Where there is a C++ compiler both are measured with their compiled
-         activation as well.
+         after the other (SequentialMLP); ours do both. Where there is a C++ compiler, both are measured with their
+         compiled activation as well.
 experts  The experts alone on one rank: one product for all, beside one product for each; rows spread evenly, and so
          that each expert has half as many as the one before.
 bytes    Counted, not timed: what leaves the ranks in the all-to-alls of a forward, over what this routing needs at
@@ -63,7 +63,7 @@ def model_config(hidden: int) -> ModelConfig:
 def measure_layer(
     case: str, ep: int, repetitions: int, max_load: float, compiled: bool = False
 ) -> tuple[Comparison, dict[str, Any]]:
-    """On each rank: (times of the layers in turn, bytes of all ranks). compiled: both with their compiled activation, too."""
+    """On each rank: (times of the layers in turn, bytes of all ranks). compiled: both layers compiled, too."""
     import megatron_moe
 
     hidden, moe = LAYERS[case]

@@ -14,11 +14,16 @@ import torch
 from torch import nn
 
 from labkit.comm.ledger import CommLedger
+from labkit.config import ConfigError
 from labkit.launch import run
 from labkit.models import build_model_chunks
 from labkit.models.compilation import compile_layers
 from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.schedules.zero_bubble import zero_bubble_h1
 from labkit.train import compare
+from labkit.train.preflight import problems
+from labkit.train.pretraining import pretrain
+from labkit.train.run_schedule import check_schedule
 
 BARE = {"precision": "fp64", "gradient_accumulation_fusion": False}
 """What a chunk needs that no data-parallel wrapper gives a `main_grad`."""
@@ -119,6 +124,21 @@ def test_a_layer_with_a_hook_inside_computes_uncompiled(traced):
 def test_only_labkit_s_own_layers_compile():
     with pytest.raises(ValueError, match=r"model\.compile = layers .* and Linear is none; set it to none"):
         compile_layers([nn.Linear(2, 2)])
+
+
+def test_a_machine_without_a_compiler_refuses_before_the_start(monkeypatch):
+    config = MATRIX["small"]("tiny").override(COMPILED)
+    assert problems(config, 2, "cpu") == []
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    said = "needs a C\\+\\+ compiler, and there is no no-such-compiler; install it .*, or set it to none"
+    with pytest.raises(ConfigError, match=f"model.compile = layers: it {said}"):
+        run(pretrain, 2, config)
+
+
+def test_a_schedule_of_one_s_own_that_splits_backwards_is_refused():
+    config = MATRIX["small"]("tiny").override({**COMPILED, "pp": 2})
+    with pytest.raises(ValueError, match=r"weight gradients into actions .* or set model.compile to none"):
+        check_schedule(zero_bubble_h1(2, config.num_microbatches(2)), config, 2)
 
 
 def messages(config) -> tuple[Any, ...]:
