@@ -6,6 +6,7 @@ Rows of docs/parity.md have more layouts, and are a sweep.
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import nn
 from labkit.comm.ledger import CommLedger
 from labkit.config import ConfigError
 from labkit.launch import run
-from labkit.models import build_model_chunks
+from labkit.models import build_model_chunks, compilation
 from labkit.models.compilation import compile_layers
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.schedules.zero_bubble import zero_bubble_h1
 from labkit.train import compare
-from labkit.train.preflight import problems
+from labkit.train.device_rules import compile_problem
 from labkit.train.pretraining import pretrain
 from labkit.train.run_schedule import check_schedule
 
@@ -31,13 +32,10 @@ MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matr
 SP, MEGATRON, COMPILED = (MATRIX[name] for name in ("SEQUENCE_PARALLEL", "MEGATRON", "COMPILED"))
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """Compile without code of a compiler: graphs run operation by operation. Gives the graphs, forwards only."""
+def compile_without_a_compiler() -> tuple[Any, list[Any]]:
+    """A `torch.compile` whose graphs run operation by operation, and the graphs of its forwards."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
-
-    import labkit.models.compilation as compilation
 
     graphs: list[Any] = []
 
@@ -47,7 +45,14 @@ def traced(monkeypatch):
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=lambda graph, _: make_boxed_func(graph.forward))
     compile_by = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_by(function, fullgraph=True, backend=backend))
+    return lambda function, **_: compile_by(function, fullgraph=True, backend=backend), graphs
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Compile without a compiler; gives the graphs."""
+    replaced, graphs = compile_without_a_compiler()
+    monkeypatch.setattr(torch, "compile", replaced)
     torch._dynamo.reset()
     compilation._compiled.cache_clear()
     yield graphs
@@ -128,7 +133,8 @@ def test_only_labkit_s_own_layers_compile():
 
 def test_a_machine_without_a_compiler_refuses_before_the_start(monkeypatch):
     config = MATRIX["small"]("tiny").override(COMPILED)
-    assert problems(config, 2, "cpu") == []
+    monkeypatch.setenv("CXX", sys.executable)  # something that is there
+    assert compile_problem(config, "cpu") == ""
     monkeypatch.setenv("CXX", "no-such-compiler")
     said = "needs a C\\+\\+ compiler, and there is no no-such-compiler; install it .*, or set it to none"
     with pytest.raises(ConfigError, match=f"model.compile = layers: it {said}"):
@@ -143,6 +149,7 @@ def test_a_schedule_of_one_s_own_that_splits_backwards_is_refused():
 
 def messages(config) -> tuple[Any, ...]:
     """In a rank: losses, gradients and messages without and with compilation."""
+    torch.compile, _ = compile_without_a_compiler()
     groups, found = initialize_model_parallel(config.parallel), []
     for on in (False, True):
         chunk = chunk_of(config, groups, compiled=on)
@@ -161,12 +168,15 @@ def test_a_compiled_layer_sends_the_same_messages_under_the_same_names():
         assert_alike(compiled[:2], plain[:2])
 
 
+missing = compile_problem(MATRIX["small"]("tiny").override(COMPILED), "cpu")
+needs_compiler = pytest.mark.skipif(bool(missing), reason=missing)
 EVERYDAY = [
     ("wide", "tiny", [{"tp": 2, "pp": 2, **SP, **COMPILED}]),
     ("sparse", "tiny_moe", [{"ep": 2, **MEGATRON, "world_size": 4, **COMPILED}]),
 ]
 
 
+@needs_compiler
 @pytest.mark.parametrize(("sizes", "preset", "layouts"), EVERYDAY, ids=["dense", "experts"])
 def test_compiled_layouts_agree_with_one_process(sizes, preset, layouts):
     report = compare(MATRIX[sizes](preset), layouts, steps=2)
@@ -174,6 +184,7 @@ def test_compiled_layouts_agree_with_one_process(sizes, preset, layouts):
     assert max(row.largest for row in report.rows) <= 1e-10
 
 
+@needs_compiler
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("title", MATRIX["COMPILED_SWEEPS"])
