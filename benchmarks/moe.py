@@ -5,8 +5,8 @@
 layer    Forward and backward of one MoE layer (router, all-to-all dispatcher, SwiGLU experts; no drops), from the same
          weights and inputs as megatron-core's, on one rank and on two with the experts shared out (ep2). Outputs and
          every gradient must agree before anything is timed. Its grouped experts need a GPU, so its experts run one
-         after the other (SequentialMLP); ours do both. Where there is a C++ compiler it is measured with its compiled
-         activation as well.
+         after the other (SequentialMLP); ours do both. Where there is a C++ compiler, both are measured with their
+         compiled activation as well.
 experts  The experts alone on one rank: one product for all, beside one product for each; rows spread evenly, and so
          that each expert has half as many as the one before.
 bytes    Counted, not timed: what leaves the ranks in the all-to-alls of a forward, over what this routing needs at
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import run
+from labkit.models.compilation import compile_experts
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts
 from labkit.moe.layer import MoELayer
 from labkit.parallel import CommLedger, gather_objects, initialize_model_parallel, single_process_groups
@@ -62,7 +63,7 @@ def model_config(hidden: int) -> ModelConfig:
 def measure_layer(
     case: str, ep: int, repetitions: int, max_load: float, compiled: bool = False
 ) -> tuple[Comparison, dict[str, Any]]:
-    """On each rank: (times of the layers in turn, bytes of all ranks). compiled: a third layer of megatron-core's."""
+    """On each rank: (times of the layers in turn, bytes of all ranks). compiled: both layers compiled, too."""
     import megatron_moe
 
     hidden, moe = LAYERS[case]
@@ -70,8 +71,11 @@ def measure_layer(
     ours, one_by_one = (
         MoELayer("layers.0.mlp", model, replace(moe, grouped_gemm=grouped), groups) for grouped in (True, False)
     )
+    layers: dict[str, nn.Module] = {"labkit": ours, "labkit, one by one": one_by_one}
     theirs = {"megatron-core": megatron_moe.layer(model, moe, groups)}
     if compiled:
+        layers["labkit, compiled"] = fused = MoELayer("layers.0.mlp", model, moe, groups)
+        compile_experts(fused.experts)
         theirs["megatron-core, compiled"] = megatron_moe.layer(model, moe, groups, compiled=True)
     for their in theirs.values():
         megatron_moe.copy_weights(ours, their)
@@ -88,16 +92,22 @@ def measure_layer(
 
         return step
 
-    layers = {"labkit": ours, "labkit, one by one": one_by_one} | theirs
-    steps = {name: stepper(name, layer) for name, layer in layers.items()}
+    steps = {name: stepper(name, layer) for name, layer in (layers | theirs).items()}
     with CommLedger() as ledger:
         steps["labkit"]()
+    if compiled:
+        steps["labkit, compiled"]()
+        torch.testing.assert_close(outputs["labkit, compiled"], outputs["labkit"], rtol=1e-4, atol=1e-6)
     for name, their in theirs.items():
         steps[name]()
         torch.testing.assert_close(outputs["labkit"], outputs[name], rtol=1e-4, atol=1e-6)
         assert megatron_moe.largest_gradient_difference(ours, their) < 1e-4, f"{name} does not compute the same"
     words = f"layer, {case}, ep{ep}, forward and backward"
     found = interleave(words, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)
+    if compiled:
+        pair = {name: found.seconds[name] for name in ("labkit, compiled", "megatron-core, compiled")}
+        ratio = replace(found, seconds=pair).ratio("megatron-core, compiled")
+        found = replace(found, facts={"compiled_over_compiled": round(ratio, 4)})
     return found, bytes_row(case, ours, x_SBH, ledger)
 
 

@@ -119,7 +119,7 @@ ZERO_LAYOUTS = [
 ]
 """The distributed optimizer, always over two replicas or more."""
 EXPERT_STEPS, EXPERT_BATCH, MOST_RANKS = 3, 16, 8
-BERT_STEPS, T5_STEPS, MAMBA_STEPS = 5, 3, 3
+BERT_STEPS, T5_STEPS, MAMBA_STEPS, COMPILED_STEPS = 5, 3, 3, 3
 EXPERT_AXES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4, 8),
     "etp": (1, 2),
@@ -247,6 +247,20 @@ SAME_RANKS_LAYOUTS = [
     *grid({"ep": 4}, [(1, 4, 2, 1)]),
 ]
 """cp8 ep8 on 8 ranks and its neighbours: ranks that share one sequence share out the experts (arXiv 2504.14960)."""
+COMPILED = {"compile": "layers"}
+COMPILED_LAYOUTS = [
+    *grid(COMPILED, [(1, 1, 1, 1), (2, 1, 2, 1), (1, 2, 1, 1)]),
+    *grid({**COMPILED, **SEQUENCE_PARALLEL}, [(2, 1, 1, 1), (2, 2, 1, 1)]),
+    *grid({**COMPILED, **FULL}, [(2, 1, 2, 1)]),
+    *grid({**COMPILED, "optim.data_parallel": "naive"}, [(1, 1, 1, 2)]),
+    *grid({**COMPILED, **MEGATRON, "schedule.name": "interleaved", "vpp": 2}, [(1, 1, 2, 2)]),
+    *grid({**COMPILED, **MEGATRON, **SEQUENCE_PARALLEL}, [(2, 1, 1, 2)]),
+]
+"""Compiled layers: what communicates around and inside them, and what runs or gathers them again."""
+COMPILED_EXPERT_LAYOUTS = [
+    *grid({**COMPILED, "ep": 2}, [(1, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)]),
+    {**COMPILED, **FOLDED, "world_size": 8, **MEGATRON},
+]
 PRESETS = {"tiny": "GPT-2's blocks, tied embeddings", "llama_tiny": "Llama's blocks, untied output"}
 
 INTRODUCTION = f"""# Parity of all layouts with one process
@@ -269,6 +283,7 @@ reordering the sums in a single process causes as large a difference (`labkit/tr
   with 4 layers and {DATA_BATCH} samples.
 - Experts: {EXPERT_STEPS} steps with 4 layers, of which all or every second have 8 or 16 experts, and {EXPERT_BATCH}
   samples, 2 per microbatch.
+- Compiled layers: {COMPILED_STEPS} steps with 4 layers and {DATA_BATCH} samples, with experts {EXPERT_BATCH}.
 - BERT: {BERT_STEPS} steps with 4 layers. T5: {T5_STEPS} steps with 2 layers in the encoder and 2 in the decoder.
   Mamba: {MAMBA_STEPS} steps with 4 layers.
 
@@ -356,6 +371,14 @@ EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
 """Mixtures of experts. All layouts of the first table together have every four values of `EXPERT_AXES`."""
 
 
+COMPILED_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
+    "Compiled layers, tiny, float64": (wide("tiny"), COMPILED_LAYOUTS, "float64"),
+    "Compiled layers, llama_tiny, float32": (wide("llama_tiny"), COMPILED_LAYOUTS[1::3], "float32"),
+    "Compiled layers, tiny_moe, float64": (sparse("tiny_moe"), COMPILED_EXPERT_LAYOUTS, "float64"),
+}
+"""Layers made by torch.compile."""
+
+
 def masked(placement: str) -> RunConfig:
     """A BERT with the norms of one layout of its figure, at sizes that 8 ranks on two cores train in seconds."""
     return small("bert_tiny").override({"global_batch_size": 8, "model.norm_placement": placement})
@@ -429,6 +452,8 @@ def planned() -> list[tuple[str, str, RunConfig, list[dict[str, Any]], int, str]
         rows.append((title, "", config, layouts, DATA_STEPS, dtype))
     for title, (config, layouts, dtype) in EXPERT_SWEEPS.items():
         rows.append((title, "", config, layouts, EXPERT_STEPS, dtype))
+    for title, (config, layouts, dtype) in COMPILED_SWEEPS.items():
+        rows.append((title, "", config, layouts, COMPILED_STEPS, dtype))
     for title, (config, layouts, dtype) in BERT_SWEEPS.items():
         rows.append((title, "", config, layouts, BERT_STEPS, dtype))
     for title, (config, layouts, dtype) in T5_SWEEPS.items():

@@ -54,6 +54,7 @@ AT_MOST = (
 )
 """A number, another that it must not exceed, and the advice."""
 _ONE_CHUNK = [name for name, row in SCHEDULES.items() if row.chunks == 1]
+_SPLIT = "|".join(name for name, row in SCHEDULES.items() if row.splits_backward)
 _SEVERAL_CHUNKS = [name for name in SCHEDULES if name not in _ONE_CHUNK]
 EXCLUSIONS = (
     ("optim.fp8=e4m3|hybrid", "optim.precision=fp16",
@@ -115,6 +116,25 @@ EXCLUSIONS = (
     ("moe.capacity_factor", "moe.dispatcher=allgather",
      ("needs a dispatcher that drops before it sends, and allgather gives every rank all tokens; set moe.dispatcher to "
       "alltoall, or leave this out")),
+    ("model.compile=layers", "model.family=bert|t5|mamba", "only the layers of a GPT compile; set it to none"),
+    ("model.compile=layers", "model.transformer_impl=transformer_engine",
+     "the compiler cannot look into Transformer Engine's layers; set it to none, or use local layers"),
+    ("model.compile=layers", "optim.fp8=e4m3|hybrid",
+     "fp8 products keep scales and packed operands, which a compiled region does not hold; set one of them to none"),
+    ("model.compile=layers", "graph.cuda_graph_impl",
+     "a layer is captured or compiled, not both; set one of them to none"),
+    ("model.compile=layers", f"schedule.name={_SPLIT}",
+     ("a compiled backward computes weight gradients together with input gradients, and this schedule splits them; set "
+      "it to none, or choose a schedule with whole backwards (auto, 1f1b, gpipe)")),
+    ("model.compile=layers", "schedule.variable_seq_lengths=true",
+     "every new length of a sequence would compile anew; set one of them off"),
+    ("model.compile=layers", "model.attention_backend=flash|cudnn|efficient|math",
+     "whether a demanded kernel can run shows only outside a compiled region; choose fused or unfused, or none here"),
+    ("model.compile=layers", "model.attention_dropout",
+     "attention dropout draws from a random state that a compiled region cannot set; set it to none, or that to 0"),
+    ("model.compile=layers", "model.hidden_dropout parallel.sequence_parallel=true",
+     ("with parallel.sequence_parallel dropout draws from a random state that a compiled region cannot switch to; set "
+      "it to none, or model.hidden_dropout to 0")),
     ("graph.cuda_graph_warmup_steps=0", "graph.cuda_graph_impl optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed",
      "must be at least 1 with optim.fp8_recipe = delayed: the first step has no history yet to scale by"),
 )

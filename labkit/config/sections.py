@@ -142,6 +142,9 @@ class ModelConfig:
         "`unfused` (Megatron's `local`): separate operations, which keep the 5 a s / h of arXiv 2205.05198. With "
         "parallel.cp above 1, `fused` and `flash` run blocks by the flash kernel, `unfused` by separate operations.",
         choices="fused flash cudnn efficient math unfused", synonyms={"auto": "fused", "local": "unfused"})
+    compile: str = field("none",
+        "`layers`: torch.compile fuses what lies between the linear layers of a transformer layer, once for all layers "
+        "of a kind. The first step compiles, for tens of seconds, and needs a C++ compiler.", choices="none layers")
     recompute_granularity: str = field("none",
         "Activations computed again in backward: `none`, `selective` (the parts in recompute_modules) or `full` (whole "
         "layers, of which only the inputs are kept).", choices="none selective full")

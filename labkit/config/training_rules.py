@@ -27,6 +27,9 @@ def training_rules(found: Findings) -> None:
         elif "layernorm" in modules and m.norm_placement == "post":
             rule = "with model.norm_placement = post the output of a norm is read again by the next residual addition"
             found.add(name, f"{rule}; leave layernorm out")
+        elif m.compile == "layers" and (inside := sorted({"core_attn", "layernorm", "mlp"} & set(modules))):
+            rule = f"{inside[0]} is in a region of model.compile = layers, whose compiler decides what it recomputes"
+            found.add(name, f"{rule}; set that to none, or model.recompute_granularity to full or none")
 
 
 def optimizer_rules(found: Findings) -> None:

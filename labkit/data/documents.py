@@ -4,8 +4,8 @@
     .jsonl, .json        one JSON object per line; the text is the value of a key
     .parquet             one document per row; the text is a column (needs the package pyarrow)
 
-A `Piece` is about a megabyte of one file. Reading a file into pieces is cheap; `texts` decodes a piece, in the process
-that tokenises it. An error names the file and the line of the mistake.
+A `Piece` is about a quarter of a megabyte of one file. Reading a file into pieces is cheap; `texts` decodes a piece, in
+the process that tokenises it. An error names the file and the line of the mistake.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from labkit.config.errors import no_file
 from labkit.data.text import decode_utf8, parse_json, whole_characters
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
 """Bytes of a file in one piece; a longer line, row group or text stays whole."""
 ENDINGS = (".txt", ".jsonl", ".json", ".parquet")
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?P<gap>\s+)(?=[\"'(\[]*[^\W_a-z])|(?P<paragraph>\n\s*\n)")

@@ -1,8 +1,9 @@
 """From files of documents to an indexed dataset: read, tokenise in several processes, append the end token, write.
 
-The calling process reads pieces of about a megabyte (`documents.py`) and hands them to workers, at most two for each
-worker at a time. A worker returns the ids of a piece as one array. The caller writes the arrays in the order of the
-files, so the result does not depend on the number of workers. Both files of the dataset get their names at the very
+The calling process reads pieces of a quarter of a megabyte (`documents.py`). It is one of the workers: it hands pieces
+to the others, at most two for each at a time, and tokenises the next one itself, already while they start. A worker
+returns the ids of a piece as one array. The caller writes the arrays in the order of the files, so the result does not
+depend on the number of workers. Both files of the dataset get their names at the very
 end, so an error or Ctrl-C leaves nothing behind.
 """
 
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -119,7 +120,7 @@ def prepare(
     tokens = empty = 0
     with IndexedDatasetBuilder(prefix, tokenise.dtype, overwrite=overwrite) as builder:
         pieces = (piece for path in paths for piece in pieces_of(path, recipe.key))
-        results = map(tokenise, pieces) if workers == 1 else _side_by_side(recipe, pieces, workers)
+        results = map(tokenise, pieces) if workers == 1 else _side_by_side(tokenise, pieces, workers)
         for result in results:
             builder.add_documents(result.ids, result.lengths, result.sequences)
             tokens, empty = tokens + len(result.ids), empty + result.empty
@@ -130,15 +131,21 @@ def prepare(
     return Prepared(documents, tokens, empty)
 
 
-def _side_by_side(recipe: Recipe, pieces: Iterator[Piece], workers: int) -> Iterator[Tokenised]:
-    """Yield the results of all pieces in order, computed by `workers` processes."""
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(recipe,))
+def _side_by_side(tokenise: PieceTokenizer, pieces: Iterator[Piece], workers: int) -> Iterator[Tokenised]:
+    """Yield the results of all pieces in order, computed by this process and `workers` - 1 others."""
+    others, context = workers - 1, multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(others, mp_context=context, initializer=_begin, initargs=(tokenise.recipe,))
     waiting: deque[Future[Tokenised]] = deque()
     try:
         for piece in pieces:
-            waiting.append(pool.submit(_tokenised, piece))
-            if len(waiting) > 2 * workers:
+            if sum(not future.done() for future in waiting) < 2 * others:
+                waiting.append(pool.submit(_tokenised, piece))
+                continue
+            with _one_thread():
+                made = tokenise(piece)
+            waiting.append(Future())
+            waiting[-1].set_result(made)
+            while waiting and waiting[0].done():
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -149,6 +156,23 @@ def _side_by_side(recipe: Recipe, pieces: Iterator[Piece], workers: int) -> Iter
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+THREADS = "TOKENIZERS_PARALLELISM"
+"""The variable with which the library allows itself several threads; a worker has one."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let the library use one thread in the block."""
+    before = os.environ.get(THREADS)
+    os.environ[THREADS] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(THREADS)
+        if before is not None:
+            os.environ[THREADS] = before
+
+
 _of_this_worker: PieceTokenizer | None = None
 
 
@@ -157,7 +181,7 @@ def _begin(recipe: Recipe) -> None:
     acts on it for all."""
     global _of_this_worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
+    os.environ[THREADS] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _of_this_worker = PieceTokenizer(recipe)
 

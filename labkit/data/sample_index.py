@@ -28,6 +28,9 @@ import numpy as np
 
 from labkit.config.errors import counted
 
+BLOCK = 16384
+"""Documents of which the sample index is computed at once: temporary arrays then stay in the cache, in memory that is
+used again. New memory costs more than the arithmetic."""
 LAST_EPOCH_SHARE = 0.80
 """If the run needs less than this share of the last epoch's samples, that epoch is shuffled separately."""
 
@@ -75,7 +78,8 @@ def build_document_index(documents: range, epochs: Epochs, random: np.random.Ran
     """Return the numbers of `documents`, once for each epoch, shuffled; int32."""
 
     def shuffled(count: int) -> np.ndarray:
-        index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), count)
+        index = np.arange(documents.start, documents.stop, dtype=np.int32)
+        index = np.tile(index, count) if count > 1 else index
         random.shuffle(index)
         return index
 
@@ -84,19 +88,32 @@ def build_document_index(documents: range, epochs: Epochs, random: np.random.Ran
     return np.concatenate([shuffled(epochs.count - 1), shuffled(1)])
 
 
-def build_sample_index(lengths: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
+def build_sample_index(
+    sequence_lengths: np.ndarray, document_index: np.ndarray, seq_length: int, samples: int
+) -> np.ndarray:
     """Return where each of `samples` samples begins, and where one more would: shape (samples + 1, 2), int32 where that
     suffices.
 
-    lengths: tokens of the documents in the order of the stream, int32. The stream holds more than
-    `samples x seq_length` tokens.
+    sequence_lengths: tokens of each document, int32. document_index: the order of documents in the stream, which holds
+    more than `samples x seq_length` tokens.
     """
-    index = np.empty((samples + 1, 2), dtype=np.int32 if len(lengths) <= np.iinfo(np.int32).max else np.int64)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.arange(0, (samples + 1) * seq_length, seq_length, dtype=np.int64)
-    place = np.searchsorted(ends, starts, side="right")
-    index[:, 0] = place
-    index[:, 1] = starts - (ends[place] - lengths[place])
+    documents = len(document_index)
+    index = np.empty((samples + 1, 2), dtype=np.int32 if documents <= np.iinfo(np.int32).max else np.int64)
+    begins, first = np.zeros(BLOCK + 1, dtype=np.int64), 0  # tokens before each document of a block; its first sample
+    for start in range(0, documents, BLOCK):
+        block = sequence_lengths[document_index[start : start + BLOCK]]
+        ends = begins[1 : len(block) + 1]
+        np.cumsum(block, out=ends)
+        ends += begins[0]
+        # Samples of the block that begin before a document ends; a sample's document is the one that ends next.
+        before = ends + (seq_length - 1 - first * seq_length)
+        before //= seq_length
+        count = min(int(before[-1]), samples + 1 - first)
+        place = np.bincount(before, minlength=count + 1)[:count].cumsum()
+        rows = index[first : first + count]
+        np.add(place, start, out=rows[:, 0], casting="same_kind")
+        np.subtract(np.arange(first, first + count) * seq_length, begins[place], out=rows[:, 1], casting="same_kind")
+        first, begins[0] = first + count, ends[-1]
     index[0] = 0  # Megatron begins at the first document, even if that is empty
     return index
 
@@ -125,7 +142,7 @@ def build_indices(
     tokens = int(sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     epochs, random = epochs_for(tokens, seq_length, num_samples), np.random.RandomState(seed)
     document_index = build_document_index(documents, epochs, random)
-    sample_index = build_sample_index(sequence_lengths[document_index], seq_length, epochs.samples)
+    sample_index = build_sample_index(sequence_lengths, document_index, seq_length, epochs.samples)
     return {
         "document_index": document_index,
         "sample_index": sample_index,

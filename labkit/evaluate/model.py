@@ -32,6 +32,7 @@ from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
 from labkit.models.chunks import DTYPES, build_model_chunk, build_model_chunks
 from labkit.models.gpt import GPTModel
+from labkit.parallel.layers import ColumnParallelLinear
 from labkit.train.checkpoint.exchange import model_of
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.manifest import CheckpointError, Manifest, read_manifest
@@ -48,6 +49,7 @@ _TRAINING_ONLY = (
     "num_microbatches_with_partial_activation_checkpoints",
     "transformer_impl",
     "attention_backend",
+    "compile",
     "embedding_dropout",
     "attention_dropout",
     "hidden_dropout",
@@ -175,6 +177,8 @@ class CheckpointModel:
             raise CheckpointError("; ".join(found))
         state.load_weights(reader)
         reader.close()
+        if self.device.type == "cpu":
+            _store_wide_by_columns(self.chunk)
 
     # ---- a batch through the stages ----
 
@@ -233,6 +237,20 @@ class CheckpointModel:
         if result is None:
             result = torch.empty(shape, dtype=dtype, device=self.device)
         return broadcast(result.to(dtype).contiguous(), pp, src=pp.size - 1)
+
+
+def _store_wide_by_columns(chunk: GPTModel) -> None:
+    """Reorder matrices with more rows than columns in memory, not in shape.
+
+    A pass of one token reads each weight once, and a CPU reads a wide projection faster by columns: the whole row of
+    results is then summed at once, instead of one result after the other.
+    """
+    matrices: list[Tensor] = [module.weight for module in chunk.modules() if isinstance(module, ColumnParallelLinear)]
+    if chunk.post_process:
+        matrices.append(chunk.output_weight_VH)
+    for matrix_OI in matrices:
+        if len(matrix_OI) > matrix_OI.shape[1]:
+            matrix_OI.data = matrix_OI.t().contiguous().t()
 
 
 @contextmanager

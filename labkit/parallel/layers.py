@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Required
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Required
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.compiler import is_compiling
 
 from labkit.comm import collectives
 from labkit.comm.groups import Group
@@ -31,6 +32,7 @@ from labkit.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from labkit.parallel.opaque_linear import numbered, opaque_linear
 from labkit.parallel.parameters.parameter_record import Replicated, record_of, weight_gradient
 from labkit.parallel.parameters.weights import Seed, WeightOptions, make_parameter
 from labkit.parallel.weight_grad_store import deferred, is_collecting
@@ -110,11 +112,18 @@ class LinearPlan:
     """Add the weight gradient to `weight.main_grad` where it exists."""
     gemms: Gemms = field(default_factory=Gemms)
     """The products, in the type of the tensors or in another."""
+    number: Tensor | None = None
+    """Number of the layer, by which a compiled region finds it (`opaque_linear.py`)."""
 
     @property
     def gathered_over(self) -> Group | None:
         """The group that joins the sequence; None where nothing is cut."""
         return self.group if self.sequence_parallel else None
+
+    @property
+    def parts(self) -> int:
+        """The ranks over which the sequence is cut; 1 where nothing is cut."""
+        return self.group.size if self.sequence_parallel else 1
 
     def booked(self, phase: str | None = None) -> AbstractContextManager[Any]:
         """Book the block's communication under this layer and `phase`; None is the phase already set, or `forward`."""
@@ -273,19 +282,47 @@ def _parameter_gradients(ctx: Any, grad: Packed, bias_grad: Tensor, x: Packed | 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """Return y = x W^T + b cut by columns, for `ColumnParallelLinear` or a weight held elsewhere (a tied output)."""
+    if plan.number is not None and is_compiling():
+        return opaque_linear(x, weight, bias, plan, x.shape[0] * plan.parts)
+    trains = torch.is_grad_enabled()
     if plan.group.size == 1:
-        return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), False)  # type: ignore[no-any-return]
-    return _ColumnLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
+        if not trains:  # no node of autograd's graph, which a pass of a single token would pay for
+            return plan.gemms.fprop(plan.gemms.pack(x, "input", None, trains=False), weight, bias)
+        return _LocalLinear.apply(x, weight, bias, plan, trains, False)  # type: ignore[no-any-return]
+    return _ColumnLinear.apply(x, weight, bias, plan, trains)  # type: ignore[no-any-return]
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """Return y = x W^T + b cut by rows, for `RowParallelLinear` or a weight held elsewhere."""
+    if plan.number is not None and is_compiling():
+        return opaque_linear(x, weight, bias, plan, x.shape[0] // plan.parts)
+    trains = torch.is_grad_enabled()
     if plan.group.size == 1:
-        return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), True)  # type: ignore[no-any-return]
-    return _RowLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
+        if not trains:
+            y = plan.gemms.fprop(plan.gemms.pack(x, "input", None, trains=False), weight, None)
+            return y if bias is None else y.add_(bias)
+        return _LocalLinear.apply(x, weight, bias, plan, trains, True)  # type: ignore[no-any-return]
+    return _RowLinear.apply(x, weight, bias, plan, trains)  # type: ignore[no-any-return]
 
 
 # ---- layers ----
+
+
+class _Linear(nn.Module):
+    """What both kinds of layers have: a name, a plan, and functions for them in a compiled region."""
+
+    plan: LinearPlan
+    group: Group
+    over_ranks: ClassVar[type[Function]]
+    """The function that computes on several ranks."""
+
+    def be_opaque(self) -> None:
+        """Prepare for a forward that is compiled: the compiler will not look into this layer (`opaque_linear.py`)."""
+        self.plan = replace(self.plan, number=numbered(self))
+
+    def products(self) -> type[Function]:
+        """Return the function that computes this layer."""
+        return _LocalLinear if self.group.size == 1 else self.over_ranks
 
 
 class LinearOptions(WeightOptions, total=False):
@@ -307,7 +344,7 @@ def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 
         )
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(_Linear):
     """y = x A + b with A cut by columns and f inside, so every rank sees all of x and makes its part of y.
 
     Holds `weight` [O/t, I] and `bias` [O/t].
@@ -331,6 +368,8 @@ class ColumnParallelLinear(nn.Module):
     Raises:
         ValueError: sizes that do not divide, or options that exclude each other.
     """
+
+    over_ranks = _ColumnLinear
 
     def __init__(
         self,
@@ -378,7 +417,7 @@ class ColumnParallelLinear(nn.Module):
         return y, self.bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Linear):
     """y = x A + b with A cut by rows and g inside, so every rank has its part of x and makes a partial sum.
 
     Holds `weight` [O, I/t] and `bias` [O]. The bias is whole and equal on every rank, and is added once, after the sum.
@@ -391,6 +430,8 @@ class RowParallelLinear(nn.Module):
     Raises:
         ValueError: t does not divide the input size, or sequence_parallel without input_is_parallel.
     """
+
+    over_ranks = _RowLinear
 
     def __init__(
         self,

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
 from labkit.config import RunConfig
 from labkit.launch import info
 from labkit.launch.transformer_engine import why_no_transformer_engine
@@ -17,7 +24,22 @@ def machine_problems(config: RunConfig, world_size: int, device: str) -> list[st
 
 def device_problems(config: RunConfig, device: str) -> list[str]:
     """Return why ranks on `device` cannot do what the configuration asks; empty sentences count for nothing."""
-    return [problem(config, device) for problem in (attention_problem, graph_problem, profile_problem)]
+    return [problem(config, device) for problem in DEVICE_RULES]
+
+
+def compile_problem(config: RunConfig, device: str) -> str:
+    """Return what torch.compile lacks on this machine, or an empty string."""
+    if config.model.compile == "none":
+        return ""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one that torch calls
+    missing = ""
+    if shutil.which(compiler) is None:
+        missing = f"it needs a C++ compiler, and there is no {compiler}; install it (sudo apt install g++)"
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        missing = "it needs Python's header files; install them (sudo apt install python3-dev)"
+    elif info.device_kind(device) == "cuda" and find_spec("triton") is None:
+        missing = "on a GPU it needs Triton; install it (pip install triton)"
+    return f"model.compile = {config.model.compile}: {missing}, or set it to none" if missing else ""
 
 
 def no_such_device(config: RunConfig, world_size: int, device: str) -> str:
@@ -83,3 +105,7 @@ def graph_problem(config: RunConfig, device: str) -> str:
         fitting = "local" if kind == "cuda" else "emulated"
         missing = f"it captures on {needed}, but this run is on {kind}; set it to {fitting} or none"
     return f"graph.cuda_graph_impl = {impl}: {missing}" if missing is not None else ""
+
+
+DEVICE_RULES = (attention_problem, compile_problem, graph_problem, profile_problem)
+"""Functions of a configuration and a device that return what is missing, or an empty string."""

@@ -253,6 +253,10 @@ def setup_model_and_optimizer(
     config, optim, provider = run.config, run.config.optim, model_provider or build_model_chunk
     spec = layer_spec(config.model, optim)
     built = build_model_chunks(config, run.groups, run.schedule, spec=spec, model_provider=provider)
+    if config.model.compile == "layers":
+        from labkit.models.compilation import compile_layers
+
+        compile_layers(built)
     chunks = wrap_model_chunks(built, run.groups, optim)
     optimizer = build_optimizer(
         chunks,

@@ -53,6 +53,11 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
             f"{schedule.name} puts weight gradients into actions of their own, but Transformer Engine's layers compute "
             "them with the input gradients; choose another schedule, or set model.transformer_impl to local"
         )
+    if config.model.compile != "none" and (schedule.kinds == KINDS.index("W")).any():
+        raise ValueError(
+            f"{schedule.name} puts weight gradients into actions of their own, but compiled layers compute them with "
+            "the input gradients; choose another schedule, or set model.compile to none"
+        )
     if config.graph.cuda_graph_impl != "none" and captures_layers(config.graph):
         for rank in range(schedule.pp):
             split = config.graph.cuda_graph_impl != "transformer_engine"

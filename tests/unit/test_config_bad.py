@@ -46,6 +46,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
 ZERO = {"distributed_optimizer": True}
 FP16 = {"precision": "fp16"}
 ENGINE = {"transformer_impl": "transformer_engine"}
+COMPILED = {"compile": "layers"}
 MOE = {"num_experts": 8}
 SP = {"tp": 2, "sequence_parallel": True}
 GROUPS = {**MOE, "num_groups": 4, "group_topk": 2}
@@ -330,6 +331,18 @@ RULES: list[tuple[dict, object, str, str]] = [
       for name, value in (("fp8_margin", 1), ("fp8_amax_history_len", 4), ("fp8_amax_compute_algo", "most_recent"))],
     ({"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 4}, None,
      "optim.fp8_amax_history_len", "algo = most_recent; set that to max"),
+    *[({**COMPILED, **other}, None, "model.compile", rule) for other, rule in [
+        (ENGINE, "cannot look into Transformer Engine"),
+        ({"family": "mamba", "position": "none"}, "only the layers of a GPT"),
+        ({"fp8": "hybrid"}, "fp8 products keep scales"),
+        ({"cuda_graph_impl": "emulated"}, "captured or compiled, not both"),
+        ({"schedule.name": "zbv", "pp": 2}, "this schedule splits them"),
+        ({"variable_seq_lengths": True, "pp": 2}, "every new length"),
+        ({"attention_backend": "math"}, "choose fused or unfused"),
+        ({"attention_dropout": 0.1}, "attention dropout draws"),
+        ({"hidden_dropout": 0.1, **SP}, "model.hidden_dropout to 0"),
+    ]],
+    ({**COMPILED, **SELECTIVE}, None, "model.recompute_modules", "core_attn is in a region of model.compile"),
     ({**ENGINE, "precision": "fp64"}, None, "model.transformer_impl", "Transformer Engine has no fp64"),
     *[({**ENGINE, "attention_backend": kernel}, None, "model.attention_backend", "Transformer Engine chooses")
       for kernel in ("unfused", "flash", "cudnn", "efficient", "math")],

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.config import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig
-from labkit.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, IndexedGPTDataset, build_gpt_datasets
+from labkit.data import (
+    BlendedDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    IndexedGPTDataset,
+    build_gpt_datasets,
+    sample_index,
+)
 from labkit.data.index_cache import cached
 from labkit.data.sample_index import build_blending_indices, build_indices, build_sample_index, epochs_for
 
@@ -42,7 +49,11 @@ def config_of(*, steps=4, batch=4, seq_length=8, eval_steps=0, **data) -> RunCon
 
 
 def test_the_example_of_the_page():
-    assert build_sample_index(np.array([5, 3, 4], np.int32), 4, 2).tolist() == [[0, 0], [0, 4], [2, 0]]
+    assert build_sample_index(np.array([3, 4, 5], np.int32), np.array([2, 0, 1]), 4, 2).tolist() == [
+        [0, 0],
+        [0, 4],
+        [2, 0],
+    ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -54,7 +65,9 @@ def test_the_samples_are_the_windows_of_the_shuffled_stream(tmp_path_factory, le
     if sum(lengths[start:]) <= seq_length:
         return
     indexed = IndexedDataset(numbered(tmp_path_factory.mktemp("data") / "a", lengths))
-    dataset = IndexedGPTDataset(indexed, documents, seq_length=seq_length, num_samples=samples, seed=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_index, "BLOCK", data.draw(st.integers(1, 40)))
+        dataset = IndexedGPTDataset(indexed, documents, seq_length=seq_length, num_samples=samples, seed=3)
     stream = np.concatenate([indexed[int(document)] for document in dataset.document_index])
     windows = [stream[at : at + seq_length + 1] for at in range(0, len(stream) - seq_length, seq_length)]
     assert len(dataset) == len(windows) >= samples
@@ -86,7 +99,7 @@ def test_the_last_epoch_is_shuffled_by_itself_below_its_share(tokens, seq_length
 
 def test_a_billion_tokens_need_no_more_rows_than_samples():
     lengths = np.full(1000, 1_000_000, np.int32)
-    index = build_sample_index(lengths, 1024, (10**9 - 1) // 1024)
+    index = build_sample_index(lengths, np.arange(1000), 1024, (10**9 - 1) // 1024)
     assert index.dtype == np.int32 and index.shape == (976563, 2)
     assert (index[:, 0].astype(np.int64) * 1_000_000 + index[:, 1] == np.arange(976563) * 1024).all()
 

@@ -38,6 +38,7 @@ def test_the_committed_tables_are_those_of_the_script_but_for_the_numbers(tmp_pa
         *matrix.SWEEPS.values(),
         *matrix.DATA_SWEEPS.values(),
         *matrix.EXPERT_SWEEPS.values(),
+        *matrix.COMPILED_SWEEPS.values(),
         *matrix.BERT_SWEEPS.values(),
         *matrix.T5_SWEEPS.values(),
         *matrix.MAMBA_SWEEPS.values(),

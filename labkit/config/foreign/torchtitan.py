@@ -282,7 +282,7 @@ TABLE: dict[str, Row] = {
     "validation.freq": "train.eval_interval",
     "validation.steps": "train.eval_steps",
     "validation.*": Note(YOURS, "data.split takes a share of the text for validation"),
-    "compile.*": lacks("layers run without torch.compile; section graph has CUDA graphs"),
+    "compile.*": differs("set model.compile to layers; the loss is never compiled"),
     "quantize.*": lacks("either all linear layers of a layer compute in fp8, or none", "", [], False),
     "profiling.*": differs("set train.profile and train.output_dir"),
     "comm.train_timeout_seconds": _timeout,

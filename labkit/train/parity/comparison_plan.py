@@ -157,6 +157,7 @@ def alone(base: RunConfig) -> RunConfig:
 
 
 _PLAIN = (
+    "model.compile",
     "model.recompute_granularity",
     "model.recompute_method",
     "model.recompute_num_layers",

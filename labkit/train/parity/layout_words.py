@@ -33,6 +33,7 @@ def layout_name(config: RunConfig, world_size: int) -> str:
     words += ["all-gather"] if parallel.cp > 1 and parallel.cp_comm_type == "all_gather" else []
     layers = ["transformer engine"] if config.model.transformer_impl == "transformer_engine" else []
     layers += [f"fp8 {config.optim.fp8} {config.optim.fp8_recipe}"] if config.optim.fp8 != "none" else []
+    layers += ["compiled"] if config.model.compile != "none" else []
     words += [*_experts(config), *_schedule(config), *layers]
     return " ".join([*words, *_recomputed(config.model), *_gradients(config.optim), *_graphs(config.graph)])
 
