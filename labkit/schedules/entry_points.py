@@ -23,7 +23,7 @@ _REFUSED = {
     "first_val_step": "it says when fp8 weights are cast again, which labkit does after each update",
     "force_all_reduce": "gradients are reduced by finalize_model_grads, outside the schedule",
     "finalize_model_grads_func": "call it after the step: the schedule ends with the last backward",
-    "overlap_moe_expert_parallel_comm": "a forward and a backward are not merged into one action",
+    "overlap_moe_expert_parallel_comm": "give PipelineRuntime a schedule with merged pairs",
     "p2p_communicator": "the transfers follow from groups, batch_p2p_comm and variable_seq_lengths",
     "pg_collection": "labkit's name for it is groups",
 }

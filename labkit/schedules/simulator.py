@@ -4,6 +4,9 @@ A rank runs its row in order. An action starts when its rank is free and everyth
 (`dependencies.py`) has arrived. A result that crosses ranks arrives alpha + beta x bytes after the end of its action.
 Messages overlap with computation.
 
+A merged pair is one piece of work, which starts when both its actions can, and takes as long as both. If the costs give
+the parts of layers, it takes less: all-to-alls have a lane of their own beside the computation (`merging.py`).
+
 All ranks advance together in waves of numpy operations; in a wave each rank runs at most one action. A wave costs nine
 array operations on P numbers. There are about as many waves as actions in a row. 4 million actions on 64 ranks take
 half a second.
@@ -15,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from labkit.events import Event
 from labkit.schedules.dependencies import awaited, explain_deadlock, require_complete
-from labkit.schedules.ir import EVENT_KINDS, Schedule, ScheduleError
+from labkit.schedules.ir import EVENT_KINDS, Action, Schedule, ScheduleError
+from labkit.schedules.merging import Lane, LayerTimes, pair_lanes, pair_seconds
 
 _F, _B, _I, _W = range(4)
 PerStage = float | Sequence[float]
@@ -58,6 +62,11 @@ class Costs:
     """Activations of one microbatch on a stage from forward to backward, in units of the reader's choice."""
     freed_by_input_grad: PerStage = 0.0
     """Share of `activation` (0 to 1) that I of a split backward frees; W frees the rest."""
+    layers: Sequence[Sequence[LayerTimes]] = ()
+    """By stage, the parts of each layer. Their time is added to that of F, I and B, and alone nothing hides their
+    all-to-alls. In a merged pair the other side's computation does."""
+    delay_wgrad: bool = False
+    """Merged pairs compute weight gradients apart."""
 
     def table(self, num_stages: int) -> np.ndarray:
         """Return durations by kind and stage (4, S). Raises ValueError for a wrong number of stages or a negative
@@ -66,7 +75,29 @@ class Costs:
         rows = {name: _per_stage(name, value, num_stages) for name, value in given.items()}
         both = rows["input_grad"] + rows["weight_grad"]
         backward = both if self.backward is None else _per_stage("backward", self.backward, num_stages)
-        return np.stack([rows["forward"], backward, rows["input_grad"], rows["weight_grad"]])
+        table = np.stack([rows["forward"], backward, rows["input_grad"], rows["weight_grad"]])
+        return table + self._layers_alone(num_stages) if self.layers else table
+
+    def _layers_alone(self, num_stages: int) -> np.ndarray:
+        """Return what the layers of each stage add to its actions outside pairs (4, S)."""
+        if len(self.layers) != num_stages:
+            raise ValueError(f"layers has {len(self.layers)} stages: give the layers of each of the {num_stages}")
+        forward = np.array([pair_seconds(layers, ()) for layers in self.layers])
+        backward = np.array([pair_seconds((), layers) for layers in self.layers])
+        weight = np.array([sum(sum(layer.weight.values()) for layer in layers) for layers in self.layers])
+        return np.stack([forward, backward, backward - weight, weight])
+
+    def pair_lanes(self, forward: int, backward: int) -> list[Lane]:
+        """Return what the layers of a merged pair do, by the stages of its forward and of its backward."""
+        return pair_lanes(self.layers[forward], self.layers[backward], delay_wgrad=self.delay_wgrad)
+
+    def hidden(self, forward: int, backward: int) -> float:
+        """Return the seconds by which a pair of these stages is shorter than its two actions alone."""
+        if not self.layers:
+            return 0.0
+        ahead, back = self.layers[forward], self.layers[backward]
+        paired = pair_seconds(ahead, back, delay_wgrad=self.delay_wgrad)
+        return pair_seconds(ahead, ()) + pair_seconds((), back) - paired
 
     def messages(self, pp: int) -> np.ndarray:
         """alpha + beta x bytes of an activation and of a gradient, by sending and receiving rank (2, P, P); 0 within a
@@ -132,12 +163,46 @@ class Timeline:
         schedule, events, index = self.schedule, [], 0
         for rank in range(schedule.pp):
             chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-            for action in schedule.actions(rank):
+            for cell in schedule.cells(rank):
                 start, end = float(self.start[index]), float(self.end[index])
-                kind, chunk = EVENT_KINDS[action.kind], chunks[action.stage]
-                events.append(Event(rank, str(action), kind, start, end, action.microbatch, chunk))
-                index += 1
+                if len(cell) == 2:
+                    events += self._pair_events(rank, cell, chunks, start, end)
+                else:
+                    (action,) = cell
+                    kind, chunk = EVENT_KINDS[action.kind], chunks[action.stage]
+                    events.append(Event(rank, str(action), kind, start, end, action.microbatch, chunk))
+                index += len(cell)
         return events
+
+    def _pair_events(
+        self, rank: int, pair: tuple[Action, ...], chunks: dict[int, int], start: float, end: float
+    ) -> list[Event]:
+        """Return the Events of a merged pair: its parts and all-to-alls, such as `2F5 0 experts`, if the costs give
+        them. Otherwise the forward and then the backward, in proportion to their costs."""
+        forward, backward = pair
+        sides = {"F": forward, "B": backward, "W": backward}
+        if not self.costs.layers:
+            table = self.costs.table(self.schedule.num_stages)
+            share = table[_F, forward.stage] / max(table[_F, forward.stage] + table[_B, backward.stage], 1e-300)
+            middle = start + share * (end - start)
+            spans = [(forward, "", EVENT_KINDS["F"], start, middle), (backward, "", EVENT_KINDS["B"], middle, end)]
+        else:
+            lanes = self.costs.pair_lanes(forward.stage, backward.stage)
+            first = end - max(lane.end for lane in lanes)  # what is outside the layers runs before them
+            spans = [
+                (
+                    sides[lane.name[0]],
+                    lane.name[1:],
+                    EVENT_KINDS[lane.name[0]] if lane.lane == "compute" else "collective",
+                    first + lane.start,
+                    first + lane.end,
+                )
+                for lane in lanes
+            ]
+        return [
+            Event(rank, f"{action}{rest}", kind, begin, until, action.microbatch, chunks[action.stage])
+            for action, rest, kind, begin, until in spans
+        ]
 
     @property
     def makespan(self) -> float:
@@ -147,7 +212,8 @@ class Timeline:
     @cached_property
     def busy(self) -> np.ndarray:
         """Time that each rank computes (P,)."""
-        return np.add.reduceat(self.end - self.start, self.schedule.offsets[:-1])
+        took = np.where(self.schedule.merged, 0.0, self.end - self.start)  # a merged pair counts once
+        return np.add.reduceat(took, self.schedule.offsets[:-1])
 
     @property
     def bubble_fraction(self) -> float:
@@ -204,6 +270,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     durations = costs.table(schedule.num_stages)[schedule.kinds, schedule.stages]
+    if costs.layers:
+        hidden = lru_cache(None)(costs.hidden)
+        for second in np.flatnonzero(schedule.merged).tolist():
+            durations[second] -= hidden(*schedule.stages[second - 1 : second + 1].tolist())
     start, end = earliest(schedule, durations, costs.messages(schedule.pp))
     return Timeline(schedule, start, end, costs)
 
@@ -217,6 +287,11 @@ def earliest(
     Raises ScheduleError as `simulate` does.
     """
     waits = awaited(schedule, require_complete(schedule))
+    second = np.flatnonzero(schedule.merged)
+    if len(second):  # a merged pair is one piece of work, at the place of its backward
+        durations = durations.copy()
+        durations[second] += durations[second - 1]
+        durations[second - 1] = 0.0
     delays = _delays(schedule, waits, messages) if messages is not None and messages.any() else None
     # Each row gets a place after its end, where its rank stops. One more place at the very end means "nothing needed".
     stops = schedule.offsets[1:] + np.arange(schedule.pp)
@@ -234,7 +309,9 @@ def earliest(
     end[stops] = end[nothing] = 0.0
     arrived = end[waits] if delays is None else end[waits] + delays
     np.maximum(arrived[1:], end[:-1], out=arrived[1:])
-    return np.delete(arrived, [*stops, nothing]), np.delete(end, [*stops, nothing])
+    start, end = (np.delete(times, [*stops, nothing]) for times in (arrived, end))
+    start[second - 1], end[second - 1] = start[second], end[second]
+    return start, end
 
 
 def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.ndarray:

@@ -41,9 +41,11 @@ from labkit.schedules.dependencies import producers, require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
 from labkit.schedules.lowering import (
     Compute,
+    Pair,
     Program,
     Transfer,
     Transport,
+    check_pairs,
     check_transport,
     lower,
     receive_slots,
@@ -73,6 +75,7 @@ def verify(
         RuntimeError: labkit itself lowered batches that the certificate does not cover.
     """
     check_transport(transport)
+    check_pairs(schedule, transport)
     limits = None if memory_limit is None else _limits(schedule, memory_limit)
     require_complete(schedule)
     _require_order(schedule)
@@ -367,8 +370,8 @@ def _posted(program: Program) -> list[tuple[int, list[Op]]]:
     steps: list[tuple[int, list[Op]]] = []
     position = 0
     for instruction in program.instructions:
-        if isinstance(instruction, Compute):
-            position += 1
+        if isinstance(instruction, Compute | Pair):
+            position += 1 if isinstance(instruction, Compute) else 2
         elif instruction.verb == "post":
             for transfer in instruction.transfers:
                 posted[transfer.peer].append(transfer)
