@@ -252,7 +252,7 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
     for cell in _cells(schedule, rank):
         program += [Sync("gather", chunk) for i in cell for chunk in param_gather[i]]
         program += [instruction for i in cell for instruction in before[i]]
-        program.append(Pair(*(steps[i] for i in cell)) if len(cell) == 2 else steps[cell[0]])
+        program.append(Pair(steps[cell[0]], steps[cell[1]]) if len(cell) == 2 else steps[cell[0]])
         program += [instruction for i in cell for instruction in after[i]]
         program += [Sync("synchronise", chunk) for i in cell for chunk in grad_sync[i]]
     return Program(program + before[-1], incoming)

@@ -17,7 +17,7 @@ Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -87,9 +87,13 @@ class Costs:
         weight = np.array([sum(sum(layer.weight.values()) for layer in layers) for layers in self.layers])
         return np.stack([forward, backward, backward - weight, weight])
 
-    def pair_lanes(self, forward: int, backward: int) -> list[Lane]:
-        """Return what the layers of a merged pair do, by the stages of its forward and of its backward."""
-        return pair_lanes(self.layers[forward], self.layers[backward], delay_wgrad=self.delay_wgrad)
+    def lanes(self, forward: Action | None, backward: Action | None) -> list[Lane]:
+        """Return what the layers do in a merged pair, or in one action alone. I leaves weight gradients out."""
+        ahead = () if forward is None else self.layers[forward.stage]
+        back = () if backward is None else self.layers[backward.stage]
+        if backward is not None and backward.kind == "I":
+            return pair_lanes(ahead, [replace(layer, weight={}) for layer in back])
+        return pair_lanes(ahead, back, delay_wgrad=self.delay_wgrad)
 
     def hidden(self, forward: int, backward: int) -> float:
         """Return the seconds by which a pair of these stages is shorter than its two actions alone."""
@@ -165,44 +169,41 @@ class Timeline:
             chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
             for cell in schedule.cells(rank):
                 start, end = float(self.start[index]), float(self.end[index])
-                if len(cell) == 2:
-                    events += self._pair_events(rank, cell, chunks, start, end)
+                if self.costs.layers and cell[0].kind != "W":
+                    events += self._part_events(rank, cell, chunks, end)
+                elif len(cell) == 2:
+                    events += self._halves(rank, cell, chunks, start, end)
                 else:
-                    (action,) = cell
-                    kind, chunk = EVENT_KINDS[action.kind], chunks[action.stage]
-                    events.append(Event(rank, str(action), kind, start, end, action.microbatch, chunk))
+                    events.append(_event(rank, cell[0], "", EVENT_KINDS[cell[0].kind], start, end, chunks))
                 index += len(cell)
         return events
 
-    def _pair_events(
+    def _halves(
         self, rank: int, pair: tuple[Action, ...], chunks: dict[int, int], start: float, end: float
     ) -> list[Event]:
-        """Return the Events of a merged pair: its parts and all-to-alls, such as `2F5 0 experts`, if the costs give
-        them. Otherwise the forward and then the backward, in proportion to their costs."""
+        """Return a merged pair as its forward and then its backward, in proportion to their costs."""
         forward, backward = pair
-        sides = {"F": forward, "B": backward, "W": backward}
-        if not self.costs.layers:
-            table = self.costs.table(self.schedule.num_stages)
-            share = table[_F, forward.stage] / max(table[_F, forward.stage] + table[_B, backward.stage], 1e-300)
-            middle = start + share * (end - start)
-            spans = [(forward, "", EVENT_KINDS["F"], start, middle), (backward, "", EVENT_KINDS["B"], middle, end)]
-        else:
-            lanes = self.costs.pair_lanes(forward.stage, backward.stage)
-            first = end - max(lane.end for lane in lanes)  # what is outside the layers runs before them
-            spans = [
-                (
-                    sides[lane.name[0]],
-                    lane.name[1:],
-                    EVENT_KINDS[lane.name[0]] if lane.lane == "compute" else "collective",
-                    first + lane.start,
-                    first + lane.end,
-                )
-                for lane in lanes
-            ]
+        table = self.costs.table(self.schedule.num_stages)
+        ahead, back = float(table[_F, forward.stage]), float(table[_B, backward.stage])
+        middle = start + (end - start) * (ahead / (ahead + back) if ahead + back else 0.5)
         return [
-            Event(rank, f"{action}{rest}", kind, begin, until, action.microbatch, chunks[action.stage])
-            for action, rest, kind, begin, until in spans
+            _event(rank, forward, "", EVENT_KINDS["F"], start, middle, chunks),
+            _event(rank, backward, "", EVENT_KINDS["B"], middle, end, chunks),
         ]
+
+    def _part_events(self, rank: int, cell: tuple[Action, ...], chunks: dict[int, int], end: float) -> list[Event]:
+        """Return the parts and all-to-alls of an action or a merged pair, such as `2F5 0 experts`; what the costs put
+        outside the layers runs before them."""
+        sides = {"F" if action.kind == "F" else "B": action for action in cell}
+        lanes = self.costs.lanes(sides.get("F"), sides.get("B"))
+        first = end - max((lane.end for lane in lanes), default=0.0)
+        events = []
+        for lane in lanes:
+            side = lane.name[0]
+            action = sides["F" if side == "F" else "B"]
+            kind = EVENT_KINDS["W" if side == "W" else action.kind] if lane.lane == "compute" else "collective"
+            events.append(_event(rank, action, lane.name[1:], kind, first + lane.start, first + lane.end, chunks))
+        return events
 
     @property
     def makespan(self) -> float:
@@ -260,6 +261,10 @@ class Timeline:
         if self.schedule.forward_only:
             steps = np.zeros_like(steps)  # nothing waits for a backward
         return np.concatenate([[0.0], times]), np.concatenate([[0], np.cumsum(steps)])
+
+
+def _event(rank: int, action: Action, rest: str, kind: str, start: float, end: float, chunks: dict[int, int]) -> Event:
+    return Event(rank, f"{action}{rest}", kind, start, end, action.microbatch, chunks[action.stage])
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

@@ -365,11 +365,15 @@ def test_the_simulator_gives_all_to_alls_a_lane_of_their_own():
     assert timeline.makespan == 7.5 + 3 * 11.0 + 9.5
     assert simulate(one_f_one_b(1, 4), costs).makespan == 4 * (7.5 + 9.5)
     names = [event.name for event in timeline.events if event.kind != "collective"]
-    assert names[:7] == ["0F0", *(f"0{side}" for side in ("B0 0 combine", "F1 0 attention", "B0 0 experts"
-                                  , "F1 0 experts", "B0 0 attention", "F1 0 combine"))]  # fmt: skip
+    sides = ("B0 0 combine", "F1 0 attention", "B0 0 experts", "F1 0 experts", "B0 0 attention", "F1 0 combine")
+    assert names[:9] == ["0F0 0 attention", "0F0 0 experts", "0F0 0 combine", *(f"0{side}" for side in sides)]
     travels = [event for event in timeline.events if event.kind == "collective"]
-    assert len(travels) == 3 * 4 and all(event.duration == 1.5 for event in travels)
+    assert len(travels) == 4 * 4 and all(event.duration == 1.5 for event in travels)
     assert timeline.busy.tolist() == [timeline.makespan]
+    split = simulate(split_backward(one_f_one_b(1, 1), weight="end"), costs)
+    parts = ["combine", "combine", "experts", "dispatch", "attention"]
+    assert [event.name for event in split.events[-6:]] == [*(f"0I0 0 {part}" for part in parts), "0W0"]
+    assert split.events[-1].duration == 2.0 and split.makespan == 7.5 + 9.5
 
 
 def test_without_parts_a_pair_takes_as_long_as_its_actions():
