@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planting import Fault
 
-RANKS = "tests/parallel/test_merged_pairs.py -k 'no_bit and delayed'"
+RANKS = "tests/parallel/test_merged_pairs.py -k delayed"
 UNIT = "tests/unit/test_schedules_merged.py"
 
 MERGED_PAIRS = [
@@ -13,13 +13,13 @@ MERGED_PAIRS = [
         "merging:_by_turns",
         "(back, ahead) if len(back) >= len(ahead) else (ahead, back)",
         "(ahead, back) if len(back) >= len(ahead) else (back, ahead)",
-        f"{UNIT} -k 'take_turns or hides'",
+        f"{UNIT} -k take_turns",
     ),
     Fault(
-        "a layer's combine is awaited after the next layer of the other side has begun",
-        "merging:_by_turns",
-        "[run for pair in zip_longest(first, second) for run in pair if run is not None]",
-        "[run for pair in zip_longest(first, (*second[:-1], None, *second[-1:])) for run in pair if run is not None]",
+        "a layer's combine is awaited at the end of the pair",
+        "pair_order",
+        "[*runs, *waiting]",
+        "sorted([*runs, *waiting], key=lambda run: (run.side, run.part) == ('F', 'combine'))",
         RANKS,
     ),
     Fault(
@@ -55,7 +55,7 @@ MERGED_PAIRS = [
         "dependencies:awaited",
         "waits = np.where(schedule.merged & (own == index - 1), index, waits)",
         "waits = np.where(schedule.merged, -1, waits)",
-        f"{UNIT} -k 'brute_force or picture'",
+        f"{UNIT} -k brute_force",
     ),
     Fault(
         "the two gradients of a tied embedding arrive one by one",

@@ -91,6 +91,8 @@ def bubble_split(events: Iterable[Event], schedule: Schedule) -> BubbleSplit:
 def measured_columns(events: Iterable[Event], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Return measured start and end of every action of `schedule` (A,), the first start at 0. Errors as in
     `bubble_split`."""
+    if schedule.has_pairs:
+        raise ValueError(f"{schedule.name} has merged pairs: their actions run at once and have no times of their own")
     at = positions(schedule)
     start, end = np.full((2, len(schedule)), np.nan)
     for event in events:

@@ -67,6 +67,8 @@ class Costs:
     all-to-alls. In a merged pair the other side's computation does."""
     delay_wgrad: bool = False
     """Merged pairs compute weight gradients apart."""
+    slowdown: float = 0.0
+    """Seconds by which a second that a pair hides slows the computation beside it."""
 
     def table(self, num_stages: int) -> np.ndarray:
         """Return durations by kind and stage (4, S). Raises ValueError for a wrong number of stages or a negative
@@ -101,7 +103,7 @@ class Costs:
             return 0.0
         ahead, back = self.layers[forward], self.layers[backward]
         paired = pair_seconds(ahead, back, delay_wgrad=self.delay_wgrad)
-        return pair_seconds(ahead, ()) + pair_seconds((), back) - paired
+        return (pair_seconds(ahead, ()) + pair_seconds((), back) - paired) * (1 - self.slowdown)
 
     def messages(self, pp: int) -> np.ndarray:
         """alpha + beta x bytes of an activation and of a gradient, by sending and receiving rank (2, P, P); 0 within a
