@@ -26,7 +26,7 @@ from labkit.output_files import appearing
 from labkit.schedules.bubble import split_timeline
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
-from labkit.schedules.lowering import Transport
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Transport
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches
 from labkit.schedules.verifier import interleaving_rules, verify
@@ -216,8 +216,8 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
 
     Raises CommandFailedError if the schedule does not run over one of them, with every verdict and a picture of each
     failure."""
-    asked = options["transport"] or ("posted",)
-    verify(schedule, "posted")  # a schedule that fails over posted transfers runs over none
+    asked = options["transport"] or (DEFAULT_TRANSPORT,)
+    verify(schedule)  # a schedule that fails over posted transfers runs over none
     verdicts, pictures = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
@@ -280,7 +280,7 @@ def _text(timeline: Timeline, warm_ups: list[int] | None, given: Sequence[str] |
         *_rows([_order_words(order, warm_ups[r] if warm_ups else 0) for r, order in enumerate(orders)]),
         "",
         "actions: stage, direction, microbatch; all counted from 0, as ranks and positions are",
-        *_rows([[str(action) for action in schedule.actions(rank)] for rank in range(schedule.pp)]),
+        *_rows([list(schedule.texts(rank)) for rank in range(schedule.pp)]),
     ]
 
 
@@ -469,7 +469,7 @@ COMMAND = Command(
             "transport",
             "tuple[str, ...]",
             f"check the schedule over these transports: {', '.join(TRANSPORTS)}, or all",
-            unset="default: posted, as in training",
+            unset=f"default: {DEFAULT_TRANSPORT}, as in training",
         ),
     ),
     execute=execute,

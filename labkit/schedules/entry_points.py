@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 from labkit.comm.groups import ParallelGroups
 from labkit.schedules.builders import interleaved
 from labkit.schedules.ir import Schedule
-from labkit.schedules.lowering import Transport
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Transport
 from labkit.schedules.message_shapes import Shape, TensorShape, equal_parts, stage_shapes
 from labkit.schedules.runtime import ForwardStep, PipelineRuntime, chunks_of
 
@@ -270,7 +270,7 @@ def _transport(overlap: bool, batched: bool | None, ring: bool) -> Transport:
             "overlap_p2p_comm waits for each transfer on its own, batch_p2p_comm for all of a batch: set one of them"
         )
     if overlap or batched is None:
-        return "posted"
+        return DEFAULT_TRANSPORT
     return "batched" if batched else "even_odd"
 
 

@@ -245,7 +245,8 @@ class Schedule:
             cells[-1:] = [(*cells[-1], action)] if joins else [*cells[-1:], (action,)]
         return cells
 
-    def _texts(self, rank: int) -> Iterator[str]:
+    def texts(self, rank: int) -> Iterator[str]:
+        """Return the cells of the row as text."""
         return map(_cell_text, self.cells(rank)) if self.has_pairs else map(str, self._iterate(rank))
 
     def derived(self, what: str, compute: Callable[[Schedule], T]) -> T:
@@ -299,7 +300,7 @@ class Schedule:
 
     def to_text(self) -> str:
         """Return the name, then one line per rank: `rank 0: 0F0 0F1 0B0 0B1`."""
-        return "\n".join([self.name, *(f"rank {r}: " + " ".join(self._texts(r)) for r in range(self.pp))])
+        return "\n".join([self.name, *(f"rank {r}: " + " ".join(self.texts(r)) for r in range(self.pp))])
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
@@ -323,7 +324,7 @@ class Schedule:
 
     def to_csv(self) -> str:
         """Return one row per rank, cells are actions: no header, no rank column, no blank cells."""
-        return "".join(",".join(self._texts(rank)) + "\n" for rank in range(self.pp))
+        return "".join(",".join(self.texts(rank)) + "\n" for rank in range(self.pp))
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:

@@ -49,6 +49,9 @@ from labkit.schedules.sync_places import sync_places
 
 Transport = Literal["posted", "batched", "even_odd", "blocking"]
 """Way in which messages travel: see the table above."""
+DEFAULT_TRANSPORT: Transport = "posted"
+"""Transport where none is given: in a training run, the runtime, the entry points, `lower`, `verify`, `labkit order`.
+The source documents batch (Megatron's `batch_p2p_comm` True), which makes both ends of a message wait for a slot."""
 
 
 class StageMessage(NamedTuple):
@@ -218,7 +221,9 @@ class Program:
         return "\n".join(map(str, self.instructions))
 
 
-def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, receives_ahead: int = 4) -> Program:
+def lower(
+    schedule: Schedule, rank: int, transport: Transport = DEFAULT_TRANSPORT, *, receives_ahead: int = 4
+) -> Program:
     """Return the program of `rank`. The schedule must be complete, as `verify` checks.
 
     receives_ahead: number of receives from one sender that `posted` opens beyond the message that is read next. Varying

@@ -24,7 +24,7 @@ from labkit.schedules.builders import without_backward
 from labkit.schedules.execution import RankSetup, RankStep
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import Action, Schedule
-from labkit.schedules.lowering import Program, Transport, check_transport, lower
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Program, Transport, check_transport, lower
 from labkit.schedules.merged_execution import MergedStep
 from labkit.schedules.message_shapes import TensorShape, shapes_of_messages
 from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses
@@ -64,7 +64,7 @@ class PipelineRuntime:
         tensor_shape: TensorShape = None,
         variable_seq_lengths: bool = False,
         dtype: torch.dtype | None = None,
-        transport: Transport = "posted",
+        transport: Transport = DEFAULT_TRANSPORT,
         grad_scaler: Callable[[Tensor], Tensor] | None = None,
         calculate_per_token_loss: bool = False,
         no_sync_func: NoSync | Sequence[NoSync] | None = None,

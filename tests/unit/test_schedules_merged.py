@@ -12,6 +12,7 @@ from labkit.schedules import (
     LayerTimes,
     Schedule,
     ScheduleError,
+    bubble_split,
     build_schedule,
     communication,
     dualpipe_v,
@@ -26,6 +27,7 @@ from labkit.schedules import (
     pair_order,
     simulate,
     split_backward,
+    split_timeline,
     verify,
     without_backward,
 )
@@ -374,6 +376,15 @@ def test_the_simulator_gives_all_to_alls_a_lane_of_their_own():
     parts = ["combine", "combine", "experts", "dispatch", "attention"]
     assert [event.name for event in split.events[-6:]] == [*(f"0I0 0 {part}" for part in parts), "0W0"]
     assert split.events[-1].duration == 2.0 and split.makespan == 7.5 + 9.5
+
+
+def test_the_bubble_of_merged_pairs_is_that_of_their_idle_time():
+    timeline = simulate(merged_one_f_one_b(3, 6))
+    split = split_timeline(timeline)
+    assert split.idle.tolist() == (timeline.makespan - timeline.busy).tolist() == [6.0, 6.0, 6.0]
+    assert split.steady.sum() == 0
+    with pytest.raises(ValueError, match="have no times of their own"):
+        bubble_split(timeline.events, timeline.schedule)
 
 
 def test_without_parts_a_pair_takes_as_long_as_its_actions():
