@@ -20,7 +20,7 @@ MERGED_PAIRS = [
         "pair_order",
         "[*runs, *waiting]",
         "sorted([*runs, *waiting], key=lambda run: (run.side, run.part) == ('F', 'combine'))",
-        RANKS,
+        f"{UNIT} -k take_turns",
     ),
     Fault(
         "a pair goes backward through the newest microbatch of the stage",

@@ -115,8 +115,8 @@ def waterfall(workload: Workload, machine: Machine, steps: Mapping[int, Sequence
     schedule = schedule_of(workload.config, workload.microbatches)
     if schedule.has_pairs:
         raise ValueError(
-            f"{schedule.name}: actions that are merged run at once, so no time belongs to one of them alone; record a run "
-            "without schedule.overlap_moe_expert_parallel_comm"
+            f"{schedule.name}: merged actions run at once, so no time belongs to one alone; record a run without "
+            "schedule.overlap_moe_expert_parallel_comm"
         )
     pipelines = pipelines_of(workload)
     predicted = predicted_rows(workload, machine, prediction)

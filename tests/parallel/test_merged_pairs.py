@@ -66,17 +66,21 @@ def trained(config: RunConfig) -> tuple[list[float], list[torch.Tensor], list[tu
     return result.losses, observer.gradients, sorted(calls, key=str), parts
 
 
-@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+@pytest.mark.parametrize("delay", [False, True], ids=["interleaved", "delayed"])
 def test_pairs_change_no_bit_and_no_byte_and_run_in_the_simulated_order(on_ranks, delay):
-    """ep 2 x pp 2: the same losses, gradients and collectives as unmerged, in the order that the simulator gives."""
-    layout = {"ep": 2, "pp": 2, "vpp": 2, "layers": 4, "train.steps": 2}
+    """ep 2 x pp 2: the same losses, gradients and collectives as unmerged, in the order that the simulator gives.
+
+    Four layers in four stages under interleaving, or in two stages of two under 1F1B.
+    """
+    layout = {"ep": 2, "pp": 2, "vpp": 1 if delay else 2, "layers": 4, "train.steps": 2}
     plain = on_ranks(trained, 4, sparse(**layout))
     config = sparse(**layout, **(DELAYS if delay else MERGES))
     merged = on_ranks(trained, 4, config)
     schedule = configured_schedule(config, 4)
     moe = LayerTimes(forward=dict.fromkeys(MOE_PARTS, 1.0), backward=dict.fromkeys(reversed(MOE_PARTS), 1.0))
     dense = LayerTimes(forward=dict.fromkeys(DENSE_PARTS, 1.0), backward=dict.fromkeys(reversed(DENSE_PARTS), 1.0))
-    timeline = simulate(schedule, Costs(layers=[[moe], [dense], [moe], [dense]], delay_wgrad=delay))
+    stages = [[moe, dense], [moe, dense]] if delay else [[moe], [dense], [moe], [dense]]
+    timeline = simulate(schedule, Costs(layers=stages, delay_wgrad=delay))
     for rank, (one, other) in enumerate(zip(plain, merged, strict=True)):
         assert one[0] == other[0]
         assert len(one[1]) == len(other[1])
