@@ -6,13 +6,14 @@
 
 Each attention and each set of experts sleeps in forward and in backward, so ranks share two cores, and what is left of
 them moves messages. Everything else is real: a small GPT with experts in every layer, its runtime, autograd, gloo. Its
-all-to-alls take 10 ms at least, as on a slow network (`labkit.comm.delayed`), because on one machine they take less
+all-to-alls take 20 ms at least, as on a slow network (`labkit.comm.delayed`), because on one machine they take less
 than waking up does; `--network 0` leaves them as they are.
 
 An all-to-all that nothing hides shows as the time for which a rank waits for it. Unmerged steps give the time of one:
-their waits over their number. The model (`labkit.schedules.pair_lanes`) says that a pair hides an all-to-all
-behind the other side's part if that takes longer, and what runs alone hides none. So it says what merged steps still
-wait for, and the share is (waits unmerged - waits merged) / (waits unmerged - waits merged by the model).
+their waits over their number. (A dispatch sends rows and weights at once, and counts as one.) The model
+(`labkit.schedules.merging`) says that a pair hides an all-to-all behind the other side's part if that takes longer,
+and what runs alone hides none. So it says what merged steps still wait for, and the share is
+(waits unmerged - waits merged) / (waits unmerged - waits merged by the model).
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from labkit.schedules import LayerTimes, Schedule
 from labkit.schedules.merging import pair_lanes
 from labkit.train import pretrain
 
-SLEEP = 0.020
+SLEEP = 0.040
 """Seconds of a part's forward; its backward takes twice as long."""
-NETWORK = 0.010
+NETWORK = 0.020
 """Seconds that an all-to-all takes at least."""
 CASES: list[dict[str, Any]] = [{}, {"pp": 2}, {"pp": 2, "vpp": 2}]
 """Layouts besides ep 2."""
@@ -141,17 +142,17 @@ def waited(ranks: list[list[list[Event]]]) -> float:
 
 
 def modelled_waits(schedule: Schedule, layers: int, transfer: float, seconds: float) -> float:
-    """Seconds of waits in a step by the model, mean of ranks. A dispatch is two all-to-alls, of rows and of weights."""
+    """Seconds of waits in a step by the model, mean of ranks."""
     twice = {"combine": 0.0, "experts": 2 * seconds, "attention": 2 * seconds}
     layer = LayerTimes(
         forward={"attention": seconds, "experts": seconds, "combine": 0.0}, backward=twice,
-        dispatch=2 * transfer, combine=transfer,
+        dispatch=transfer, combine=transfer,
     )  # fmt: skip
     lanes = pair_lanes([layer] * layers, [layer] * layers)
     of_pair = max(lane.end for lane in lanes) - 6 * seconds * layers
     cells = [cell for rank in range(schedule.pp) for cell in schedule.cells(rank)]
     pairs = sum(len(cell) == 2 for cell in cells)
-    return (pairs * of_pair + (len(cells) - pairs) * 3 * transfer * layers) / schedule.pp
+    return (pairs * of_pair + (len(cells) - pairs) * 2 * transfer * layers) / schedule.pp
 
 
 def step_seconds(ranks: list[list[list[Event]]]) -> list[float]:
@@ -174,7 +175,7 @@ def measure(
     schedule = configured_schedule(config_of(case, merged=True, steps=2, microbatches=microbatches), world)
     layers = 4 // schedule.num_stages
     unmerged, merged = waited(seen[False]), waited(seen[True])
-    waits = 6 * layers * schedule.num_microbatches * schedule.num_stages / schedule.pp
+    waits = 4 * layers * schedule.num_microbatches * schedule.num_stages / schedule.pp
     transfer = unmerged / waits
     found = Hidden(transfer, unmerged, merged, modelled_waits(schedule, layers, transfer, seconds))
     name = f"ep2 {' '.join(f'{k}{v}' for k, v in case.items()) or 'pp1'}, {microbatches} microbatches"
