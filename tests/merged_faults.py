@@ -19,14 +19,14 @@ MERGED_PAIRS = [
         "a layer's combine is awaited at the end of the pair",
         "pair_order",
         "[*runs, *waiting]",
-        "sorted([*runs, *waiting], key=lambda run: (run.side, run.part) == ('F', 'combine'))",
+        "sorted([*runs, *waiting], key=lambda part: (part.side, part.part) == ('F', 'combine'))",
         f"{UNIT} -k take_turns",
     ),
     Fault(
         "a pair goes backward through the newest microbatch of the stage",
         "MergedStep._begin_backward",
         "self.parts.pop(key)",
-        "self.parts.pop(max(k for k in self.parts if k[0] == key[0]))",
+        "self.parts.pop(max(parts for parts in self.parts if parts[0] == key[0]))",
         RANKS,
     ),
     Fault(

@@ -40,6 +40,7 @@ SCREEN = 60
 SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
+MERGES = "overlap_moe_expert_parallel_comm"
 _TABLES = ("auto", "1f1b", "interleaved")
 """Schedules whose warm-up follows from the sizes alone."""
 
@@ -90,7 +91,7 @@ def _missing_or_idle(arguments: Arguments) -> list[str]:
     if options["verify"] is not None:
         return [
             f"--{_dashed(name)}: the schedule comes from the file of --verify; leave it out"
-            for name in ("name", "vpp", "group_size", "all_warmup")
+            for name in ("name", "vpp", "group_size", "all_warmup", MERGES)
             if options[name] not in (None, False)
         ]
     written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
@@ -185,6 +186,7 @@ def _check_rank(arguments: Arguments, schedule: Schedule) -> None:
 
 def _build(options: dict[str, Any]) -> Schedule:
     sizes = {"microbatch_group_size": options["group_size"], "all_warmup": options["all_warmup"]}
+    sizes[MERGES] = options[MERGES]
     config = ScheduleConfig(name=options["name"] or "auto", **sizes)
     return build_schedule(config, pp=options["pp"], vpp=options["vpp"] or 1, microbatches=options["microbatches"])
 
@@ -217,7 +219,7 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
     Raises CommandFailedError if the schedule does not run over one of them, with every verdict and a picture of each
     failure."""
     asked = options["transport"] or (DEFAULT_TRANSPORT,)
-    verify(schedule)  # a schedule that fails over posted transfers runs over none
+    verify(schedule, DEFAULT_TRANSPORT)  # a schedule that fails over posted transfers runs over none
     verdicts, pictures = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
@@ -239,7 +241,7 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
 
 def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
     """Return Megatron's number of warm-up microbatches of each rank; None for schedules without such a number."""
-    if options["verify"] or (options["name"] or "auto") not in _TABLES:
+    if options["verify"] or options[MERGES] or (options["name"] or "auto") not in _TABLES:
         return None
     chunks, pp, group = schedule.num_stages // schedule.pp, schedule.pp, options["group_size"]
     if options["all_warmup"]:
@@ -447,6 +449,13 @@ COMMAND = Command(
             "run all forwards first, as Megatron-LM did in 2023 (interleaved, as many microbatches as ranks)",
             False,
             aliases=("schedule.all_warmup",),
+        ),
+        Option(
+            "overlap-moe-expert-parallel-comm",
+            "bool",
+            "merge forwards with backwards of other microbatches, as in 2F5&2B3 (1f1b, interleaved, dualpipe_v)",
+            False,
+            aliases=(f"schedule.{MERGES}",),
         ),
         Option(
             "rank",
