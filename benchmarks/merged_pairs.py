@@ -2,7 +2,7 @@
 
     python benchmarks/merged_pairs.py                     # writes results/merged_pairs.json
     python benchmarks/merged_pairs.py --picture pair.png  # and draws the last step of one rank
-    python benchmarks/merged_pairs.py --sleep 0 --dry-run # layers compute instead: two busy cores cannot hide gloo
+    python benchmarks/merged_pairs.py --sleep 0 --dry-run # layers compute instead, on cores that gloo needs too
 
 Each attention and each set of experts sleeps in forward and in backward, so ranks share two cores, and what is left of
 them moves messages. Everything else is real: a small GPT with experts in every layer, its runtime, autograd, gloo. Its
@@ -129,8 +129,9 @@ class Hidden:
 
     @property
     def share(self) -> float:
-        """Hidden, of what the model says can be hidden."""
-        return (self.unmerged - self.merged) / (self.unmerged - self.modelled)
+        """Hidden, of what the model says can be hidden; 0 where that is nothing."""
+        can_hide = self.unmerged - self.modelled
+        return (self.unmerged - self.merged) / can_hide if can_hide > 1e-9 else 0.0
 
 
 def waited(ranks: list[list[list[Event]]]) -> float:
