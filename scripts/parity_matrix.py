@@ -190,6 +190,30 @@ DISPATCH_LAYOUTS = [
     *grid({"ep": 2, **ZERO, "num_distributed_optimizer_instances": 2}, [(1, 1, 1, 4)]),
 ]
 """Every way to send tokens and to compute experts, with what else touches their gradients."""
+MERGED = {"schedule.overlap_moe_expert_parallel_comm": True}
+DELAYED = {**MERGED, "schedule.delay_wgrad_compute": True}
+MERGED_LAYOUTS = [
+    *grid({**MERGED, "ep": 2}, [(1, 1, 1, 2), (1, 1, 2, 2)]),
+    {**DELAYED, "tp": 2, **SEQUENCE_PARALLEL, "etp": 1, "ep": 2, "world_size": 2},
+    *grid({**DELAYED, "ep": 2}, [(1, 1, 2, 2)]),
+    *grid({**MERGED, "ep": 2, "vpp": 2, **MEGATRON}, [(1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 2, "schedule.name": "dualpipe_v"}, [(1, 1, 2, 2)]),
+    *grid({**MERGED, "ep": 2, "schedule.name": "dualpipe_v", "variable_seq_lengths": True}, [(1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 4, **ZERO}, [(1, 1, 1, 8), (1, 1, 2, 4)]),
+    *grid({**MERGED, "ep": 8}, [(1, 1, 1, 8)]),
+    *grid({**DELAYED, "ep": 2, "etp": 2}, [(1, 1, 2, 4)]),
+    *grid({**MERGED, "ep": 2}, [(1, 2, 1, 1), (1, 2, 2, 1)]),
+    {**DELAYED, **FOLDED, "pp": 2, "vpp": 2, "world_size": 8, "calculate_per_token_loss": True},
+    *grid(
+        {
+            **MERGED, "ep": 2, "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "mlp", "shared_experts"),
+        },
+        [(1, 1, 1, 2), (1, 1, 2, 2)],
+    ),
+    *grid({**DELAYED, "ep": 2, "grouped_gemm": False, "optim.data_parallel": "naive"}, [(1, 1, 1, 4)]),
+]  # fmt: skip
+"""Merged pairs under every schedule that has them, over ep 2, 4 and 8."""
 BERT_LAYOUTS = [
     *grid({}, [(2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1), (2, 1, 2, 2), (1, 1, 1, 2)]),
     *grid(SEQUENCE_PARALLEL, [(2, 1, 1, 1), (4, 1, 2, 1), (2, 1, 2, 2)]),
@@ -365,6 +389,11 @@ EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "Experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), EXPERT_LAYOUTS[1::4], "float64"),
     "Experts, mixtral_tiny, float32": (sparse("mixtral_tiny"), EXPERT_LAYOUTS[3::4], "float32"),
     "Dispatchers, deepseek_tiny, float64": (sparse("deepseek_tiny"), DISPATCH_LAYOUTS, "float64"),
+    "Merged pairs, deepseek_tiny, float64": (
+        sparse("deepseek_tiny").override({"global_batch_size": 2 * EXPERT_BATCH}),
+        MERGED_LAYOUTS,
+        "float64",
+    ),
     "CP and EP on the same ranks, float64": (sparse("tiny_moe"), SAME_RANKS_LAYOUTS, "float64"),
     "CP and EP on the same ranks, float32": (sparse("mixtral_tiny"), SAME_RANKS_LAYOUTS, "float32"),
 }

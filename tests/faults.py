@@ -14,6 +14,7 @@ import checkpoint_faults
 import expert_faults
 import graph_faults
 import layer_faults
+import merged_faults
 import partial_graph_faults
 import training_faults
 from planting import Fault
@@ -34,6 +35,7 @@ FAULTS: dict[str, list[Fault]] = {
     "Experts": expert_faults.EXPERTS,
     "Experts in fp8": expert_faults.FLOAT8,
     "Dispatch to experts": expert_faults.DISPATCH,
+    "Merged pairs": merged_faults.MERGED_PAIRS,
     "CUDA graphs": graph_faults.GRAPHS,
     "Partial graphs": partial_graph_faults.PARTIAL_GRAPHS,
 }

@@ -26,7 +26,7 @@ from labkit.output_files import appearing
 from labkit.schedules.bubble import split_timeline
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
-from labkit.schedules.lowering import Transport
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Transport
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches
 from labkit.schedules.verifier import interleaving_rules, verify
@@ -40,6 +40,7 @@ SCREEN = 60
 SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
+MERGES = "overlap_moe_expert_parallel_comm"
 _TABLES = ("auto", "1f1b", "interleaved")
 """Schedules whose warm-up follows from the sizes alone."""
 
@@ -90,7 +91,7 @@ def _missing_or_idle(arguments: Arguments) -> list[str]:
     if options["verify"] is not None:
         return [
             f"--{_dashed(name)}: the schedule comes from the file of --verify; leave it out"
-            for name in ("name", "vpp", "group_size", "all_warmup")
+            for name in ("name", "vpp", "group_size", "all_warmup", MERGES)
             if options[name] not in (None, False)
         ]
     written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
@@ -185,6 +186,7 @@ def _check_rank(arguments: Arguments, schedule: Schedule) -> None:
 
 def _build(options: dict[str, Any]) -> Schedule:
     sizes = {"microbatch_group_size": options["group_size"], "all_warmup": options["all_warmup"]}
+    sizes[MERGES] = options[MERGES]
     config = ScheduleConfig(name=options["name"] or "auto", **sizes)
     return build_schedule(config, pp=options["pp"], vpp=options["vpp"] or 1, microbatches=options["microbatches"])
 
@@ -216,8 +218,8 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
 
     Raises CommandFailedError if the schedule does not run over one of them, with every verdict and a picture of each
     failure."""
-    asked = options["transport"] or ("posted",)
-    verify(schedule, "posted")  # a schedule that fails over posted transfers runs over none
+    asked = options["transport"] or (DEFAULT_TRANSPORT,)
+    verify(schedule, DEFAULT_TRANSPORT)  # a schedule that fails over posted transfers runs over none
     verdicts, pictures = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
@@ -239,7 +241,7 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
 
 def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
     """Return Megatron's number of warm-up microbatches of each rank; None for schedules without such a number."""
-    if options["verify"] or (options["name"] or "auto") not in _TABLES:
+    if options["verify"] or options[MERGES] or (options["name"] or "auto") not in _TABLES:
         return None
     chunks, pp, group = schedule.num_stages // schedule.pp, schedule.pp, options["group_size"]
     if options["all_warmup"]:
@@ -280,7 +282,7 @@ def _text(timeline: Timeline, warm_ups: list[int] | None, given: Sequence[str] |
         *_rows([_order_words(order, warm_ups[r] if warm_ups else 0) for r, order in enumerate(orders)]),
         "",
         "actions: stage, direction, microbatch; all counted from 0, as ranks and positions are",
-        *_rows([[str(action) for action in schedule.actions(rank)] for rank in range(schedule.pp)]),
+        *_rows([list(schedule.texts(rank)) for rank in range(schedule.pp)]),
     ]
 
 
@@ -449,6 +451,13 @@ COMMAND = Command(
             aliases=("schedule.all_warmup",),
         ),
         Option(
+            "overlap-moe-expert-parallel-comm",
+            "bool",
+            "merge forwards with backwards of other microbatches, as in 2F5&2B3 (1f1b, interleaved, dualpipe_v)",
+            False,
+            aliases=(f"schedule.{MERGES}",),
+        ),
+        Option(
             "rank",
             "int",
             "print only the order of this rank, as one list; its legend goes to stderr",
@@ -469,7 +478,7 @@ COMMAND = Command(
             "transport",
             "tuple[str, ...]",
             f"check the schedule over these transports: {', '.join(TRANSPORTS)}, or all",
-            unset="default: posted, as in training",
+            unset=f"default: {DEFAULT_TRANSPORT}, as in training",
         ),
     ),
     execute=execute,

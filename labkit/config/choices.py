@@ -27,16 +27,29 @@ class NamedSchedule(NamedTuple):
     """Fewest microbatches of a step per pipeline rank; 0 means that a single microbatch is enough."""
     reads: tuple[str, ...] = ()
     """Fields of the section `schedule` that the builder takes as keyword arguments of the same name."""
+    merged: str | None = None
+    """The builder of its form with merged pairs (`schedule.overlap_moe_expert_parallel_comm`); it reads no fields."""
 
 
 SCHEDULES = {
     "gpipe": NamedSchedule("labkit.schedules.builders:gpipe"),
-    "1f1b": NamedSchedule("labkit.schedules.builders:one_f_one_b"),
-    "interleaved": NamedSchedule("labkit.schedules.builders:interleaved", chunks=None, reads=("all_warmup",)),
+    "1f1b": NamedSchedule(
+        "labkit.schedules.builders:one_f_one_b", merged="labkit.schedules.builders:merged_one_f_one_b"
+    ),
+    "interleaved": NamedSchedule(
+        "labkit.schedules.builders:interleaved",
+        chunks=None,
+        reads=("all_warmup",),
+        merged="labkit.schedules.builders:merged_interleaved",
+    ),
     "zero_bubble_h1": NamedSchedule("labkit.schedules.zero_bubble:zero_bubble_h1", splits_backward=True),
     "zbv": NamedSchedule("labkit.schedules.zero_bubble:zbv", chunks=2, splits_backward=True),
     "dualpipe_v": NamedSchedule(
-        "labkit.schedules.zero_bubble:dualpipe_v", chunks=2, splits_backward=True, least_microbatches=2
+        "labkit.schedules.zero_bubble:dualpipe_v",
+        chunks=2,
+        splits_backward=True,
+        least_microbatches=2,
+        merged="labkit.schedules.zero_bubble:merged_dualpipe_v",
     ),
 }
 """`schedule.name` -> the schedule. `auto` has no row, because it is 1f1b if a rank has one chunk, else interleaved."""

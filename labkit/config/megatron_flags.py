@@ -113,7 +113,7 @@ LACKING: dict[str, str] = {
     "moe_deepep_num_sms moe_apply_probs_on_input moe_latent_size moe_enable_routing_replay "
     "moe_router_force_load_balancing "
     "moe_use_upcycling moe_upcycling_granularity moe_pad_experts_for_cuda_graph_inference moe_extended_tp "
-    "overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release moe_router_quantile_balancing_ema "
+    "ep_overlap_early_attn_memory_release moe_router_quantile_balancing_ema "
     "overlap_dispatch_backward_with_experts_wgrad moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size "
     "moe_router_force_biased moe_single_grouped_weight moe_single_grouped_bias moe_permute_fusion_into_hybridep "
     "moe_hybridep_* moe_ncclep_* moe_flex_dispatcher_num_sms moe_expert_rank_capacity_factor moe_paged_stash*",
@@ -132,7 +132,7 @@ LACKING: dict[str, str] = {
     "embedding_init_method_std init_method_xavier_uniform no_initialization data_parallel_random_init "
     "create_all_gather_group ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw "
     "ddp_reduce_scatter_with_fp32_accumulation no_gradient_reduce_div_fusion defer_embedding_wgrad_compute "
-    "wgrad_deferral_limit delay_wgrad_compute deterministic_mode disable_symmetric_registration enable_experimental "
+    "wgrad_deferral_limit deterministic_mode disable_symmetric_registration enable_experimental "
     "fake_process_group hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank "
     "hybrid_attention_ratio hybrid_mlp_ratio is_hybrid_model lazy_mpu_init local_rank nccl_communicator_config_path "
     "no_align_grad_reduce no_align_param_gather no_clone_scatter_output_in_embedding "

@@ -12,7 +12,7 @@ from labkit.config.pipeline_layout import LayoutError, parse_layout
 
 def pipeline_rules(found: Findings) -> None:
     """Check model chunks, stages and transfers."""
-    found.check(_number_of_chunks, _stages, _overlap, _microbatches)
+    found.check(_number_of_chunks, _stages, _overlap, _microbatches, _merged_pairs)
 
 
 def _interleaves(found: Findings) -> bool:
@@ -108,6 +108,20 @@ def _microbatches(found: Findings) -> None:
     elif s.path is None and there < (least := named_schedule(s.name, p.vpp).least_microbatches) * p.pp:
         rule = f"needs at least {least} x pp = {least * p.pp} microbatches per step, but a step has {there}"
         found.add("schedule.name", f"{rule}; raise train.global_batch_size, or choose another")
+
+
+def _merged_pairs(found: Findings) -> None:
+    """Reject merged pairs where there are none, and where a part of a layer would be recomputed across parts."""
+    name, m = "schedule.overlap_moe_expert_parallel_comm", found.config.model
+    if not found.config.schedule.overlap_moe_expert_parallel_comm:
+        return
+    across = {"moe", "layernorm"} & set(m.recompute_modules if m.recompute_granularity == "selective" else ())
+    if across:
+        rule = f"cuts layers where model.recompute_modules recomputes {min(across)}"
+        found.add(name, f"{rule}; leave that out of it (core_attn, mlp and shared_experts may be recomputed)")
+    elif found.microbatches == 1:
+        rule = "merges a forward with the backward of another microbatch, but a step has 1"
+        found.add(name, f"{rule}; raise train.global_batch_size, or leave this out")
 
 
 def group_size_rule(size: int, pp: int, microbatches: int) -> str:

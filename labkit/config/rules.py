@@ -56,6 +56,9 @@ AT_MOST = (
 _ONE_CHUNK = [name for name, row in SCHEDULES.items() if row.chunks == 1]
 _SPLIT = "|".join(name for name, row in SCHEDULES.items() if row.splits_backward)
 _SEVERAL_CHUNKS = [name for name in SCHEDULES if name not in _ONE_CHUNK]
+_MERGES = "schedule.overlap_moe_expert_parallel_comm=true"
+_MERGED = [name for name, row in SCHEDULES.items() if row.merged is not None]
+_UNMERGED = [name for name in SCHEDULES if name not in _MERGED]
 EXCLUSIONS = (
     ("optim.fp8=e4m3|hybrid", "optim.precision=fp16",
      "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16"),
@@ -111,6 +114,19 @@ EXCLUSIONS = (
      "torch has no ring exchange (it was a patched build of NVIDIA's); use batch_p2p_comm"),
     ("schedule.overlap_p2p_comm=true", "schedule.batch_p2p_comm=true",
      "a batch is waited for as a whole, so it cannot overlap; set this or schedule.batch_p2p_comm to false"),
+    (_MERGES, f"schedule.path=null schedule.name={'|'.join(_UNMERGED)}",
+     f"this schedule has no form with merged pairs; set schedule.name to one of auto, {', '.join(_MERGED)}"),
+    (_MERGES, "schedule.all_warmup=true", "with schedule.all_warmup no forward follows a backward; leave one out"),
+    (_MERGES, "schedule.batch_p2p_comm=true|false",
+     "a merged pair receives for two actions at once, over posted transfers; leave schedule.batch_p2p_comm out"),
+    (_MERGES, "moe.shared_expert_overlap=true",
+     "the other side of a pair hides the all-to-alls, shared experts need not; set moe.shared_expert_overlap to false"),
+    (_MERGES, "model.recompute_granularity=full",
+     "a whole layer cannot be recomputed part by part; set model.recompute_granularity to selective or none"),
+    (_MERGES, "model.num_microbatches_with_partial_activation_checkpoints",
+     "parts of pairs recompute in every microbatch alike; leave that out"),
+    (_MERGES, "model.transformer_impl=transformer_engine", "merged pairs run local layers; set model.transformer_impl"),
+    (_MERGES, "graph.cuda_graph_impl", "graphs of layers hold whole halves of them; set graph.cuda_graph_impl to none"),
     ("moe.load_balancing=seq_aux_loss|global_aux_loss", "moe.aux_loss_coeff=0|0.0|-0.0",
      "has no weight; set moe.aux_loss_coeff above 0, as in 0.01"),
     ("moe.capacity_factor", "moe.dispatcher=allgather",

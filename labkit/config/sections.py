@@ -257,6 +257,13 @@ class ScheduleConfig(_HasPaths):
     use_ring_exchange_p2p: bool = field(False, "Megatron's custom ring exchange; torch has none, so True is an error.")
     deallocate_pipeline_outputs: bool = field(True, "Free a sent activation, keeping only its autograd graph.",
         needs="parallel.pp")
+    overlap_moe_expert_parallel_comm: bool = field(False,
+        "Merge forwards with backwards of other microbatches, so that the all-to-alls of experts on either side are "
+        "under way while the other side computes (1f1b, interleaved, dualpipe_v).",
+        needs="moe.num_experts parallel.ep moe.dispatcher=alltoall")
+    delay_wgrad_compute: bool = field(False,
+        "In merged pairs compute weight gradients apart: those of experts behind the dispatch of the backward.",
+        needs="schedule.overlap_moe_expert_parallel_comm=true")
 
 
 @dataclass(frozen=True, kw_only=True)

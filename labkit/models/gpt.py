@@ -11,6 +11,7 @@ Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocab
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from labkit.config import ModelConfig, MoEConfig
 from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import LOCAL, Build, LayerSpec
+from labkit.models.chunk_parts import ChunkParts
 from labkit.models.embedding import Embedding, OutputLayer, RotaryTable
 from labkit.moe.layer import MoELayer
 from labkit.parallel.context.zigzag import zigzag_positions
@@ -190,6 +192,31 @@ class GPTModel(nn.Module):
                 x_SBH, self.output_weight_VH, self.group, sequence_parallel=self.sequence_parallel
             )
         return self._loss(x_SBH, labels_BS)
+
+    def in_parts(
+        self, tokens_BS: Tensor | None, position_ids: Tensor | None = None, labels_BS: Tensor | None = None
+    ) -> ChunkParts:
+        """Return this forward as parts, between which those of another microbatch can run (merged pairs).
+
+        Arguments, outputs and errors are those of `forward`; what it returns comes from the parts' `finish`.
+        """
+        if position_ids is None:
+            position_ids = self._own_positions(tokens_BS)
+        return ChunkParts(
+            [layer.parts() for layer in self.layers.values()],  # pyright: ignore[reportCallIssue]
+            partial(self._first_hidden, tokens_BS, position_ids),
+            lambda x_SBH: None if self.rotary is None else self.rotary(x_SBH, position_ids),
+            partial(self._after_layers, labels_BS) if self.post_process else None,
+            ties=self.pre_process and self.post_process and self.output is None,
+        )
+
+    def _after_layers(self, labels_BS: Tensor | None, x_SBH: Tensor) -> Tensor:
+        """Return what the last stage makes of the hidden states: losses, or logits without labels."""
+        assert self.final_norm is not None
+        x_SBH = self.final_norm(x_SBH)
+        if labels_BS is not None:
+            return self._loss(x_SBH, labels_BS)
+        return parallel_lm_logits(x_SBH, self.output_weight_VH, self.group, sequence_parallel=self.sequence_parallel)
 
     def _loss(self, x_SBH: Tensor, labels_BS: Tensor, bias_V: Tensor | None = None) -> Tensor:
         """Return the cross-entropy of every position, [B, S], smoothed only in training. The caller picks positions."""

@@ -23,7 +23,7 @@ from labkit.parallel.context.ring_attention import ring_steps
 from labkit.parallel.context.ring_plan import cut_load
 from labkit.parallel.weight_grad_store import deferred
 from labkit.schedules import Costs, PipelineRuntime, Schedule
-from labkit.schedules.runtime import Transport
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Transport
 
 # ---- pipelines ----
 
@@ -127,7 +127,7 @@ class _SleepingMean(torch.autograd.Function):
 
 
 def sleep_through(
-    groups: ParallelGroups, schedule: Schedule, costs: Costs, *, transport: Transport = "posted"
+    groups: ParallelGroups, schedule: Schedule, costs: Costs, *, transport: Transport = DEFAULT_TRANSPORT
 ) -> list[Event]:
     """Run one step of `schedule` with sleeping stages on this rank and return its Events. Every rank calls this.
 

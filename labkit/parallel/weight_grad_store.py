@@ -96,6 +96,10 @@ class WeightGradStore:
             _collecting = None
         self._pending[key] = taken
 
+    def join(self, key: Hashable, other: Hashable) -> None:
+        """Let `run(key)` run the gradients of `other` too: what both give one parameter is added first."""
+        self._pending[key] += self._pending.pop(other)
+
     def run(self, key: Hashable) -> None:
         """Run W: compute the gradients of `key` in the order in which its backward met them, and free its activations.
 

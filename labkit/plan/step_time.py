@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,11 @@ from labkit.plan.action_times import StageKind, StageTimes, stage_kinds, stage_t
 from labkit.plan.collectives import Group, collective_seconds
 from labkit.plan.layout import Layout, layout_of
 from labkit.plan.machine import Machine
+from labkit.plan.pair_times import stage_layers
 from labkit.plan.terms import KINDS, Term
 from labkit.plan.update_times import LastPasses, update_terms
 from labkit.plan.workload import Workload
-from labkit.schedules import Costs, Schedule, Timeline, build_schedule, simulate
+from labkit.schedules import Costs, LayerTimes, Schedule, Timeline, build_schedule, simulate
 from labkit.schedules.ir import KINDS as ACTIONS
 from labkit.schedules.simulator import kept_whole
 
@@ -123,10 +125,10 @@ def step_lower_bound(workload: Workload, machine: Machine) -> float:
         head of F + busy without W + tail of I + W of the first stage + what the first stage's rank does afterwards
         F and I of all stages + W of the first stage + what the first stage's rank does afterwards
 
-    Where backwards are whole, W is part of busy and of the tail.
+    Where backwards are whole, W is part of busy and of the tail. What merged pairs hide is no part of busy.
     """
     plan = _plan(workload, machine)
-    schedule, durations = plan.schedule, plan.durations
+    schedule, durations = plan.schedule, plan.whole
     forward, inputs, weights = (durations[name] for name in ("forward", "input_grad", "weight_grad"))
     backward = [sum(both) for both in zip(inputs, weights, strict=True)]
     returned, last = (inputs, weights[0]) if plan.layout.splits_backward else (backward, 0.0)
@@ -137,9 +139,10 @@ def step_lower_bound(workload: Workload, machine: Machine) -> float:
         before = range(min(stages))
         head = sum(forward[stage] for stage in before)
         busy = count * sum(forward[stage] + backward[stage] for stage in stages)
-        bounds.append(head + busy + sum(term.seconds for term in plan.after(rank)))
+        hidden = plan.hidden(rank) * (1 + 1e-9)  # rounding must not lift the bound
+        bounds.append(head + busy - hidden + sum(term.seconds for term in plan.after(rank)))
         received = count * sum(forward[stage] + returned[stage] for stage in stages)
-        bounds.append(head + received + sum(returned[stage] for stage in before) + on_first)
+        bounds.append(head + received - hidden + sum(returned[stage] for stage in before) + on_first)
     return max(bounds)
 
 
@@ -187,11 +190,46 @@ class _Plan:
         if self.config.schedule.overlap_p2p_comm and self.layout.pp.size > 1:
             size = transfer_bytes(self.config.model, self.layout)
             messages["latency"] = collective_seconds(self.machine, "p2p", size, Group(2, self.layout.pp.stride))
-        return Costs(**self.durations, **messages)
+        return Costs(**self.durations, **messages, **self._pairs)
+
+    @property
+    def _pairs(self) -> dict[str, Any]:
+        """Arguments of `Costs` for merged pairs: the parts of layers, whose times `durations` then leave out."""
+        if not self.schedule.has_pairs:
+            return {}
+        delay, slowdown = self.config.schedule.delay_wgrad_compute, self.layout.software.overlap_slowdown
+        return {"layers": self.layers, "delay_wgrad": delay, "slowdown": slowdown}
+
+    @cached_property
+    def layers(self) -> list[list[LayerTimes]]:
+        """By stage, the parts of each layer."""
+        return stage_layers(self.config, self.layout, self.machine, self.schedule.num_stages)
+
+    def hidden(self, rank: int) -> float:
+        """Return the seconds of all-to-alls that the merged pairs of a rank hide."""
+        if not self.schedule.has_pairs:
+            return 0.0
+        hidden = lru_cache(None)(self.costs.hidden)
+        pairs = (cell for cell in self.schedule.cells(rank) if len(cell) == 2)
+        return sum(hidden(forward.stage, backward.stage) for forward, backward in pairs)
 
     @property
     def durations(self) -> dict[str, list[float]]:
         """Seconds of each kind of action by stage; a microbatch that a rank keeps whole saves its share of repeats."""
+        return self.whole if not self.schedule.has_pairs else self._outside_layers()
+
+    def _outside_layers(self) -> dict[str, list[float]]:
+        """Return what the parts of layers leave of `whole`."""
+        alone = Costs(forward=0, input_grad=0, weight_grad=0, layers=self.layers).table(self.schedule.num_stages)
+        layers = zip(self.whole.items(), alone[[0, 2, 3]].tolist(), strict=True)
+        return {
+            name: [max(0.0, one - other) for one, other in zip(each, inside, strict=True)]
+            for (name, each), inside in layers
+        }
+
+    @property
+    def whole(self) -> dict[str, list[float]]:
+        """Seconds of each kind of action by stage, where nothing is merged."""
         return {
             "forward": [each.forward.seconds for each in self.stages],
             "input_grad": [
@@ -220,6 +258,8 @@ class _Plan:
                     totals[kind] = totals.get(kind, 0.0) + seconds * self.schedule.num_microbatches
             again = times.recompute.seconds * self.schedule.num_microbatches * self.repeats[stage]
             totals["recompute"] = totals.get("recompute", 0.0) + again
+        if hidden := self.hidden(rank):
+            totals["ep"] -= hidden
         for term in after:
             totals[term.kind] = totals.get(term.kind, 0.0) + term.seconds
         return totals

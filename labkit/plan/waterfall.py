@@ -113,6 +113,11 @@ def waterfall(workload: Workload, machine: Machine, steps: Mapping[int, Sequence
     """
     prediction = predict_step(workload, machine)
     schedule = schedule_of(workload.config, workload.microbatches)
+    if schedule.has_pairs:
+        raise ValueError(
+            f"{schedule.name}: merged actions run at once, so no time belongs to one alone; record a run without "
+            "schedule.overlap_moe_expert_parallel_comm"
+        )
     pipelines = pipelines_of(workload)
     predicted = predicted_rows(workload, machine, prediction)
     times = {number: max(rank.total for rank in ranks) for number, ranks in steps.items()}

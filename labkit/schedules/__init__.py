@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from labkit.schedules.builders import build_schedule as build_schedule
     from labkit.schedules.builders import gpipe as gpipe
     from labkit.schedules.builders import interleaved as interleaved
+    from labkit.schedules.builders import merged_interleaved as merged_interleaved
+    from labkit.schedules.builders import merged_one_f_one_b as merged_one_f_one_b
     from labkit.schedules.builders import one_f_one_b as one_f_one_b
     from labkit.schedules.builders import without_backward as without_backward
     from labkit.schedules.entry_points import forward_backward_no_pipelining as forward_backward_no_pipelining
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from labkit.schedules.lowering import Transfer as Transfer
     from labkit.schedules.lowering import Transport as Transport
     from labkit.schedules.lowering import lower as lower
+    from labkit.schedules.merging import LayerTimes as LayerTimes
+    from labkit.schedules.merging import pair_order as pair_order
     from labkit.schedules.runtime import PipelineRuntime as PipelineRuntime
     from labkit.schedules.simulator import Costs as Costs
     from labkit.schedules.simulator import Timeline as Timeline
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from labkit.schedules.verifier import interpret as interpret
     from labkit.schedules.verifier import verify as verify
     from labkit.schedules.zero_bubble import dualpipe_v as dualpipe_v
+    from labkit.schedules.zero_bubble import merged_dualpipe_v as merged_dualpipe_v
     from labkit.schedules.zero_bubble import split_backward as split_backward
     from labkit.schedules.zero_bubble import zbv as zbv
     from labkit.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1

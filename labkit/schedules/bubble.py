@@ -91,6 +91,8 @@ def bubble_split(events: Iterable[Event], schedule: Schedule) -> BubbleSplit:
 def measured_columns(events: Iterable[Event], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Return measured start and end of every action of `schedule` (A,), the first start at 0. Errors as in
     `bubble_split`."""
+    if schedule.has_pairs:
+        raise ValueError(f"{schedule.name} has merged pairs: their actions run at once and have no times of their own")
     at = positions(schedule)
     start, end = np.full((2, len(schedule)), np.nan)
     for event in events:
@@ -122,7 +124,7 @@ def _require_rows(schedule: Schedule, start: np.ndarray) -> None:
 
 
 def _split(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> BubbleSplit:
-    free_start, free_end = earliest(schedule, end - start)
+    free_start, free_end = earliest(schedule, np.where(schedule.merged, 0.0, end - start))  # a merged pair counts once
     finish = free_end.max()
     if np.allclose(free_end, end, rtol=1e-12, atol=0.0):  # messages are free already: no rounding where 0 is meant
         free_start, free_end, finish = start, end, end.max()
@@ -130,6 +132,7 @@ def _split(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> BubbleSpli
     for rank in range(schedule.pp):
         row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
         gaps = np.append(free_start[row], finish) - np.concatenate([[0.0], free_end[row]])
+        gaps[:-1][schedule.merged[row]] = 0.0  # inside a merged pair
         warm, cool = _phases(schedule.kinds[row])
         parts[:, rank] = gaps[:warm].sum(), gaps[warm:cool].sum(), gaps[cool:].sum()
     communication = np.full(schedule.pp, end.max() - finish)

@@ -8,6 +8,7 @@ full backward, an input gradient and a weight gradient. The bubble is the makesp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from labkit.config import ScheduleConfig
-from labkit.config.choices import SCHEDULES, named_schedule
+from labkit.config.choices import SCHEDULES, NamedSchedule, named_schedule
 from labkit.config.errors import counted
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.tables import (
@@ -88,25 +89,39 @@ def interleaved(
     if pp == 1:
         raise ValueError(f"pp is 1 and vpp is {vpp}: one rank has nothing to interleave; set vpp to 1, or raise pp")
     size = legal_group_size(group_size, pp, microbatches)
+    warmups = [
+        get_pp_rank_microbatches(microbatches, vpp, size, forward_only=all_warmup, pp_size=pp, pp_rank=rank)[2]
+        for rank in range(pp)
+    ]
+    name = "interleaved, all warm-up" if all_warmup else "interleaved 1F1B"
+    return _from_table(name, pp, vpp, microbatches, size, warmups)
+
+
+def _from_table(
+    name: str, pp: int, vpp: int, microbatches: int, size: int, warmups: Sequence[int], *, merged: bool = False
+) -> Schedule:
+    """Return the schedule of the table with groups of `size`: each rank's warm-up, then forwards and backwards by
+    turns, `merged` in pairs or not, then the last backwards."""
     microbatch_column, chunks = table_columns(microbatches, vpp, size)
     total = len(microbatch_column)
     forward, backward = np.full(total, _F, dtype=np.int8), np.full(total, _B, dtype=np.int8)
     stage_rows, number_rows = (np.empty((pp, 2 * total), dtype=np.int32) for _ in range(2))
     kind_rows = np.empty((pp, 2 * total), dtype=np.int8)
-    for rank in range(pp):
-        usual = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]
-        warmup = total if all_warmup else usual
+    joins = np.zeros((pp, 2 * total), dtype=bool)
+    for rank, warmup in enumerate(warmups):
         _forwards_then_by_turns(stage_rows[rank], warmup, chunks * pp + rank, (vpp - 1 - chunks) * pp + rank)
         _forwards_then_by_turns(kind_rows[rank], warmup, forward, backward)
         _forwards_then_by_turns(number_rows[rank], warmup, microbatch_column, microbatch_column)
+        joins[rank, warmup + 1 : 2 * total - warmup : 2] = merged
     return Schedule.from_columns(
-        "interleaved, all warm-up" if all_warmup else "interleaved 1F1B",
+        name,
         pp * vpp,
         microbatches,
         stages=stage_rows.ravel(),
         kinds=kind_rows.ravel(),
         microbatches=number_rows.ravel(),
         offsets=np.arange(pp + 1) * 2 * total,
+        merged=joins.ravel(),
     )
 
 
@@ -117,6 +132,39 @@ def _forwards_then_by_turns(row: np.ndarray, warmup: int, forwards: np.ndarray, 
     row[warmup : warmup + 2 * steady : 2] = forwards[warmup:]
     row[warmup + 1 : warmup + 2 * steady : 2] = backwards[:steady]
     row[warmup + 2 * steady :] = backwards[steady:]
+
+
+def merged_one_f_one_b(pp: int, microbatches: int) -> Schedule:
+    """1F1B whose forwards and backwards run merged in pairs, so that the all-to-alls of one hide behind the other.
+
+    A forward cannot be merged with its own backward, so the last rank needs a warm-up of 1 too. A pair sends both its
+    results at its end: with 1F1B's own warm-up, plus 1, every rank would wait for its neighbours in every second pair.
+    So a rank is two forwards ahead of the next one, as in interleaved 1F1B.
+
+    Program of rank r, with warm-up w = min(2(p - r - 1) + 1, m): `wF (m-w)(F&B) wB`.
+    Bubble: (p - 1)(F + B), as 1F1B's, if no part of a pair is hidden; with a shorter pair the steady part is shorter.
+    Peak in flight: min(2(p - r), m) on rank r, twice 1F1B's.
+    """
+    require_positive(pp=pp, microbatches=microbatches)
+    warmups = [min(2 * (pp - rank - 1) + 1, microbatches) for rank in range(pp)]
+    return _from_table("merged 1F1B", pp, 1, microbatches, microbatches, warmups, merged=True)
+
+
+def merged_interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None = None) -> Schedule:
+    """Interleaved 1F1B with merged pairs (Megatron's `overlap_moe_expert_parallel_comm`).
+
+    Arguments and errors are those of `interleaved`. With vpp 1 this is `merged_one_f_one_b`.
+
+    Program of rank r, with warm-up w = min(2(p - r - 1) + (v - 1)N + 1, m v): `wF (mv-w)(F&B) wB`.
+    Peak in flight on rank r: min(w + 1, m v) of these stages, one more than `interleaved` has.
+    """
+    if vpp == 1:
+        return merged_one_f_one_b(pp, microbatches)
+    interleaved(pp, vpp, microbatches, group_size)  # for its errors
+    size = legal_group_size(group_size, pp, microbatches)
+    given: dict[str, Any] = {"pp_size": pp, "overlap_moe_expert_parallel_comm": True}
+    warmups = [get_pp_rank_microbatches(microbatches, vpp, size, pp_rank=rank, **given)[2] for rank in range(pp)]
+    return _from_table("merged interleaved 1F1B", pp, vpp, microbatches, size, warmups, merged=True)
 
 
 def without_backward(schedule: Schedule) -> Schedule:
@@ -153,11 +201,13 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
             file that cannot be read, and a file for another number of ranks or microbatches.
     """
     if config.path is not None:
-        return _from_file(Path(config.path), pp, microbatches)
+        return _from_file(Path(config.path), pp, microbatches, merged=config.overlap_moe_expert_parallel_comm)
     name, known = config.name, ("auto", *SCHEDULES)
     if name not in known:
         raise ValueError(f"schedule.name is {name!r}; choose one of {', '.join(known)}, or give schedule.path")
     row = named_schedule(name, vpp)
+    if config.overlap_moe_expert_parallel_comm:
+        row = _merged(name, row, config)
     builder, read = resolve_name(row.builder), {field: getattr(config, field) for field in row.reads}
     if row.chunks is None:
         if vpp == 1 and pp > 1:
@@ -173,6 +223,18 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
     return _built(row.builder, builder(pp, microbatches, **read))
 
 
+def _merged(name: str, row: NamedSchedule, config: ScheduleConfig) -> NamedSchedule:
+    """Return the row of the schedule's merged form."""
+    if row.merged is None or config.all_warmup:
+        known = ", ".join(named for named, other in SCHEDULES.items() if other.merged is not None)
+        what = "schedule.all_warmup" if row.merged is not None else f"schedule.name {name!r}"
+        raise ValueError(
+            f"schedule.overlap_moe_expert_parallel_comm merges forwards with backwards, and {what} has no such pairs: "
+            f"choose one of {known}"
+        )
+    return row._replace(builder=row.merged, reads=())
+
+
 def _built(builder: str, made: Any) -> Schedule:
     """Return what a builder made, if it is a Schedule; a new builder may have forgotten its `return`."""
     if not isinstance(made, Schedule):
@@ -180,7 +242,7 @@ def _built(builder: str, made: Any) -> Schedule:
     return made
 
 
-def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:
+def _from_file(path: Path, pp: int, microbatches: int, *, merged: bool) -> Schedule:
     try:
         schedule = read_schedule(path)
     except ScheduleError:
@@ -194,4 +256,7 @@ def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:
     ):
         if given != wanted:
             raise ValueError(f"{path} is a schedule for {counted(given, what)}, the run has {wanted:,}; set {advice}")
+    if schedule.has_pairs != merged:
+        has, advice = ("has merged pairs", "set") if schedule.has_pairs else ("has no merged pairs", "leave out")
+        raise ValueError(f"{path} {has}; {advice} schedule.overlap_moe_expert_parallel_comm")
     return schedule

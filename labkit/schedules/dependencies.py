@@ -4,6 +4,8 @@
     B(s, m), I(s, m) need F(s, m), and B or I(s+1, m)
     W(s, m)          needs I(s, m)
 
+Merged actions start together, when both have what they need, and give both results at their end.
+
 Functions fill columns rank by rank: besides the result they hold scratch memory for one row at a time.
 
 Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
@@ -81,12 +83,17 @@ def awaited(schedule: Schedule, at: np.ndarray | None = None) -> np.ndarray:
     """Index (A,) of the action on another rank that each action waits for; -1 for none.
 
     An action of the same rank is normally done in time. If the row has it later, the column names it instead: the rank
-    then waits forever."""
+    then waits forever. The backward of a merged pair stands for both, because the pair ends as a whole."""
     from_neighbour, own = dependencies(schedule, at)
     crosses = (from_neighbour >= 0) & (schedule.ranks[from_neighbour] != schedule.ranks)
     waits = np.where(crosses, from_neighbour, -1)
     on_rank = np.maximum(np.where(crosses, -1, from_neighbour), own)
-    return np.where(on_rank > np.arange(len(schedule), dtype=np.int32), on_rank, waits)
+    index = np.arange(len(schedule), dtype=np.int32)
+    waits = np.where(on_rank > index, on_rank, waits)
+    if not schedule.has_pairs:
+        return waits
+    waits = np.where(schedule.merged & (own == index - 1), index, waits)  # the backward of its own forward: never
+    return np.where(waits >= 0, waits + np.append(schedule.merged[1:], False)[waits], waits)
 
 
 def _rows(schedule: Schedule) -> list[slice]:
@@ -170,7 +177,8 @@ def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) ->
 
     From the first stuck rank the function follows the waits until a rank repeats. heads: index of each rank's next
     action (P,); done: true for actions that have run (A,)."""
-    needs = dependencies(schedule)
+    needs, done = dependencies(schedule), done.copy()
+    done[:-1] &= done[1:] | ~schedule.merged[1:]  # a merged pair ends as a whole
     wanted = {}
     for rank, index in enumerate(heads.tolist()):
         if index < schedule.offsets[rank + 1]:
@@ -184,12 +192,18 @@ def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) ->
         other, mine = int(schedule.ranks[wanted[rank]]), int(heads[rank])
         sentence = f"{_action(schedule, mine)} waits for {_action(schedule, wanted[rank])}"
         head = int(heads[other])
-        why = "itself waits to run" if head == wanted[rank] else f"runs after {_action(schedule, head)}"
+        first = head - int(schedule.merged[head])
+        cell = range(first, first + 1 + int(schedule.merged[first + 1 : first + 2].any()))
+        why = "itself waits to run" if wanted[rank] in cell else f"runs after {_action(schedule, head)}"
+        if wanted[rank] == mine - 1 and schedule.merged[mine]:
+            why = "runs in the same pair"
         marks[schedule.locate(mine)] = f"{sentence}, which rank {other} {why}"
     ranks = " -> ".join(f"rank {rank}" for rank in [*circle, circle[0]])
     why = (
         f"these wait for each other: {ranks}"
         if len(circle) > 1
+        else f"rank {circle[0]} waits for an action of its own that is not before"
+        if schedule.has_pairs
         else f"rank {circle[0]} waits for a later action of its own"
     )
     return "\n".join([f"{schedule.name} cannot run, {why}", grid(schedule, marks)])

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 from labkit.comm.groups import ParallelGroups
 from labkit.schedules.builders import interleaved
 from labkit.schedules.ir import Schedule
-from labkit.schedules.lowering import Transport
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Transport
 from labkit.schedules.message_shapes import Shape, TensorShape, equal_parts, stage_shapes
 from labkit.schedules.runtime import ForwardStep, PipelineRuntime, chunks_of
 
@@ -23,7 +23,7 @@ _REFUSED = {
     "first_val_step": "it says when fp8 weights are cast again, which labkit does after each update",
     "force_all_reduce": "gradients are reduced by finalize_model_grads, outside the schedule",
     "finalize_model_grads_func": "call it after the step: the schedule ends with the last backward",
-    "overlap_moe_expert_parallel_comm": "a forward and a backward are not merged into one action",
+    "overlap_moe_expert_parallel_comm": "give PipelineRuntime a schedule with merged pairs",
     "p2p_communicator": "the transfers follow from groups, batch_p2p_comm and variable_seq_lengths",
     "pg_collection": "labkit's name for it is groups",
 }
@@ -270,7 +270,7 @@ def _transport(overlap: bool, batched: bool | None, ring: bool) -> Transport:
             "overlap_p2p_comm waits for each transfer on its own, batch_p2p_comm for all of a batch: set one of them"
         )
     if overlap or batched is None:
-        return "posted"
+        return DEFAULT_TRANSPORT
     return "batched" if batched else "even_odd"
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from labkit.comm.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
 from labkit.comm.stream_clock import StreamClock
@@ -45,10 +45,15 @@ class RankSetup:
     deallocate: bool
     kept_whole: Collection[tuple[int, int]] | None
     """The (stage, microbatch) pairs whose forward keeps everything; None leaves recomputation to the model."""
+    delay_wgrad: bool
+    """Merged pairs compute weight gradients apart (`merging.py`)."""
 
 
 class RankStep:
     """One step of a rank: `run_microbatches` of a single stage, or `run_program`."""
+
+    RUN: ClassVar[dict[str, Callable[[Any, Any], None]]]
+    """Method that runs each kind of instruction."""
 
     def __init__(self, setup: RankSetup, losses: MicrobatchLosses, sync: GradientSync, *, forward_only: bool) -> None:
         self.setup, self.losses, self.sync, self.forward_only = setup, losses, sync, forward_only
@@ -84,7 +89,7 @@ class RankStep:
         self.readers = [reader(iterator, program.forwards(chunk)) for chunk, iterator in enumerate(iterators)]
         with self.sync:
             for instruction in program.instructions:
-                _RUN[instruction.verb](self, instruction)
+                self.RUN[instruction.verb](self, instruction)
 
     # ---- communication ----
 
@@ -208,11 +213,10 @@ class RankStep:
         (self.sync.gather if sync.verb == "gather" else self.sync.synchronise)(sync.chunk)
 
 
-_RUN: dict[str, Callable[[RankStep, Any], None]] = {
+RankStep.RUN = {
     **dict.fromkeys("FBIW", RankStep._compute),
     **dict.fromkeys(("post", "send"), RankStep._start_transfers),
     **dict.fromkeys(("recv", "sent"), RankStep._wait_for),
     "exchange": RankStep._exchange,
     **dict.fromkeys(("gather", "synchronise"), RankStep._sync),
 }
-"""Method that runs each kind of instruction."""

@@ -5,6 +5,8 @@ Notable:
 - A `Schedule` holds one row of actions for each rank, as three numpy columns over all ranks. Millions of actions cost
   megabytes; `Action` objects appear only on access. A schedule lists no messages: they follow from the rows
   (`lowering.py`).
+- Two actions of a rank may be *merged*: a forward, and the full backward after it, whose layers alternate
+  (`merging.py`). They are one cell, `2F5&2B3`: both start when both can, and end together.
 - A rank has any number of stages. Looped placement puts stage s on rank s mod pp. A V goes down the ranks and up again.
 - A schedule may be wrong, and still be built, printed and drawn. `simulate` rejects it.
 
@@ -77,15 +79,17 @@ class Action:
 class Schedule:
     """One row of actions per rank.
 
-    `rows` holds, for each rank, Actions or their text; `from_columns` takes numpy columns instead. `num_stages` and
-    `num_microbatches` are the stages and microbatches that the schedule should cover. Raises ScheduleError for a rank
-    without actions, and for a stage or microbatch outside these numbers, with its rank and position.
+    `rows` holds, for each rank, Actions or the text of cells; `from_columns` takes numpy columns instead. `num_stages`
+    and `num_microbatches` are the stages and microbatches that the schedule should cover. Raises ScheduleError for a
+    rank without actions, for a stage or microbatch outside these numbers, and for merged actions that are not a forward
+    and a full backward, with rank and position.
     """
 
     def __init__(
         self, name: str, num_stages: int, num_microbatches: int, rows: Sequence[Iterable[Action | str]]
     ) -> None:
-        parsed = [[Action.parse(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        cells = [[_cell(cell) if isinstance(cell, str) else (cell,) for cell in row] for row in rows]
+        parsed = [[action for cell in row for action in cell] for row in cells]
         flat = [action for row in parsed for action in row]
         self._set(
             name,
@@ -95,6 +99,7 @@ class Schedule:
             np.array([KINDS.index(action.kind) for action in flat], dtype=np.int8),
             np.array([action.microbatch for action in flat], dtype=np.int32),
             np.cumsum([0, *map(len, parsed)], dtype=np.intp),
+            np.array([second for row in cells for cell in row for second in range(len(cell))], dtype=bool),
         )
 
     @classmethod
@@ -108,8 +113,12 @@ class Schedule:
         kinds: np.ndarray,
         microbatches: np.ndarray,
         offsets: np.ndarray,
+        merged: np.ndarray | None = None,
     ) -> Schedule:
-        """Make a schedule of columns of length A. Rank r owns `offsets[r]:offsets[r + 1]`; `kinds` indexes KINDS."""
+        """Make a schedule of columns of length A. Rank r owns `offsets[r]:offsets[r + 1]`; `kinds` indexes KINDS.
+
+        merged: True for a backward that is merged with the forward before it; None merges nothing.
+        """
         schedule = cls.__new__(cls)
         schedule._set(
             name,
@@ -119,17 +128,20 @@ class Schedule:
             np.asarray(kinds, dtype=np.int8),
             np.asarray(microbatches, dtype=np.int32),
             np.asarray(offsets, dtype=np.intp),
+            np.zeros(len(stages), dtype=bool) if merged is None else np.asarray(merged, dtype=bool),
         )
         return schedule
 
     def _set(self, name: str, num_stages: int, num_microbatches: int, stages: np.ndarray, kinds: np.ndarray,
-             microbatches: np.ndarray, offsets: np.ndarray) -> None:  # fmt: skip
+             microbatches: np.ndarray, offsets: np.ndarray, merged: np.ndarray) -> None:  # fmt: skip
         self.name = name
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
-        self.stages, self.kinds, self.microbatches, self.offsets = map(
-            _read_only, (stages, kinds, microbatches, offsets)
+        self.stages, self.kinds, self.microbatches, self.offsets, self.merged = map(
+            _read_only, (stages, kinds, microbatches, offsets, merged)
         )
+        self.has_pairs = bool(merged.any())
+        """True where some actions are merged."""
         if num_stages < 1 or num_microbatches < 1 or len(offsets) < 2:
             raise ScheduleError(
                 f"a schedule needs at least one rank, stage and microbatch; given {len(offsets) - 1} ranks, "
@@ -147,10 +159,26 @@ class Schedule:
                 f"rank {rank}, position {position}: {self.action(index)} is outside {num_stages} stages and "
                 f"{num_microbatches} microbatches (both count from 0)"
             )
+        if self.has_pairs:
+            self._require_pairs()
         self.ranks = _read_only(np.repeat(np.arange(self.pp, dtype=np.int32), np.diff(offsets)))
         self.placement_of_stages = _read_only(_majority_rank(stages, offsets, num_stages))
         """Rank of each stage (S,)."""
         self._derived: dict[str, Any] = {}
+
+    def _require_pairs(self) -> None:
+        """Check that each merged action is a full backward with a forward before it in its row."""
+        backwards = np.flatnonzero(self.merged)
+        begins = np.isin(backwards, self.offsets)
+        wrong = begins | (self.kinds[backwards] != KINDS.index("B")) | (self.kinds[backwards - 1] != KINDS.index("F"))
+        if wrong.any():
+            index = int(backwards[wrong][0])
+            rank, position = self.locate(index)
+            before = "nothing" if position == 0 else self.action(index - 1)
+            raise ScheduleError(
+                f"rank {rank}, position {position}: {self.action(index)} is merged with {before}; merged are a forward "
+                "and a full backward, in this order, as in 2F5&2B3"
+            )
 
     def _sized_columns(self) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
         return (self.stages, self.num_stages), (self.microbatches, self.num_microbatches)
@@ -177,8 +205,8 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        pairs = ((self.offsets, other.offsets), (self.stages, other.stages), (self.kinds, other.kinds))
-        return all(np.array_equal(a, b) for a, b in (*pairs, (self.microbatches, other.microbatches)))
+        columns = ("offsets", "stages", "kinds", "microbatches", "merged")
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in columns)
 
     __hash__ = None  # type: ignore[assignment]  # equal by content, which is too long to hash
 
@@ -208,6 +236,18 @@ class Schedule:
         part = slice(self.offsets[rank], self.offsets[rank + 1])
         columns = (self.stages[part].tolist(), self.kinds[part].tolist(), self.microbatches[part].tolist())
         return (Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in zip(*columns, strict=True))
+
+    def cells(self, rank: int) -> list[tuple[Action, ...]]:
+        """Return the row of `rank` by cells: two merged actions together, every other action alone."""
+        cells: list[tuple[Action, ...]] = []
+        merged = self.merged[self.offsets[rank] : self.offsets[rank + 1]].tolist()
+        for action, joins in zip(self._iterate(rank), merged, strict=True):
+            cells[-1:] = [(*cells[-1], action)] if joins else [*cells[-1:], (action,)]
+        return cells
+
+    def texts(self, rank: int) -> Iterator[str]:
+        """Return the cells of the row as text."""
+        return map(_cell_text, self.cells(rank)) if self.has_pairs else map(str, self._iterate(rank))
 
     def derived(self, what: str, compute: Callable[[Schedule], T]) -> T:
         """Return `compute(self)`, kept under the name `what`. The columns never change, so the value stays true."""
@@ -250,7 +290,7 @@ class Schedule:
     @property
     def checksum(self) -> int:
         """CRC of the rows, to compare the schedules of two ranks."""
-        columns = (self.stages, self.kinds, self.microbatches, self.offsets)
+        columns = (self.stages, self.kinds, self.microbatches, self.offsets, *([self.merged] if self.has_pairs else []))
         return zlib.crc32(b"".join(column.tobytes() for column in columns))
 
     @property
@@ -260,7 +300,7 @@ class Schedule:
 
     def to_text(self) -> str:
         """Return the name, then one line per rank: `rank 0: 0F0 0F1 0B0 0B1`."""
-        return "\n".join([self.name, *(f"rank {r}: " + " ".join(map(str, self._iterate(r))) for r in range(self.pp))])
+        return "\n".join([self.name, *(f"rank {r}: " + " ".join(self.texts(r)) for r in range(self.pp))])
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
@@ -284,7 +324,7 @@ class Schedule:
 
     def to_csv(self) -> str:
         """Return one row per rank, cells are actions: no header, no rank column, no blank cells."""
-        return "".join(",".join(map(str, self._iterate(rank))) + "\n" for rank in range(self.pp))
+        return "".join(",".join(self.texts(rank)) + "\n" for rank in range(self.pp))
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
@@ -341,22 +381,34 @@ def _signed_chunks(schedule: Schedule) -> np.ndarray:
     return _read_only(chunks.take(schedule.stages) * sign)
 
 
-def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
-    """Return the action in `cell`. The error for a cell that holds one of `separators` says that commas separate
-    actions."""
+def _cell(text: str) -> tuple[Action, ...]:
+    """Return the action in a cell, or the two merged ones."""
+    parts = text.split("&")
+    if len(parts) > 2:
+        raise ScheduleError(f"{text[:40]!r} merges {len(parts)} actions: merge two, as in 2F5&2B3")
+    return tuple(map(Action.parse, parts))
+
+
+def _cell_text(cell: Iterable[Action]) -> str:
+    return "&".join(map(str, cell))
+
+
+def _parse_cell(cell: str, where: str, separators: str = "") -> str:
+    """Return the text of `cell`, which can be read. The error for a cell that holds one of `separators` says that
+    commas separate actions."""
     if not cell.strip():
         raise ScheduleError(f"{where} is blank: remove the cell, idle time is not written down")
     try:
-        return Action.parse(cell)
+        return _cell_text(_cell(cell))
     except ScheduleError as error:
         hint = "; separate actions by commas, without quotes" if set(separators) & set(cell.strip()) else ""
         raise ScheduleError(f"{where}: {error}{hint}") from None
 
 
-def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
+def _counted(rows: Sequence[Sequence[str]]) -> tuple[int, int]:
     """Return the numbers of stages and microbatches, from the highest of each. Rejects a number that must be a typing
     mistake."""
-    flat = [action for row in rows for action in row]
+    flat = [action for row in rows for cell in row for action in _cell(cell)]
     stages, microbatches = (1 + max((getattr(a, of) for a in flat), default=-1) for of in ("stage", "microbatch"))
     if stages * microbatches > 1000 * len(flat):
         most = max(flat, key=lambda action: max(action.stage, action.microbatch))
@@ -394,15 +446,15 @@ def _read_only(column: np.ndarray) -> np.ndarray:
 def grid(schedule: Schedule, marks: dict[tuple[int, int], str] | None = None, *, limit: int = 24) -> str:
     """Return the rows as text, one line per rank.
 
-    `marks` puts brackets round the cell at (rank, position) and its sentence under the grid. Each row shows `limit`
-    cells round the first marked cell, and `..` in place of the others.
+    `marks` puts brackets round the cell with the action at (rank, position) and its sentence under the grid. Each row
+    shows `limit` cells round the first marked cell, and `..` in place of the others.
     """
     marks = marks or {}
-    first = min((position for _, position in marks), default=0)
+    rows = [_marked_cells(schedule, rank, marks) for rank in range(schedule.pp)]
+    first = min((i for row in rows for i, cell in enumerate(row) if cell.startswith("[")), default=0)
     start = max(0, first - limit // 2)
     lines = []
-    for rank in range(schedule.pp):
-        row = [f"[{a}]" if (rank, i) in marks else f" {a} " for i, a in enumerate(schedule.actions(rank))]
+    for row in rows:
         shown = row[start : start + limit]
         lines.append([*([".."] if start else []), *shown, *([".."] if len(row) > start + limit else [])])
     width = max(len(cell) for line in lines for cell in line)
@@ -410,3 +462,13 @@ def grid(schedule: Schedule, marks: dict[tuple[int, int], str] | None = None, *,
     picture = [f"{f'rank {r}':<{label}} |" + "".join(f"{c:^{width}}" for c in line) for r, line in enumerate(lines)]
     notes = [f"rank {rank}, position {position}: {sentence}" for (rank, position), sentence in sorted(marks.items())]
     return "\n".join(line.rstrip() for line in [*picture, *notes])
+
+
+def _marked_cells(schedule: Schedule, rank: int, marks: dict[tuple[int, int], str]) -> list[str]:
+    """Return the cells of a row, those with a marked action in brackets."""
+    texts, position = [], 0
+    for cell in schedule.cells(rank):
+        text, marked = _cell_text(cell), any((rank, position + i) in marks for i in range(len(cell)))
+        texts.append(f"[{text}]" if marked else f" {text} ")
+        position += len(cell)
+    return texts

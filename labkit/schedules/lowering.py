@@ -43,12 +43,15 @@ import numpy as np
 
 from labkit.comm.posting_order import Operation, channel, even_odd_place
 from labkit.schedules.dependencies import consumers, producers
-from labkit.schedules.ir import Action, Schedule
+from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import Timeline, simulate
 from labkit.schedules.sync_places import sync_places
 
 Transport = Literal["posted", "batched", "even_odd", "blocking"]
 """Way in which messages travel: see the table above."""
+DEFAULT_TRANSPORT: Transport = "posted"
+"""Transport where none is given: in a training run, the runtime, the entry points, `lower`, `verify`, `labkit order`.
+The source documents batch (Megatron's `batch_p2p_comm` True), which makes both ends of a message wait for a slot."""
 
 
 class StageMessage(NamedTuple):
@@ -131,6 +134,18 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two merged actions; prints as `2F5&2B3`. Their messages are received before, and sent after."""
+
+    forward: Compute
+    backward: Compute
+    verb: Literal["merged"] = "merged"
+
+    def __str__(self) -> str:
+        return f"{self.forward}&{self.backward}"
+
+
+@dataclass(frozen=True, slots=True)
 class Communication:
     """Start transfers, end them, or both."""
 
@@ -159,7 +174,7 @@ class Sync:
         return f"    {self.verb} {what} of chunk {self.chunk}"
 
 
-Instruction = Compute | Communication | Sync
+Instruction = Compute | Pair | Communication | Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +187,14 @@ class Program:
 
     @property
     def steps(self) -> list[Compute]:
-        """The instructions that compute: the row."""
-        return [instruction for instruction in self.instructions if isinstance(instruction, Compute)]
+        """The actions that compute: the row."""
+        found: list[Compute] = []
+        for instruction in self.instructions:
+            if isinstance(instruction, Pair):
+                found += [instruction.forward, instruction.backward]
+            elif isinstance(instruction, Compute):
+                found.append(instruction)
+        return found
 
     @property
     def slots(self) -> list[tuple[Transfer, ...]]:
@@ -200,7 +221,9 @@ class Program:
         return "\n".join(map(str, self.instructions))
 
 
-def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, receives_ahead: int = 4) -> Program:
+def lower(
+    schedule: Schedule, rank: int, transport: Transport = DEFAULT_TRANSPORT, *, receives_ahead: int = 4
+) -> Program:
     """Return the program of `rank`. The schedule must be complete, as `verify` checks.
 
     receives_ahead: number of receives from one sender that `posted` opens beyond the message that is read next. Varying
@@ -208,9 +231,11 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
 
     Raises:
         ValueError: an unknown transport.
-        ScheduleError: `batched` or `even_odd`, and a schedule that `simulate` rejects.
+        ScheduleError: `batched` or `even_odd`, and a schedule that `simulate` rejects; merged pairs over another
+            transport than `posted`.
     """
     check_transport(transport)
+    check_pairs(schedule, transport)
     actions, stages = schedule.actions(rank), schedule.stages_of(rank)
     chunks = [stages.index(action.stage) for action in actions]
     ends = {chunk: i for i, (action, chunk) in enumerate(zip(actions, chunks)) if action.kind in "BW"}
@@ -229,11 +254,29 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
         after = [[] for _ in steps]
     grad_sync, param_gather = sync_places(schedule, rank, actions, chunks)
     program: list[Instruction] = []
-    for i, step in enumerate(steps):
-        program += [Sync("gather", chunk) for chunk in param_gather[i]]
-        program += [*before[i], step, *after[i]]
-        program += [Sync("synchronise", chunk) for chunk in grad_sync[i]]
+    for cell in _cells(schedule, rank):
+        program += [Sync("gather", chunk) for i in cell for chunk in param_gather[i]]
+        program += [instruction for i in cell for instruction in before[i]]
+        program.append(Pair(steps[cell[0]], steps[cell[1]]) if len(cell) == 2 else steps[cell[0]])
+        program += [instruction for i in cell for instruction in after[i]]
+        program += [Sync("synchronise", chunk) for i in cell for chunk in grad_sync[i]]
     return Program(program + before[-1], incoming)
+
+
+def _cells(schedule: Schedule, rank: int) -> list[range]:
+    """Return the positions of the row's actions by cells."""
+    starts = np.flatnonzero(~schedule.merged[schedule.offsets[rank] : schedule.offsets[rank + 1]]).tolist()
+    ends = [*starts[1:], int(schedule.offsets[rank + 1] - schedule.offsets[rank])]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def check_pairs(schedule: Schedule, transport: Transport) -> None:
+    """Raise ScheduleError for merged pairs over another transport than `posted`."""
+    if schedule.has_pairs and transport != "posted":
+        raise ScheduleError(
+            f"{schedule.name} has merged pairs, which receive for two actions at once: they run over posted transfers "
+            f"alone, not {transport}"
+        )
 
 
 def check_transport(transport: str) -> None:

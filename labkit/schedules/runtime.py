@@ -24,7 +24,8 @@ from labkit.schedules.builders import without_backward
 from labkit.schedules.execution import RankSetup, RankStep
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import Action, Schedule
-from labkit.schedules.lowering import Program, Transport, check_transport, lower
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Program, Transport, check_transport, lower
+from labkit.schedules.merged_execution import MergedStep
 from labkit.schedules.message_shapes import TensorShape, shapes_of_messages
 from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses
 from labkit.schedules.simulator import kept_whole
@@ -63,7 +64,7 @@ class PipelineRuntime:
         tensor_shape: TensorShape = None,
         variable_seq_lengths: bool = False,
         dtype: torch.dtype | None = None,
-        transport: Transport = "posted",
+        transport: Transport = DEFAULT_TRANSPORT,
         grad_scaler: Callable[[Tensor], Tensor] | None = None,
         calculate_per_token_loss: bool = False,
         no_sync_func: NoSync | Sequence[NoSync] | None = None,
@@ -74,6 +75,7 @@ class PipelineRuntime:
         autocast_dtype: torch.dtype | None = None,
         num_microbatches_with_partial_activation_checkpoints: int | None = None,
         tokens_per_microbatch: int | None = None,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         """Check that the schedule can run and fits this rank. The first runtime of a layout makes a communicator.
 
@@ -93,6 +95,7 @@ class PipelineRuntime:
         num_microbatches_with_partial_activation_checkpoints: of those in flight on this rank, this many recompute
             nothing (`kept_whole`): their forwards run under the chunk's `set_activation_checkpointing(False)`.
         tokens_per_microbatch: B x S; needed with calculate_per_token_loss and experts alone (`AttachedLosses`).
+        delay_wgrad_compute: in a schedule with merged pairs, whole backwards compute weight gradients apart.
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.
         """
@@ -105,6 +108,8 @@ class PipelineRuntime:
         chunks, rank = chunks_of(model_chunks), groups.pp.rank
         count = num_microbatches_with_partial_activation_checkpoints
         _check_fit(schedule, groups, chunks, recomputes=count is not None)
+        if delay_wgrad_compute and not schedule.has_pairs:
+            raise ValueError(f"delay_wgrad_compute is about merged pairs, and {schedule.name} has none: leave it out")
         self.sync_functions: dict[str, Any] = {
             "no_sync_func": no_sync_func,
             "grad_sync_func": grad_sync_func,
@@ -130,6 +135,7 @@ class PipelineRuntime:
             timers=timers,
             deallocate=deallocate_pipeline_outputs,
             kept_whole=None if count is None else kept_whole(schedule, rank, count),
+            delay_wgrad=delay_wgrad_compute,
         )
         self._has_met: set[bool] = set()
         """The kinds of runs, with or without backward, for which the ranks have compared their settings."""
@@ -205,7 +211,8 @@ class PipelineRuntime:
             non_loss=collect_non_loss_data,
         )
         sync = GradientSync(() if forward_only else chunks, **self.sync_functions)
-        step = RankStep(self.setup, losses, sync, forward_only=forward_only)
+        kind = MergedStep if self.schedule.has_pairs and not forward_only else RankStep
+        step = kind(self.setup, losses, sync, forward_only=forward_only)
         with step.timed("forward-backward", 1), torch.set_grad_enabled(not forward_only):
             if self._is_plain:
                 step.run_microbatches(iterators[0], wanted)
@@ -237,6 +244,11 @@ def _check_fit(schedule: Schedule, groups: ParallelGroups, chunks: Sequence[Any]
     for stage, chunk in zip(stages, chunks, strict=True):
         if stage > 0 and not hasattr(chunk, "set_input_tensor"):
             raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
+        if schedule.has_pairs and not hasattr(chunk, "in_parts"):
+            raise ValueError(
+                f"stage {stage} needs in_parts(...) to run merged pairs, as labkit.models.GPTModel has it; without it "
+                "choose a schedule whose actions run one by one"
+            )
         if recomputes and not hasattr(chunk, "set_activation_checkpointing"):
             raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep microbatches whole")
 

@@ -4,6 +4,9 @@ A rank runs its row in order. An action starts when its rank is free and everyth
 (`dependencies.py`) has arrived. A result that crosses ranks arrives alpha + beta x bytes after the end of its action.
 Messages overlap with computation.
 
+A merged pair is one piece of work, which starts when both its actions can, and takes as long as both. If the costs give
+the parts of layers, it takes less: all-to-alls have a lane of their own beside the computation (`merging.py`).
+
 All ranks advance together in waves of numpy operations; in a wave each rank runs at most one action. A wave costs nine
 array operations on P numbers. There are about as many waves as actions in a row. 4 million actions on 64 ranks take
 half a second.
@@ -14,14 +17,15 @@ Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from labkit.events import Event
 from labkit.schedules.dependencies import awaited, explain_deadlock, require_complete
-from labkit.schedules.ir import EVENT_KINDS, Schedule, ScheduleError
+from labkit.schedules.ir import EVENT_KINDS, Action, Schedule, ScheduleError
+from labkit.schedules.merging import Lane, LayerTimes, pair_lanes, pair_seconds
 
 _F, _B, _I, _W = range(4)
 PerStage = float | Sequence[float]
@@ -58,6 +62,13 @@ class Costs:
     """Activations of one microbatch on a stage from forward to backward, in units of the reader's choice."""
     freed_by_input_grad: PerStage = 0.0
     """Share of `activation` (0 to 1) that I of a split backward frees; W frees the rest."""
+    layers: Sequence[Sequence[LayerTimes]] = ()
+    """By stage, the parts of each layer. Their time is added to that of F, I and B, and alone nothing hides their
+    all-to-alls. In a merged pair the other side's computation does."""
+    delay_wgrad: bool = False
+    """Merged pairs compute weight gradients apart."""
+    slowdown: float = 0.0
+    """Seconds by which a second that a pair hides slows the computation beside it."""
 
     def table(self, num_stages: int) -> np.ndarray:
         """Return durations by kind and stage (4, S). Raises ValueError for a wrong number of stages or a negative
@@ -66,7 +77,33 @@ class Costs:
         rows = {name: _per_stage(name, value, num_stages) for name, value in given.items()}
         both = rows["input_grad"] + rows["weight_grad"]
         backward = both if self.backward is None else _per_stage("backward", self.backward, num_stages)
-        return np.stack([rows["forward"], backward, rows["input_grad"], rows["weight_grad"]])
+        table = np.stack([rows["forward"], backward, rows["input_grad"], rows["weight_grad"]])
+        return table + self._layers_alone(num_stages) if self.layers else table
+
+    def _layers_alone(self, num_stages: int) -> np.ndarray:
+        """Return what the layers of each stage add to its actions outside pairs (4, S)."""
+        if len(self.layers) != num_stages:
+            raise ValueError(f"layers has {len(self.layers)} stages: give the layers of each of the {num_stages}")
+        forward = np.array([pair_seconds(layers, ()) for layers in self.layers])
+        backward = np.array([pair_seconds((), layers) for layers in self.layers])
+        weight = np.array([sum(sum(layer.weight.values()) for layer in layers) for layers in self.layers])
+        return np.stack([forward, backward, backward - weight, weight])
+
+    def lanes(self, forward: Action | None, backward: Action | None) -> list[Lane]:
+        """Return what the layers do in a merged pair, or in one action alone. I leaves weight gradients out."""
+        ahead = () if forward is None else self.layers[forward.stage]
+        back = () if backward is None else self.layers[backward.stage]
+        if backward is not None and backward.kind == "I":
+            return pair_lanes(ahead, [replace(layer, weight={}) for layer in back])
+        return pair_lanes(ahead, back, delay_wgrad=self.delay_wgrad)
+
+    def hidden(self, forward: int, backward: int) -> float:
+        """Return the seconds by which a pair of these stages is shorter than its two actions alone."""
+        if not self.layers:
+            return 0.0
+        ahead, back = self.layers[forward], self.layers[backward]
+        paired = pair_seconds(ahead, back, delay_wgrad=self.delay_wgrad)
+        return (pair_seconds(ahead, ()) + pair_seconds((), back) - paired) * (1 - self.slowdown)
 
     def messages(self, pp: int) -> np.ndarray:
         """alpha + beta x bytes of an activation and of a gradient, by sending and receiving rank (2, P, P); 0 within a
@@ -132,11 +169,42 @@ class Timeline:
         schedule, events, index = self.schedule, [], 0
         for rank in range(schedule.pp):
             chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-            for action in schedule.actions(rank):
+            for cell in schedule.cells(rank):
                 start, end = float(self.start[index]), float(self.end[index])
-                kind, chunk = EVENT_KINDS[action.kind], chunks[action.stage]
-                events.append(Event(rank, str(action), kind, start, end, action.microbatch, chunk))
-                index += 1
+                if self.costs.layers and cell[0].kind != "W":
+                    events += self._part_events(rank, cell, chunks, end)
+                elif len(cell) == 2:
+                    events += self._halves(rank, cell, chunks, start, end)
+                else:
+                    events.append(_event(rank, cell[0], "", EVENT_KINDS[cell[0].kind], start, end, chunks))
+                index += len(cell)
+        return events
+
+    def _halves(
+        self, rank: int, pair: tuple[Action, ...], chunks: dict[int, int], start: float, end: float
+    ) -> list[Event]:
+        """Return a merged pair as its forward and then its backward, in proportion to their costs."""
+        forward, backward = pair
+        table = self.costs.table(self.schedule.num_stages)
+        ahead, back = float(table[_F, forward.stage]), float(table[_B, backward.stage])
+        middle = start + (end - start) * (ahead / (ahead + back) if ahead + back else 0.5)
+        return [
+            _event(rank, forward, "", EVENT_KINDS["F"], start, middle, chunks),
+            _event(rank, backward, "", EVENT_KINDS["B"], middle, end, chunks),
+        ]
+
+    def _part_events(self, rank: int, cell: tuple[Action, ...], chunks: dict[int, int], end: float) -> list[Event]:
+        """Return the parts and all-to-alls of an action or a merged pair, such as `2F5 0 experts`; what the costs put
+        outside the layers runs before them."""
+        sides = {"F" if action.kind == "F" else "B": action for action in cell}
+        lanes = self.costs.lanes(sides.get("F"), sides.get("B"))
+        first = end - max((lane.end for lane in lanes), default=0.0)
+        events = []
+        for lane in lanes:
+            side = lane.name[0]
+            action = sides["F" if side == "F" else "B"]
+            kind = EVENT_KINDS["W" if side == "W" else action.kind] if lane.lane == "compute" else "collective"
+            events.append(_event(rank, action, lane.name[1:], kind, first + lane.start, first + lane.end, chunks))
         return events
 
     @property
@@ -147,7 +215,8 @@ class Timeline:
     @cached_property
     def busy(self) -> np.ndarray:
         """Time that each rank computes (P,)."""
-        return np.add.reduceat(self.end - self.start, self.schedule.offsets[:-1])
+        took = np.where(self.schedule.merged, 0.0, self.end - self.start)  # a merged pair counts once
+        return np.add.reduceat(took, self.schedule.offsets[:-1])
 
     @property
     def bubble_fraction(self) -> float:
@@ -196,6 +265,10 @@ class Timeline:
         return np.concatenate([[0.0], times]), np.concatenate([[0], np.cumsum(steps)])
 
 
+def _event(rank: int, action: Action, rest: str, kind: str, start: float, end: float, chunks: dict[int, int]) -> Event:
+    return Event(rank, f"{action}{rest}", kind, start, end, action.microbatch, chunks[action.stage])
+
+
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Predict when each action runs, with `costs` (default: units) for actions and messages.
 
@@ -204,6 +277,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     durations = costs.table(schedule.num_stages)[schedule.kinds, schedule.stages]
+    if costs.layers:
+        hidden = lru_cache(None)(costs.hidden)
+        for second in np.flatnonzero(schedule.merged).tolist():
+            durations[second] -= hidden(*schedule.stages[second - 1 : second + 1].tolist())
     start, end = earliest(schedule, durations, costs.messages(schedule.pp))
     return Timeline(schedule, start, end, costs)
 
@@ -217,6 +294,11 @@ def earliest(
     Raises ScheduleError as `simulate` does.
     """
     waits = awaited(schedule, require_complete(schedule))
+    second = np.flatnonzero(schedule.merged)
+    if len(second):  # a merged pair is one piece of work, at the place of its backward
+        durations = durations.copy()
+        durations[second] += durations[second - 1]
+        durations[second - 1] = 0.0
     delays = _delays(schedule, waits, messages) if messages is not None and messages.any() else None
     # Each row gets a place after its end, where its rank stops. One more place at the very end means "nothing needed".
     stops = schedule.offsets[1:] + np.arange(schedule.pp)
@@ -234,7 +316,9 @@ def earliest(
     end[stops] = end[nothing] = 0.0
     arrived = end[waits] if delays is None else end[waits] + delays
     np.maximum(arrived[1:], end[:-1], out=arrived[1:])
-    return np.delete(arrived, [*stops, nothing]), np.delete(end, [*stops, nothing])
+    start, end = (np.delete(times, [*stops, nothing]) for times in (arrived, end))
+    start[second - 1], end[second - 1] = start[second], end[second]
+    return start, end
 
 
 def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.ndarray:

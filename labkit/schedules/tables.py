@@ -18,7 +18,7 @@ chunk c, and -(c + 1) its backward. An order needs no microbatches: every chunk 
 A program is a list of phases `(times, "F0 I1 W1")`: the rank repeats the words `times` times. A word is a kind and a
 model chunk of the rank; `F` alone means chunk 0. Every kind runs the microbatches of a chunk in ascending order, so a
 program needs no microbatches. `W` alone is the oldest open weight gradient of any chunk. A program has either such W or
-numbered ones.
+numbered ones. B and I of a chunk share its microbatches. `F0&B1` are two merged actions.
 
 Sources: arXiv 2104.04473 section 2.2; megatron-core 0.16.1, which tests hold these functions to.
 """
@@ -39,7 +39,7 @@ ScheduleTable = Sequence[tuple[int, int]]
 Phase = tuple[int, str]
 """(times, words)."""
 
-_I, _W = KINDS.index("I"), KINDS.index("W")
+_F, _B, _I, _W = (KINDS.index(kind) for kind in "FBIW")
 _OLDEST = -1
 
 
@@ -261,11 +261,11 @@ def from_programs(
                 f"{name}: the program of rank {rank} has a phase of {short[0]}; a phase has 0 times or more, so with "
                 f"{counted(microbatches, 'microbatch')} a warm-up is at most {microbatches}"
             )
-        kinds, chunks, numbers = _row(program)
+        kinds, chunks, numbers, merged = _row(program)
         stages = np.array([stage_of(rank, chunk) for chunk in range(1 + int(chunks.max()))])
         kept = numbers < microbatches
-        rows.append((stages[chunks[kept]], kinds[kept], numbers[kept]))
-    stages, kinds, numbers = (np.concatenate(columns) for columns in zip(*rows, strict=True))
+        rows.append((stages[chunks[kept]], kinds[kept], numbers[kept], merged[kept]))
+    stages, kinds, numbers, merged = (np.concatenate(columns) for columns in zip(*rows, strict=True))
     return Schedule.from_columns(
         name,
         1 + int(stages.max()),
@@ -274,23 +274,26 @@ def from_programs(
         kinds=kinds,
         microbatches=numbers,
         offsets=np.cumsum([0, *(len(row[0]) for row in rows)]),
+        merged=merged,
     )
 
 
-def _row(program: Sequence[Phase]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (kinds, chunks, microbatches) of one rank's actions."""
-    phases = [(times, words.split()) for times, words in program if times]
+def _row(program: Sequence[Phase]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return (kinds, chunks, microbatches, merged) of one rank's actions."""
+    phases = [(times, words.replace("&", " &").split()) for times, words in program if times]
+    joins = np.concatenate([np.tile([word[0] == "&" for word in words], times) for times, words in phases])
+    phases = [(times, [word.removeprefix("&") for word in words]) for times, words in phases]
     kinds = np.concatenate([np.tile([KINDS.index(word[0]) for word in words], times) for times, words in phases])
     chunks = np.concatenate([np.tile([_chunk(word) for word in words], times) for times, words in phases])
     numbers = np.zeros_like(kinds)
-    for kind in range(len(KINDS)):
+    for alike in ((_F,), (_B, _I), (_W,)):
         for chunk in range(1 + int(chunks.max())):
-            here = (kinds == kind) & (chunks == chunk)
+            here = np.isin(kinds, alike) & (chunks == chunk)
             numbers[here] = np.arange(np.count_nonzero(here))
     if (chunks == _OLDEST).any():
         inputs, weights = kinds == _I, kinds == _W
         chunks[weights], numbers[weights] = chunks[inputs], numbers[inputs]
-    return kinds, chunks, numbers
+    return kinds, chunks, numbers, joins
 
 
 def _chunk(word: str) -> int:

@@ -40,10 +40,13 @@ from labkit.comm.posting_order import Operation
 from labkit.schedules.dependencies import producers, require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
 from labkit.schedules.lowering import (
+    DEFAULT_TRANSPORT,
     Compute,
+    Pair,
     Program,
     Transfer,
     Transport,
+    check_pairs,
     check_transport,
     lower,
     receive_slots,
@@ -56,14 +59,14 @@ _CHANGE = np.array([1, -1, 0, -1], dtype=np.int8)
 
 def verify(
     schedule: Schedule,
-    transport: Transport = "posted",
+    transport: Transport = DEFAULT_TRANSPORT,
     *,
     memory_limit: int | Sequence[int] | None = None,
     megatron_rules: bool = False,
 ) -> Timeline:
     """Prove that `schedule` can run over `transport`, and return its time line at unit costs (F, I and W take 1, B 2).
 
-    transport: `posted` is the one of a training run, unless `schedule.batch_p2p_comm` says otherwise.
+    transport: the default is that of a training run, unless `schedule.batch_p2p_comm` says otherwise.
     memory_limit: most microbatches in flight on a rank (over all its stages), one number or one for each rank.
     megatron_rules: also check an interleaved schedule against Megatron's rules for M, N and PP (`interleaving_rules`).
         labkit's runtime does not need them.
@@ -73,6 +76,7 @@ def verify(
         RuntimeError: labkit itself lowered batches that the certificate does not cover.
     """
     check_transport(transport)
+    check_pairs(schedule, transport)
     limits = None if memory_limit is None else _limits(schedule, memory_limit)
     require_complete(schedule)
     _require_order(schedule)
@@ -367,8 +371,8 @@ def _posted(program: Program) -> list[tuple[int, list[Op]]]:
     steps: list[tuple[int, list[Op]]] = []
     position = 0
     for instruction in program.instructions:
-        if isinstance(instruction, Compute):
-            position += 1
+        if isinstance(instruction, Compute | Pair):
+            position += 1 if isinstance(instruction, Compute) else 2
         elif instruction.verb == "post":
             for transfer in instruction.transfers:
                 posted[transfer.peer].append(transfer)

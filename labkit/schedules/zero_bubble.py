@@ -167,6 +167,24 @@ def dualpipe_v(pp: int, microbatches: int) -> Schedule:
     return _over_a_v("DualPipeV", pp, microbatches, [_dualpipe_v(pp, microbatches, rank) for rank in range(pp)])
 
 
+def merged_dualpipe_v(pp: int, microbatches: int) -> Schedule:
+    """DualPipeV whose pairs really merge, as DualPipe's authors run them.
+
+    `dualpipe_v`'s program with merged pairs in its main phase and the one after it. A merged backward is a full one:
+        4. (m-2p+r+1) (F0&B1 F1&B0)
+        5. l (I1 W F1&B0)
+    Errors and peak in flight are those of `dualpipe_v`.
+    """
+    plain = dualpipe_v(pp, microbatches)  # for its errors
+    programs = [_dualpipe_v(pp, microbatches, rank) for rank in range(pp)]
+    for program in programs:
+        for phase in (3, 4):
+            times, words = program[phase]
+            words = words.replace("F0 I1 W", "F0&B1").replace("F1 I0 W", "F1&B0")
+            program[phase] = (times, words)
+    return _over_a_v(f"merged {plain.name}", pp, microbatches, programs)
+
+
 def _dualpipe_v(pp: int, microbatches: int, rank: int) -> list[Phase]:
     below = pp - rank - 1
     half, odd = divmod(rank + 1, 2)

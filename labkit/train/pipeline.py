@@ -84,6 +84,7 @@ class Pipeline:
             grad_scaler=self.loss_scaler.scale_loss if config.optim.precision == "fp16" else None,
             calculate_per_token_loss=config.optim.calculate_per_token_loss,
             tokens_per_microbatch=config.train.micro_batch_size * config.model.seq_length,
+            delay_wgrad_compute=config.schedule.delay_wgrad_compute,
         )
 
     def _synchronisation(self) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from labkit.graphs.scope import captures_layers
 from labkit.plan.stages import configured_schedule, stage_contents
 from labkit.schedules.builders import without_backward
 from labkit.schedules.ir import KINDS, Schedule
-from labkit.schedules.lowering import Transport
+from labkit.schedules.lowering import DEFAULT_TRANSPORT, Transport
 from labkit.schedules.verifier import verify
 
-TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
+TRANSPORTS: dict[bool | None, Transport] = {None: DEFAULT_TRANSPORT, True: "batched", False: "even_odd"}
 """`schedule.batch_p2p_comm` -> the transport by which the runtime moves tensors between stages."""
 
 

@@ -364,3 +364,13 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in out
     assert main([]) == 0
     assert "order" in capsys.readouterr().out
+
+
+def test_merged_pairs_are_one_cell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ("--pp", "2", "--microbatches", "4", "--overlap-moe-expert-parallel-comm")
+    file = tmp_path / "merged.csv"
+    text = told(capsys, *sizes, "--csv", str(file))
+    assert "rank 1      1F0 1F1&1B0 1F2&1B1 1F3&1B2     1B3" in text
+    assert "idle 6 over 2 ranks" in text
+    assert "posted: yes, it runs" in told(capsys, "--verify", str(file))
+    assert "'zbv' has no such pairs" in refused(capsys, *sizes, "--name", "zbv")[1]

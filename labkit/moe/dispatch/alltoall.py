@@ -25,7 +25,7 @@ from torch import Tensor
 
 from labkit.comm import collectives
 from labkit.comm.groups import ParallelGroups
-from labkit.comm.in_flight import all_to_all_start
+from labkit.comm.in_flight import AllToAllInFlight, all_to_all_start
 from labkit.comm.ledger import comm_scope, current_scope
 from labkit.config import MoEConfig
 from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
@@ -159,6 +159,23 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
                 shared = self.shared_experts.linear_fc1_forward_and_act(shared)
             hidden, probs = (transfer.wait() for transfer in under_way)
         return hidden, probs, metadata._replace(splits=splits, shared_experts=shared)
+
+    def start_dispatch(
+        self, hidden: Tensor, probs: Tensor, metadata: AllToAllMetadata
+    ) -> tuple[tuple[AllToAllInFlight, AllToAllInFlight], AllToAllMetadata]:
+        """Start `token_dispatch`, for merged pairs: return its transfers, of rows and of weights, not yet awaited."""
+        counts = metadata.num_global_tokens_per_expert
+        host_counts = metadata.host_counts or self.copy_at("before_ep_alltoall", counts)
+        splits = self._splits(host_counts, metadata.hidden_shape[:-1].numel())
+        rows, weights = (
+            all_to_all_start(x, self.ep, splits.output_splits, splits.input_splits) for x in (hidden, probs)
+        )
+        return (rows, weights), metadata._replace(splits=splits)
+
+    def start_combine(self, hidden: Tensor, metadata: AllToAllMetadata) -> AllToAllInFlight:
+        """Start `token_combine`, for merged pairs."""
+        splits = _known(metadata.splits)
+        return all_to_all_start(hidden, self.ep, splits.input_splits, splits.output_splits)
 
     def dispatch_postprocess(
         self, hidden: Tensor, probs: Tensor, metadata: AllToAllMetadata

@@ -62,6 +62,8 @@ def _schedule(config: RunConfig) -> list[str]:
     words += ["variable lengths"] if own.variable_seq_lengths else []
     words += [f"group {own.microbatch_group_size}"] if own.microbatch_group_size is not None else []
     words += ["all warm-up"] if own.all_warmup else []
+    words += ["merged pairs"] if own.overlap_moe_expert_parallel_comm else []
+    words += ["delayed weight gradients"] if own.delay_wgrad_compute else []
     return words
 
 

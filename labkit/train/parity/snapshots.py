@@ -188,15 +188,23 @@ class Recorder:
 def _count_forwards(model: nn.Module) -> Callable[[], int]:
     """Return a function that gives the number of the model's forward pass, from 0.
 
-    Recomputation runs blocks, not the model, so it does not count."""
-    numbers = count()
+    Recomputation runs blocks, not the model, so it does not count. Merged pairs take the model's parts instead of
+    calling it, and finish one forward before they begin the next."""
+    numbers, in_parts = count(), getattr(model, "in_parts", None)
     now = -1
 
-    def begin(_: nn.Module, __: object) -> None:
+    def begin(*_: object) -> None:
         nonlocal now
         now = next(numbers)
 
+    def begin_in_parts(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        assert in_parts is not None
+        return in_parts(*args, **kwargs)
+
     model.register_forward_pre_hook(begin)
+    if in_parts is not None:
+        vars(model)["in_parts"] = begin_in_parts
     return lambda: now
 
 

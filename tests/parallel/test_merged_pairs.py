@@ -1,0 +1,91 @@
+"""Merged pairs on real ranks: the numbers of one process, the bytes of unmerged ones, the order of the simulator."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from labkit.comm.ledger import CommLedger
+from labkit.config import RunConfig
+from labkit.plan.stages import configured_schedule
+from labkit.schedules import Costs, LayerTimes, simulate
+from labkit.schedules.merging import DENSE_PARTS, MOE_PARTS
+from labkit.train import compare, pretrain
+
+MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
+MERGED_LAYOUTS = MATRIX["MERGED_LAYOUTS"]
+MERGES = {"schedule.overlap_moe_expert_parallel_comm": True}
+DELAYS = {**MERGES, "schedule.delay_wgrad_compute": True}
+
+
+def sparse(**changes: Any) -> RunConfig:
+    """Two layers, the first with experts, and enough microbatches for pairs on every rank."""
+    return MATRIX["sparse"]("tiny_moe").override({"layers": 2, "global_batch_size": 16, **changes})
+
+
+@pytest.mark.parametrize("layouts", [MERGED_LAYOUTS[:3]], ids=["everyday"])
+def test_layouts_with_merged_pairs_agree_with_one_process(layouts):
+    report = compare(sparse(), layouts, steps=2)
+    assert report.ok, f"\n{report}"
+    assert max(row.largest for row in report.rows) <= 1e-10
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", MERGED_LAYOUTS[3:], ids=str)
+def test_every_layout_with_merged_pairs_agrees_with_one_process(layout):
+    preset = "deepseek_tiny" if "recompute_modules" in layout else "tiny_moe"  # which has shared experts
+    config = MATRIX["sparse"](preset).override({"layers": 4, "global_batch_size": 32})
+    report = compare(config, [layout], steps=2)
+    assert report.ok, f"\n{report}"
+    assert max(row.largest for row in report.rows) <= 1e-10
+
+
+class Gradients:
+    """Keeps the final gradients of the last step."""
+
+    def on_model(self, *_: Any) -> None:
+        pass
+
+    def on_gradients(self, step: int, chunks: Any) -> None:
+        self.gradients = [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
+
+    def on_update(self, *_: Any) -> None:
+        pass
+
+
+def trained(config: RunConfig) -> tuple[list[float], list[torch.Tensor], list[tuple[Any, ...]], list[Any]]:
+    """Losses, gradients, every collective of two steps by what it is, and the parts of layers that ran."""
+    observer = Gradients()
+    with CommLedger() as ledger:
+        result = pretrain(config, observer=observer)
+    calls = [(r.operation, r.group, r.bytes, r.dtype, r.layer, r.phase, r.kept) for r in ledger.records]
+    parts = [event for event in result.events if event.name.split()[-1] in (*MOE_PARTS, *DENSE_PARTS)]
+    return result.losses, observer.gradients, sorted(calls, key=str), parts
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["interleaved", "delayed"])
+def test_pairs_change_no_bit_and_no_byte_and_run_in_the_simulated_order(on_ranks, delay):
+    """ep 2 x pp 2: the same losses, gradients and collectives as unmerged, in the order that the simulator gives.
+
+    Four layers in four stages under interleaving, or in two stages of two under 1F1B.
+    """
+    layout = {"ep": 2, "pp": 2, "vpp": 1 if delay else 2, "layers": 4, "train.steps": 2}
+    plain = on_ranks(trained, 4, sparse(**layout))
+    config = sparse(**layout, **(DELAYS if delay else MERGES))
+    merged = on_ranks(trained, 4, config)
+    schedule = configured_schedule(config, 4)
+    moe = LayerTimes(forward=dict.fromkeys(MOE_PARTS, 1.0), backward=dict.fromkeys(reversed(MOE_PARTS), 1.0))
+    dense = LayerTimes(forward=dict.fromkeys(DENSE_PARTS, 1.0), backward=dict.fromkeys(reversed(DENSE_PARTS), 1.0))
+    stages = [[moe, dense], [moe, dense]] if delay else [[moe], [dense], [moe], [dense]]
+    timeline = simulate(schedule, Costs(layers=stages, delay_wgrad=delay))
+    for rank, (one, other) in enumerate(zip(plain, merged, strict=True)):
+        assert one[0] == other[0]
+        assert len(one[1]) == len(other[1])
+        assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+        assert one[2] == other[2]
+        expected = [e.name for e in timeline.events if e.rank == rank // 2 and e.kind != "collective"]
+        found = [event.name for event in sorted(other[3], key=lambda event: event.start)]
+        assert found == 2 * expected

@@ -1,0 +1,93 @@
+"""The predicted step with merged pairs: what they hide, what still shows, and the published pairs of the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.config import RunConfig
+from labkit.plan.machine import load_machine
+from labkit.plan.memory import rank_memory
+from labkit.plan.pair_times import stage_layers
+from labkit.plan.stages import configured_schedule
+from labkit.plan.step_time import StepPrediction, predict_step, step_lower_bound
+from labkit.plan.workload import Workload
+
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "plan.md").read_text()
+QWEN = {"model.layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "model.ffn_hidden": 6144, "vocab_size": 151936,
+        "seq_length": 4096, "num_experts": 128, "top_k": 8, "moe.ffn_hidden": 768, "ep": 16, "micro_batch_size": 1,
+        "global_batch_size": 1024, "precision": "bf16", "activation": "swiglu", "norm": "rmsnorm", "position": "rope",
+        "bias": False, "untie_embeddings_and_output_weights": True, "distributed_optimizer": True,
+        "overlap_param_gather": True, "layer_freq": [1]}  # fmt: skip
+LARGE: dict[str, Any] = {
+    **QWEN, "model.layers": 96, "hidden": 4096, "heads": 64, "model.ffn_hidden": 12288, "moe.ffn_hidden": 1536,
+    "ep": 32, "tp": 2, "etp": 1, "sequence_parallel": True, "pp": 8, "vpp": 4, "global_batch_size": 2048,
+}  # fmt: skip
+MERGES: dict[str, Any] = {"schedule.overlap_moe_expert_parallel_comm": True}
+DELAYS = {**MERGES, "schedule.delay_wgrad_compute": True}
+
+
+def workload(changes: dict[str, Any], ranks: int) -> Workload:
+    return Workload(RunConfig().override(changes), ranks)
+
+
+def predicted(changes: dict[str, Any], ranks: int) -> StepPrediction:
+    return predict_step(workload(changes, ranks), load_machine("h100"))
+
+
+@pytest.mark.parametrize(("base", "ranks"), [(QWEN, 16), (LARGE, 256)], ids=["30B", "235B"])
+@pytest.mark.parametrize("merges", [MERGES, DELAYS], ids=["merged", "delayed"])
+def test_pairs_hide_all_to_alls_and_nothing_else(base: dict[str, Any], ranks: int, merges: dict[str, Any]) -> None:
+    plain, merged = predicted(base, ranks), predicted({**base, **merges}, ranks)
+    assert plain.seconds > merged.seconds > plain.seconds - plain.parts["ep"]
+    assert sum(merged.parts.values()) == pytest.approx(merged.seconds)
+    for kind in ("gemm", "attention", "memory", "launch"):
+        assert merged.parts[kind] == plain.parts[kind]
+    assert 0 < merged.parts["ep"] < plain.parts["ep"]
+    bound = step_lower_bound(workload({**base, **merges}, ranks), load_machine("h100"))
+    assert bound <= merged.seconds * (1 + 1e-12)
+
+
+def test_without_an_all_to_all_the_parts_are_those_of_the_layer() -> None:
+    """The parts' seconds are all terms of the layer, and the transfers are the terms of ep."""
+    from labkit.plan.layer_times import layer_passes
+    from labkit.plan.layout import layout_of
+
+    run, machine = workload({**QWEN, "layer_freq": [1, 0], "shared_expert_ffn_hidden": 768}, 16), load_machine("h100")
+    layout = layout_of(run)
+    ((experts, dense, *_),) = stage_layers(run.config, layout, machine, 1)
+    for layer, moe in ((experts, run.config.moe), (dense, None)):
+        passes = layer_passes(run.config.model, moe, layout, machine)
+        sent = layer.dispatch + layer.combine
+        assert sum(layer.forward.values()) + sent == pytest.approx(sum(term.seconds for term in passes.forward))
+        assert sum(layer.backward.values()) + sent == pytest.approx(sum(term.seconds for term in passes.input_grad))
+        assert sum(layer.weight.values()) == pytest.approx(sum(term.seconds for term in passes.weight_grad))
+    assert dense.dispatch == dense.combine == 0.0 and min(experts.forward.values()) > 0
+    assert set(dense.forward) == {"attention", "mlp"}
+
+
+def test_memory_grows_with_the_microbatches_in_flight() -> None:
+    """Merged 1F1B keeps up to 2 (p - r) microbatches where 1F1B keeps p - r."""
+    shape = {**QWEN, "pp": 4, "ep": 4, "global_batch_size": 64}
+    for rank in range(4):
+        kept = []
+        for merges in ({}, MERGES):
+            config = RunConfig().override({**shape, **merges})
+            kept.append(rank_memory(config, 16, configured_schedule(config, 16), rank, "cuda").activations)
+        assert 1.4 * kept[0] < kept[1] < 2.1 * kept[0]
+
+
+def test_the_page_has_the_predicted_gains() -> None:
+    number = r"\| ([\d.]+)"
+    row = rf"^\| Qwen3 [^|]* {number} to ([\d.]+) s {number} {number} to ([\d.]+) s {number} \|"
+    rows = re.findall(row, PAGE, re.MULTILINE)
+    assert len(rows) == 2
+    for (off, on, gain, *own), (base, ranks) in zip(rows, ((QWEN, 16), (LARGE, 256)), strict=True):
+        plain, merged = predicted(base, ranks).seconds, predicted({**base, **MERGES}, ranks).seconds
+        assert [f"{plain:.1f}", f"{merged:.1f}", f"{plain / merged:.2f}"] == own
+        assert float(off) / float(on) == pytest.approx(float(gain), abs=0.006)
+    delayed = predicted({**QWEN, **DELAYS}, 16).seconds / predicted({**QWEN, **MERGES}, 16).seconds
+    assert f"predicted are {100 * (delayed - 1):.1f} % lost" in PAGE
