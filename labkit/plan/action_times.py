@@ -31,7 +31,7 @@ from labkit.schedules import Schedule
 _GRAPH_LAUNCH = 0.55
 """Gap between kernels inside a CUDA graph over the gap between launches: (3.4 - 2.9) / (3.8 - 2.9) us in NVIDIA's blog
 "Getting Started with CUDA Graphs" (V100, CUDA 10.1; its numbers as others quote them). An assumption: it takes all that
-is left over a kernel of 2.9 us as gaps, although the blog does not say how much of it is waiting for the host."""
+is left over a kernel of 2.9 us as gaps, although part of it is the host, which waits once per 20 kernels there."""
 LOSS_BYTES = (26, 14)
 """Bytes that the vocabulary-parallel loss moves per logit, forward and backward: a copy in fp32 (6), maximum (4),
 subtraction (8), exponential (8); then its gradient and the copy back."""
