@@ -379,7 +379,7 @@ def _times(schedule: Schedule, vpp: int) -> tuple[float, float, float]:
 
     All three are in whole shares.
     """
-    work = {"forward": 1 / vpp, "input_grad": 1 / vpp, "weight_grad": 1 / vpp, "activation": 1 / vpp}
+    work: dict[str, Any] = {"forward": 1 / vpp, "input_grad": 1 / vpp, "weight_grad": 1 / vpp, "activation": 1 / vpp}
     free, slow = (simulate(schedule, Costs(**work, latency=latency)) for latency in (0.0, 0.5 / vpp))
     return round(free.makespan, 6), round(slow.makespan, 6), round(max(free.peak_memory), 6)
 

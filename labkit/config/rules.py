@@ -139,6 +139,8 @@ EXCLUSIONS = (
      "fp8 products keep scales and packed operands, which a compiled region does not hold; set one of them to none"),
     ("model.compile=layers", "graph.cuda_graph_impl",
      "a layer is captured or compiled, not both; set one of them to none"),
+    ("model.compile=layers", _MERGES,
+     "merged pairs run a layer part by part, and a compiled layer is one piece; set one of them off"),
     ("model.compile=layers", f"schedule.name={_SPLIT}",
      ("a compiled backward computes weight gradients together with input gradients, and this schedule splits them; set "
       "it to none, or choose a schedule with whole backwards (auto, 1f1b, gpipe)")),
