@@ -41,6 +41,15 @@ def _starting_functions(name: str) -> dict[str, str]:
     return {}
 
 
+@cache
+def numbered(chapter: str) -> dict[str, int]:
+    """Return the names of a chapter's exercises with the number under which it has them, 1 first."""
+    (path,) = CHAPTERS.glob(f"{chapter}_*.ipynb")
+    cells = _exercise_cells(json.loads(path.read_text(encoding="utf-8")))
+    names = [found[1] for source in cells if (found := CHECKED.search(source))]
+    return {name: number for number, name in enumerate(names, 1)}
+
+
 def imports_of(sources: Iterable[str]) -> str:
     """Return every import at the top of these cells, each once. Cells that start with `%%` are another language's."""
     plain = [re.sub(r"^%.*", "", source, flags=re.MULTILINE) for source in sources if not source.startswith("%%")]

@@ -236,8 +236,8 @@ def test_what_is_wrong_is_told_by_exercise_with_who_and_how_many_cases() -> None
         row("ada", "02.digits", "untouched", 0),
     ]
     assert told(rows) == [
-        "02.digits: 1 untouched",
-        "02.groups: 1 solved, 2 attempted",
+        "02.digits, exercise 1: 1 untouched",
+        "02.groups, exercise 2: 1 solved, 2 attempted",
         "  ada 3/8, ben 2/8: blocks",
         "  ben 2/8: sorted",
     ]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from labkit.check.untouched import numbered
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.grading.copies import STATES, Copy, Row, copies_in, score_copy
 from labkit.cli.grading.limits import Limits, limits, with_bubblewrap
@@ -98,7 +99,8 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     for name, mine in sorted(by_exercise.items()):
         counts = Counter(row["state"] for row in mine)
-        lines.append(f"{name}: {', '.join(f'{counts[state]} {state}' for state in STATES if counts[state])}")
+        states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+        lines.append(f"{name}, exercise {numbered(name[:2])[name]}: {states}")
         wrong: dict[str, list[str]] = defaultdict(list)
         for row in mine:
             for reason in row["reasons"]:
