@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from typing import Any
+
+WIDTH = 90
+"""Characters of a line in a terminal; the sentence of a picture may have more."""
 
 
 def show(output: Any) -> None:
@@ -12,4 +16,5 @@ def show(output: Any) -> None:
     if ipython and ipython.get_ipython():
         ipython.display.display(output)
     else:
-        print(output)
+        lines = (textwrap.fill(line, WIDTH) if len(line) > WIDTH else line for line in str(output).split("\n"))
+        print(*lines, sep="\n")

@@ -17,7 +17,7 @@
 | `folders`        | makes private folders that do not outlive their process                            |
 | `magic`          | has `%%ranks`, which runs a cell of a notebook on ranks; `rank_cells` runs it there  |
 | `by_rank`        | shows equal values and outputs of ranks once                                       |
-| `engines`        | runs a function on ranks of several machines, by the engines of ipyparallel        |
+| `engine_ranks`   | runs a function on ranks of several machines, by the engines of ipyparallel        |
 | `machine`        | counts cores and open files; `available_memory` has the memory that is left        |
 
 No module imports torch in the process that calls `run`.
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.launch.engines import engines as engines
-    from labkit.launch.engines import run_on_engines as run_on_engines
+    from labkit.launch.engine_ranks import engines as engines
+    from labkit.launch.engine_ranks import run_on_engines as run_on_engines
     from labkit.launch.failure_report import RankError as RankError
     from labkit.launch.forkserver import preload as preload
     from labkit.launch.info import RankInfo as RankInfo

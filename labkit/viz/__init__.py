@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from labkit.viz.machine_scaling import step_parts as step_parts
     from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.motion import in_motion as in_motion
-    from labkit.viz.moved_values import moved_values as moved_values
+    from labkit.viz.moves_by_try import moved_values as moved_values
     from labkit.viz.number_formats import gradient_range as gradient_range
     from labkit.viz.number_formats import precision_flow as precision_flow
     from labkit.viz.pipeline.played_table import play_table as play_table

@@ -49,7 +49,7 @@ def fails(how: str) -> None:
 
 
 def left() -> str:
-    found = subprocess.run(["pgrep", "-af", "labkit.launch.engines"], capture_output=True, text=True, check=False)
+    found = subprocess.run(["pgrep", "-af", "labkit.launch.engine_ranks"], capture_output=True, text=True, check=False)
     return found.stdout
 
 

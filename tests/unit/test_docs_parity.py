@@ -3,9 +3,9 @@
 import importlib.util
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import labkit.train.parity.comparison as parity
+from labkit.train.parity.assemble import FullRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def _without_numbers(text):
 
 def test_the_committed_tables_are_those_of_the_script_but_for_the_numbers(tmp_path, monkeypatch):
     """Nothing is trained: every layout is planned and named as ever, and two empty runs are compared."""
-    nothing = SimpleNamespace(losses=[], disagreements=[], routings={})
+    nothing = FullRun(losses=[], activations={}, gradients={}, parameters={}, disagreements=[])
     monkeypatch.setattr(parity, "_observe", lambda *arguments, **options: (nothing, 0))
     monkeypatch.setattr(parity, "differences", lambda *runs, **options: iter(()))
     matrix = _matrix()

@@ -33,6 +33,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"checkpoint.dir": "/tmp/nothing-is-written"},
     {"moe.num_experts": 4},
     {"moe.num_experts": 4, "parallel.ep": 2},
+    {"moe.num_experts": 4, "parallel.ep": 2, "schedule.overlap_moe_expert_parallel_comm": True},
     {"moe.num_experts": 4, "parallel.tp": 2, "parallel.sequence_parallel": True},
     {"moe.num_experts": 4, "moe.capacity_factor": 1.0},
     {"moe.num_experts": 4, "moe.aux_loss_coeff": 0.01},

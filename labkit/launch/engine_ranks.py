@@ -138,7 +138,7 @@ def _rank(variables: dict[str, str], packed: bytes) -> tuple[int, str, bytes]:
         given, result = Path(folder, "call"), Path(folder, "result")
         given.write_bytes(packed)
         rank = subprocess.Popen(
-            [sys.executable, "-m", "labkit.launch.engines", str(given), str(result)],
+            [sys.executable, "-m", "labkit.launch.engine_ranks", str(given), str(result)],
             env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
