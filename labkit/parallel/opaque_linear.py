@@ -15,6 +15,7 @@ Shapes: S sequence, B batch, I input size, O output size; t = size of the group.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ _numbers = count()
 
 def numbered(layer: nn.Module) -> Tensor:
     """Return a new number of `layer`, in a tensor on the host, by which the operators find it while it lives."""
+    _registered()
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number)
@@ -72,15 +74,19 @@ def _shapes_of_backward(
     return torch.empty_like(x), torch.empty_like(weight) if returns_weight else grad.new_empty(0)
 
 
-_library = torch.library.Library("labkit", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor weight, Tensor number, int length) -> Tensor")
-_library.define(
-    "linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor number, bool returns_weight) -> (Tensor, Tensor)"
-)
-_library.impl("linear", _forward, "CompositeExplicitAutograd")
-_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("labkit::linear", _shape_of_forward, lib=_library)
-torch.library.register_fake("labkit::linear_backward", _shapes_of_backward, lib=_library)
+@cache
+def _registered() -> torch.library.Library:
+    """Make the operators known to torch, once in a process that compiles, and return their library."""
+    library = torch.library.Library("labkit", "FRAGMENT")
+    library.define("linear(Tensor x, Tensor weight, Tensor number, int length) -> Tensor")
+    library.define(
+        "linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor number, bool returns_weight) -> (Tensor, Tensor)"
+    )
+    library.impl("linear", _forward, "CompositeExplicitAutograd")
+    library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
+    torch.library.register_fake("labkit::linear", _shape_of_forward, lib=library)
+    torch.library.register_fake("labkit::linear_backward", _shapes_of_backward, lib=library)
+    return library
 
 
 class _OpaqueLinear(Function):
