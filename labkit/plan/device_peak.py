@@ -2,7 +2,8 @@
 
 Each action of the rank's row keeps or frees activations, and has temporaries while it runs. A forward with the loss
 needs the logits. A backward needs them again, as gradients; then the output layer needs its weight gradient; then the
-layers need their gradients and what is computed again. The exponentials are gone after the first of the three.
+layers need their gradients and what is computed again. The exponentials are gone after the first of the three. In a
+merged pair the forward keeps a layer when the backward has freed one, so the two have a layer more than one of them.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ def _peak(workload: Workload, share: Share, stages: dict[int, StageContents], sc
     row = slice(schedule.offsets[place], schedule.offsets[place + 1])
     is_forward, on = schedule.kinds[row] == 0, schedule.stages[row]
     during = np.cumsum(changes) - np.where(is_forward, 0, changes)  # a backward begins with all that it will free
+    for second in np.flatnonzero(schedule.merged[row]):
+        grows, shrinks, layers = changes[second - 1], -changes[second], len(stages[int(on[second - 1])].layers)
+        before = during[second - 1] - grows
+        during[second - 1 : second + 1] = before + max(0, grows - shrinks) + grows / max(1, layers)
     beside = np.where(is_forward, forward[on], backward[on])
     peak = int(np.argmax(during + beside))
     flying = np.bincount(on[: peak + 1], np.sign(changes[: peak + 1]), schedule.num_stages)
