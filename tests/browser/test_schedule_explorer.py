@@ -241,7 +241,7 @@ def test_the_player_steps_through_the_frames_of_a_pool(lab: str, page: Any) -> N
     _says(page, "Frame 0 of 4, F0: 8 KiB held in 1 block, 0 KiB of it just taken")
     before = picture.get_attribute("src")
     _slider(page, "frame").press("End")
-    _says(page, "Frame 3 of 4, F2: 24 KiB held in 3 blocks, 8 KiB of it just taken where")
+    _says(page, "Frame 3 of 4, F2: 24 KiB held in 3 blocks, 8 KiB of it just taken from earlier graphs")
     assert picture.get_attribute("src") != before
     _screenshot(page, "pool")
     _slider(page, "frame").press("Home")

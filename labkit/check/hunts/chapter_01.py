@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import MESSAGES_AND_NUMBERS, Fault, Hunt
 from labkit.comm import collectives
 from labkit.comm.groups import Group
 
@@ -95,14 +95,7 @@ HUNT = Hunt(
         "rank": "Which rank is at fault? A number, or all",
     },
     choices={"place": ("reduce-scatter", "all-gather")},
-    families=(
-        "missing communication",
-        "extra communication",
-        "wrong data",
-        "wrong scale",
-        "wrong order",
-        "slow work",
-    ),
+    families=(*MESSAGES_AND_NUMBERS, "slow work"),
     faults=(
         Fault(
             "no sum",

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import MESSAGES_AND_NUMBERS, Fault, Hunt
 from labkit.comm.pending import Pending
 from labkit.data import batches
 from labkit.parallel.data_parallel import distributed_data_parallel
@@ -88,15 +88,7 @@ HUNT = Hunt(
         "place": "What is at fault: which part of the run, or which decision?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
-    families=(
-        "missing communication",
-        "extra communication",
-        "wrong data",
-        "wrong scale",
-        "wrong order",
-        "reused memory",
-        "slow work",
-    ),
+    families=(*MESSAGES_AND_NUMBERS, "reused memory", "slow work"),
     faults=(
         Fault(
             "other order",

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import MESSAGES_AND_NUMBERS, Fault, Hunt
 from labkit.comm.fault_injection import dropped
 from labkit.parallel.data_parallel import distributed_optimizer
 from labkit.parallel.data_parallel.param_gather import ParamGather
@@ -78,15 +78,7 @@ HUNT = Hunt(
         "place": "Which operation, message or copy is at fault?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
-    families=(
-        "missing communication",
-        "extra communication",
-        "wrong data",
-        "wrong scale",
-        "wrong order",
-        "reused memory",
-        "slow work",
-    ),
+    families=(*MESSAGES_AND_NUMBERS, "reused memory", "slow work"),
     faults=(
         Fault(
             "own norm",

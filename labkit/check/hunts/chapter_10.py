@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import MESSAGES_AND_NUMBERS, Fault, Hunt
 from labkit.schedules.builders import gpipe
 from labkit.schedules.execution import RankStep
 from labkit.schedules.lowering import Communication, Compute, Instruction, Program
@@ -120,15 +120,7 @@ HUNT = Hunt(
         "place": "Which data, message, factor or order is at fault?",
         "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
     },
-    families=(
-        "missing communication",
-        "extra communication",
-        "wrong data",
-        "wrong scale",
-        "wrong order",
-        "kept memory",
-        "slow work",
-    ),
+    families=(*MESSAGES_AND_NUMBERS, "kept memory", "slow work"),
     faults=(
         Fault(
             "sum for mean",

@@ -35,6 +35,8 @@ FAMILIES = {
     "not captured": "work that a CUDA graph doesn't replay",
 }
 """What a fault of any hunt can be, and what that means; a hunt has only some of them."""
+MESSAGES_AND_NUMBERS = tuple(FAMILIES)[:5]
+"""The families of hunts in what ranks send each other: missing and extra communication, wrong data, scale and order."""
 _WIDTH = 90
 
 
