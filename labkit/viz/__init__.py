@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from labkit.viz.motion import in_motion as in_motion
     from labkit.viz.moves_by_try import moved_values as moved_values
     from labkit.viz.number_formats import gradient_range as gradient_range
+    from labkit.viz.number_formats import number_rulers as number_rulers
     from labkit.viz.number_formats import precision_flow as precision_flow
     from labkit.viz.pipeline.played_table import play_table as play_table
     from labkit.viz.pipeline.schedule_explorer import explore_schedule as explore_schedule

@@ -110,6 +110,41 @@ def gradient_range(panels: Mapping[str, Sequence[float]], lost: Mapping[str, Seq
     return Figure(fig, f"Gradients other than 0 in fp16: {said}.")
 
 
+def number_rulers(tensors: Mapping[str, Sequence[float]], formats: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw how many values of each tensor have which power of two, and below them a tick for each number of a format.
+
+    tensors: name -> values; those of 0 are left out. formats: name -> its numbers, of which those above 0 are drawn.
+
+    Raises ValueError without a tensor that has a value other than 0, or without a format.
+    """
+    exponents = {name: found[np.isfinite(found)] for name, found in ((n, _exponents(v)) for n, v in tensors.items())}
+    if not formats or not exponents or not all(found.size for found in exponents.values()):
+        raise ValueError("number_rulers needs a format, and tensors that have values other than 0")
+    places = {name: np.log2([x for x in numbers if x > 0]) for name, numbers in formats.items()}
+    ends = [end for each in (*exponents.values(), *places.values()) for end in (each.min(), each.max() + 1)]
+    bins = np.arange(np.floor(min(ends)), np.ceil(max(ends)) + 1)
+    rows = len(exponents) + len(places)
+    with styled():
+        fig = new_figure(7.2, 0.9 + 0.85 * len(exponents) + 0.5 * len(places))
+        heights = [1.7] * len(exponents) + [0.8] * len(places)
+        panels = fig.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for number, (axes, (name, found)) in enumerate(zip(panels, exponents.items())):
+            axes.hist(found + 0.5, bins, color=SEQUENCE[number])
+            axes.set_yticks([])
+            axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        for axes, (name, at) in zip(panels[len(exponents) :], places.items()):
+            axes.vlines(at, 0, 1, color=INK, lw=0.7)
+            axes.set(ylim=(0, 1), yticks=[])
+            axes.set_ylabel(name, rotation=0, ha="right", va="center")
+            axes.spines[["left"]].set_visible(False)
+        panels[-1].set_xlabel("power of two")
+        panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        panels[-1].set_xlim(bins[0], bins[-1])
+    said = [f"{name} from 2^{found.min():.0f} to 2^{found.max() + 1:.0f}" for name, found in exponents.items()]
+    said += [f"{name} has {len(at)} numbers from 2^{at.min():.4g} to 2^{at.max():.4g}" for name, at in places.items()]
+    return Figure(fig, f"{'; '.join(said)}.")
+
+
 def _exponents(values: Sequence[float]) -> np.ndarray:
     """Return the floor of log2 of each size; infinite for 0."""
     sizes = np.abs(np.asarray(values, dtype=float))

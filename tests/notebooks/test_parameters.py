@@ -256,6 +256,8 @@ CASES = {
             ),
         },
     ),
+    # on four ranks each holds a quarter of the experts
+    "26_eight_bits": Case({"world_size": 4, "steps": 100}, {}),
     # 2,173 tokens: behind the first 64 labels 2,172 - 64 = 2,108 are left, 263 strides of 8 and 4 labels more, or 131
     # of 16 and 12 more
     "20_evaluation_and_generation": Case(
@@ -440,6 +442,8 @@ EXTREMES = [
     ("19_bert_and_layernorm", {"world_size": 4, "layers": 32, "steps": 200, "rate": 0.006, "fault": 99}),
     ("24_encoder_decoders", {"world_size": 4, "split": 1, "fault": 0}),
     ("24_encoder_decoders", {"world_size": 8, "split": 4, "fault": 99}),
+    ("26_eight_bits", {"world_size": 2, "steps": 100, "fault": 0}),
+    ("26_eight_bits", {"world_size": 4, "steps": 1000, "fault": 99}),
     (
         "20_evaluation_and_generation",
         {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "fault": 0},

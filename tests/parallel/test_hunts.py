@@ -1200,3 +1200,80 @@ def test_23_each_fault_shows_first_in_the_line_that_its_verdict_names(ranks, tmp
     assert found["samples anew"]["next sample"] == (12, 0)
     updates = {name: again / went_on for name, rows in found.items() for went_on, again in [rows["first update"]]}
     assert updates["moments anew"] < 0.9 and updates["updates anew"] > 1.5
+
+
+# ---- 26 ----
+
+
+class EightBits:
+    """An onlooker of `pretrain`: scales, peaks of fc2's operands, and errors of three products, by step."""
+
+    def on_model(self, groups: Any, chunks: Any, schedule: Any) -> None:
+        self.scaling, self.rows, self.row = chunks[0].precision, [], {}
+        self.at = self.scaling.names.index("layers.1.mlp.fc2")
+        mlp = chunks[0].layers["1"].mlp
+        self.fc2 = mlp.fc2
+        mlp.fc1.register_forward_hook(self.error_of_y)
+        mlp.fc2.register_forward_pre_hook(self.before)
+        mlp.fc2.register_full_backward_hook(self.after)
+
+    def note(self, name: str, found: torch.Tensor, right: torch.Tensor) -> None:
+        self.row[name] = float((found.detach().double() - right).norm() / right.norm())
+
+    def peak(self, column: int, x: torch.Tensor) -> None:
+        kind = ("input", "weight", "grad")[column]
+        largest = torch.finfo(self.scaling.recipe.dtype(kind)).max
+        self.row[kind] = float(x.detach().abs().max() * self.scaling.scales[self.at, column]) / largest
+
+    def error_of_y(self, layer: Any, given: Any, made: Any) -> None:
+        x, w, b = (t.detach().double() for t in (given[0], layer.weight, layer.bias))
+        self.note("y", made[0], x @ w.T + b)
+
+    def before(self, layer: Any, given: Any) -> None:
+        self.x = given[0].detach().flatten(0, 1).double()
+        self.peak(0, self.x)
+        self.peak(1, layer.weight)
+
+    def after(self, layer: Any, made: Any, given: Any) -> None:
+        g = given[0].flatten(0, 1).double()
+        self.peak(2, g)
+        self.note("dx", made[0].flatten(0, 1), g @ layer.weight.detach().double())
+        self.right = g.T @ self.x
+
+    def on_gradients(self, step: int, chunks: Any) -> None:
+        self.note("dw", self.fc2.weight.main_grad, self.right)
+        self.row["scales"] = self.scaling.scales.log2()
+        self.rows, self.row = [*self.rows, self.row], {}
+
+    def on_update(self, step: int, chunks: Any) -> None: ...
+
+
+def in_eight_bits() -> list[dict[str, Any]]:
+    """What the chapter's instrument shows of each step, on this rank."""
+    observer = EightBits()
+    train = {"optim.lr": 1e-2, "lr_schedule": "constant", "train.steps": 8, "train.micro_batch_size": 4}
+    model = {"model.layers": 2, "model.init_std": 0.1, "optim.precision": "fp32"}
+    fp8 = {"optim.fp8": "hybrid", "optim.fp8_amax_history_len": 1, "parallel.tp": 2, "parallel.pp": 1}
+    pretrain(SMALL.override(train | model | fp8), observer=observer)
+    return observer.rows
+
+
+def test_26_each_fault_shows_in_the_columns_that_its_verdict_names(ranks) -> None:
+    found = with_each_fault(ranks, "26", in_eight_bits)
+    clean = found[CLEAN][0]
+    apart = {n: max(float((a["scales"] - b["scales"]).abs().max()) for a, b in zip(*runs)) for n, runs in found.items()}
+    assert {name for name, most in apart.items() if most} == {"own history"}
+    first = {name: runs[0][0] for name, runs in found.items()}
+    coarse = {name for name, row in first.items() if row["y"] > 1.5 * clean[0]["y"]}
+    again = {name for name, row in first.items() if row["dw"] > 1.2 * clean[0]["dw"]}
+    assert coarse == {"three bits forward"} and again - coarse == {"cast again"}
+    late = {name: runs[0][-1] for name, runs in found.items()}
+    grown = {name for name, row in late.items() if min(row["y"], row["dx"]) > 0.2}
+    assert grown == {"first weights"} and late["first weights"]["dw"] < 2 * clean[-1]["dw"]
+    off = {
+        name
+        for name, runs in found.items()
+        if max(abs(np.log2(row[kind])) for row in runs[0][3:] for kind in ("input", "weight", "grad"))
+        > 1.2 + max(abs(np.log2(row[kind])) for row in clean[3:] for kind in ("input", "weight", "grad"))
+    }
+    assert off - {"first weights"} == {"first scales"}

@@ -23,6 +23,9 @@ from labkit.evaluate.sampling import Sampler
 from labkit.events import watchers_of
 from labkit.finetune import finetuning, repeated_runs
 from labkit.finetune.task_samples import Packer
+from labkit.fp8.gemms import CastOperands, Float8Gemms
+from labkit.fp8.recipe import Float8Recipe
+from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs import cuda_graph_helper, partial_moe
 from labkit.graphs.graphable_module import GraphableMegatronModule
 from labkit.graphs.graphed_callable import GraphedCallable
@@ -68,7 +71,7 @@ CHANGED = (
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
     CrossAttention, T5Model, chunks, execution, grad_buffers, router, stepping, wikitext, generation,
     generation._Occurred, CachedAttention, Sampler, LossScaler, Optimizer, parameter_record, checkpoints,
-    Checkpoints, RankState,
+    Checkpoints, RankState, CastOperands, Float8Gemms, Float8Recipe, Float8Scaling,
 )  # fmt: skip
 """Everything that a fault may change."""
 

@@ -1,8 +1,8 @@
-"""Figures of number formats: the round of a step, and gradients that a format loses."""
+"""Figures of number formats: the round of a step, gradients that a format loses, and tensors over its numbers."""
 
 import pytest
 
-from labkit.viz import gradient_range, precision_flow
+from labkit.viz import gradient_range, number_rulers, precision_flow
 from labkit.viz.number_formats import PLACES
 
 
@@ -22,3 +22,11 @@ def test_the_share_of_lost_gradients_leaves_zeros_out():
         gradient_range({"a": [1.0]}, {"b": []})
     with pytest.raises(ValueError, match="other than 0"):
         gradient_range({"a": [0.0]}, {"a": []})
+
+
+def test_rulers_say_where_tensors_and_numbers_end_and_leave_zeros_out():
+    figure = number_rulers({"x": [0.0, 0.3, -6.0]}, {"e": [-1.0, 0.0, 0.5, 2.0]})
+    assert figure.sentence == "x from 2^-2 to 2^3; e has 2 numbers from 2^-1 to 2^1."
+    for tensors, formats in (({"x": [0.0]}, {"e": [1.0]}), ({}, {"e": [1.0]}), ({"x": [1.0]}, {})):
+        with pytest.raises(ValueError, match="other than 0"):
+            number_rulers(tensors, formats)

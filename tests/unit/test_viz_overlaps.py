@@ -512,6 +512,13 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             {f"logits, scale 2^{n}": [50] for n in range(4)},
         ),
     ),
+    "number_rulers": (
+        lambda: viz.number_rulers({"x": [0.3]}, {"e4m3": [1.0, 2.0]}),
+        lambda: viz.number_rulers(
+            {kind: [2.0 ** (n - k) for k in range(40)] for n, kind in enumerate(("input", "weight", "grad"))},
+            {"e4m3": [2.0**n for n in range(-9, 9)], "e5m2": [2.0**n for n in range(-16, 16)]},
+        ),
+    ),
     "path_widths": (
         lambda: viz.path_widths({3: 0.2}, {3: 0.4}, (0.15, 0.3)),
         lambda: viz.path_widths(dict.fromkeys((3, 6, 12, 24, 48), 1.9), dict.fromkeys((3, 6, 12, 24, 48), 1.9), (0, 1)),
