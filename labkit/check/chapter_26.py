@@ -93,7 +93,9 @@ def _misread_rounded(name: str, values: Sequence[float]) -> Misreadings:
 
     endless = [_rounded(x, mantissa, -99, largest) for x in values]
     return {
-        "a middle goes up; it goes to the neighbour whose last bit is 0, so that errors don't add up": all_of(to_step=up),
+        "a middle goes up; it goes to the neighbour whose last bit is 0, so that errors don't add up": (
+            all_of(to_step=up)
+        ),
         "a middle goes away from 0; it goes to the neighbour whose last bit is 0": all_of(to_step=away),
         "it is cut off and not rounded": all_of(to_step=math.trunc),
         "too large a number isn't held at the largest one": all_of(clamp=False),
@@ -341,8 +343,8 @@ ask(
 )
 ask(
     "26.flips",
-    "A router gives each token to 8 of 64 experts. Now its two operands are cast to e4m3, with good scales. How many of "
-    "the tokens get at least one other expert?",
+    "A router gives each token to 8 of 64 experts. Now its two operands are cast to e4m3, with good scales. How many "
+    "of the tokens get at least one other expert?",
     choices={
         "about one in fifty": "That is about what bf16 does. e4m3 has four significant bits where bf16 has eight.",
         "about one in four": "The logits are wrong by a few percent of their spread, and of 64 logits the eighth and "
@@ -357,8 +359,8 @@ ask(
     "recipes do both compute the same numbers?",
     choices={
         "current": "A scale from the rows that a rank got depends on which rows these are.",
-        "delayed": "All ranks scale by one history, the maximum over all of them. Which rank holds which rows no longer "
-        "matters.",
+        "delayed": "All ranks scale by one history, the maximum over all of them. Which rank holds which rows no "
+        "longer matters.",
         "both": "With `current` a rank scales the rows that it got, and those are other rows than one process has.",
         "neither": "Eight bits are coarse, but not random: the same scale gives the same bytes.",
     },

@@ -89,16 +89,16 @@ HUNT = Hunt(
         Fault(
             "first scales",
             _first_scales,
-            {"operand": "all", "column": "peak", "what": r"stale|old|first|histor|never|fixed|not updat|stay|stuck|same"},
+            {"operand": "all", "column": "peak", "what": r"stale|old|first|histor|never|fix|not updat|stay|stuck|same"},
             {
                 "operand": {"": "Look at all three peaks. Is only one of them off?"},
                 "column": _COLUMNS,
                 "what": {"": "A peak is the largest magnitude times the scale. One of the two has changed."},
             },
             "The scales that followed from the first step were kept for good. Gradients shrink as the model learns, so "
-            "their peak went down, step by step, and that of what grows went up beyond 1. For a while nothing else "
-            "shows, because the error hardly depends on the place in the range. Then the smallest values become 0, or "
-            "the largest are held, and no loss tells you when.",
+            "their peak went down to a tenth, while inputs and weights grew and went beyond 1, step by step. The error "
+            "hardly depends on the place in the range, so for a few steps nothing else shows. Then the largest values "
+            "are held, dw gets worse, and no loss says so.",
         ),
         Fault(
             "three bits forward",
@@ -106,16 +106,16 @@ HUNT = Hunt(
             {"operand": "inputs and weights", "column": "y", "what": r"e5m2|format|bit|mantissa|precision|coarse"},
             {
                 "operand": {
-                    "gradients|inputs and gradients|all": "Gradients are cast as in the healthy run: their peak and what "
-                    "they are cast to agree. dx has two operands, and so has dw.",
+                    "gradients|inputs and gradients|all": "Gradients are cast as in the healthy run: their peaks are "
+                    "alike. dx has two operands, and so has dw.",
                     "": "Both operands of y count. What would one alone do to the error?",
                 },
                 "column": _COLUMNS,
                 "what": {"": "The error of y is twice what it should be, from the first step on, and stays there."},
             },
             "Inputs and weights were cast to e5m2. It has one bit less, so their rounding errors are twice as large: y "
-            "is off by twice as much, dx and dw by a little more than in a healthy run. The scales fit, nothing is held "
-            "and nothing lost.",
+            "is off by twice as much, dx and dw by a little more than in a healthy run. The scales fit, nothing is "
+            "held and nothing lost.",
         ),
         Fault(
             "own history",
@@ -133,7 +133,11 @@ HUNT = Hunt(
         Fault(
             "first weights",
             _first_weights,
-            {"operand": "weights", "column": "y|dx", "what": r"stale|old|first|never|again|cache|once|not updat|refresh|new"},
+            {
+                "operand": "weights",
+                "column": "y|dx",
+                "what": r"stale|old|first|never|again|cache|once|updat|refresh|new",
+            },
             {
                 "operand": {
                     "": "y and dx get worse with every step, and dw does not. Which operand is in both of them and not "

@@ -117,7 +117,10 @@ PLACES = {
         "once, at the end",
     ),
     "empty expert": (placed(lambda *case: max(case[2], up(*case))), "an expert without rows"),
-    "capacity": (placed(lambda count, counts, alignment: up(max(counts), counts, alignment)), "as many rows as the largest"),
+    "capacity": (
+        placed(lambda count, counts, alignment: up(max(counts), counts, alignment)),
+        "as many rows as the largest",
+    ),
     "one more": (placed(lambda count, counts, alignment: (count // alignment + 1) * alignment), "a multiple already"),
     "before": (placed(up, before=True), "before an expert's rows"),
 }
