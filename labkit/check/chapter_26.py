@@ -214,7 +214,7 @@ def _operands(m: int, n: int, k: int, block: int) -> Operands:
     numbers = np.random.default_rng(m + n + k)
     a, b = (numbers.integers(-9, 10, size=(rows, k)).astype(float) for rows in (m, n))
     a_scale, b_scale = (2.0 ** numbers.integers(-3, 4, size=(rows, k // block)) for rows in (m, n))
-    return a, a_scale, b, b_scale, block
+    return a, a_scale.astype(np.float64), b, b_scale.astype(np.float64), block
 
 
 def _of_blocks(a: Array, a_scale: Array, b: Array, b_scale: Array, block: int) -> Array:
