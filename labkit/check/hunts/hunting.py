@@ -37,6 +37,10 @@ FAMILIES = {
 """What a fault of any hunt can be, and what that means; a hunt has only some of them."""
 MESSAGES_AND_NUMBERS = tuple(FAMILIES)[:5]
 """The families of hunts in what ranks send each other: missing and extra communication, wrong data, scale and order."""
+FIRST_TENSOR = "Which tensor differs first from one process, as the microscope names it? Or none."
+"""The question whose answer the microscope prints."""
+NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
+"""Says that a tensor is not the answer to FIRST_TENSOR."""
 _WIDTH = 90
 
 
