@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from labkit.comm import p2p as p
+from labkit import comm as p
 from labkit.comm import posting_order
 from labkit.config import ParallelConfig
 from labkit.launch import run
