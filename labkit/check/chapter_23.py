@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 
 from labkit.check.bets import ask
-from labkit.check.scoring import ONLY_FIRST, Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain
+from labkit.check.scoring import (
+    ONLY_FIRST,
+    Diagnosis,
+    Finding,
+    Misreadings,
+    Outcome,
+    as_list,
+    asked,
+    exercise,
+    holds,
+    plain,
+)
 from labkit.train.checkpoint.boxes import Box, boxes_of_run
 
 # ---- bets ----
@@ -328,7 +339,7 @@ def reads(answer: Any) -> Iterator[Outcome]:
         yield diagnosis.outcome(
             f"{words}, my box at {list(mine.offset)} of shape {list(mine.shape)}",
             _reads(stored, mine),
-            lambda stored=stored, mine=mine: _as_list(answer([*stored], mine.offset, mine.shape)),
+            lambda stored=stored, mine=mine: as_list(answer([*stored], mine.offset, mine.shape)),
             _misread_boxes(stored, mine),
         )
     for name, shape, old, new in _RELAYOUTS:
@@ -366,11 +377,6 @@ def _misread_boxes(stored: Sequence[Placed], mine: Box) -> Misreadings:
         stored, mine, touching=True
     )
     return answers
-
-
-def _as_list(given: Any) -> Any:
-    """Turn a generator into a list, because it is an answer like any other."""
-    return list(given) if isinstance(given, Iterator) else given
 
 
 def _filled(answer: Any, shape: tuple[int, ...], old: Sequence[Placed], new: Sequence[Placed]) -> bool | str:
@@ -424,7 +430,7 @@ def next_samples(answer: Any) -> Iterator[Outcome]:
         _RESUMES,
         given="{} samples read, global batch {}, micro batch {}, dp {}, rank {}".format,
         right=_rows,
-        tried=lambda *case: _as_list(answer(*case)),
+        tried=lambda *case: as_list(answer(*case)),
         misread=_misread_rows,
     )
 
