@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from labkit.viz.experts.router_balance import price_of_balance as price_of_balance
     from labkit.viz.experts.router_lab import replay as replay
     from labkit.viz.experts.router_lab import replay_policies as replay_policies
-    from labkit.viz.experts.router_lab import skewed_logits as skewed_logits
     from labkit.viz.experts.router_lab import standard_policies as standard_policies
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
