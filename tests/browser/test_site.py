@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 pytest.importorskip("sphinx", reason="the site needs the extra docs")
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(Path(__file__).parent)]
 
 import make_docs  # noqa: E402
 from chromium import executable, why_not  # noqa: E402

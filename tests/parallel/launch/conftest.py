@@ -2,11 +2,11 @@
 
 import os
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
 import pytest
+from patience import on_this_machine, soon
 
 from labkit.launch import Ranks, forkserver
 
@@ -46,21 +46,6 @@ def marked(token):
         except OSError:
             continue
     return found
-
-
-def on_this_machine(seconds):
-    """A limit in seconds, stretched by as much as the machine is overloaded: strict where tests run alone."""
-    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
-def soon(condition, seconds=10.0):
-    """Wait until the condition holds; whether it came to hold in time."""
-    deadline = time.monotonic() + on_this_machine(seconds)
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return bool(condition())
 
 
 @pytest.fixture
