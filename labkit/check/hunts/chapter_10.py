@@ -103,9 +103,6 @@ def _late_gradients() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_BARS_AGREE = (
-    "The timeline is as healthy as the one above it: order, peak and times. The numbers aren't: ask the microscope."
-)
 
 HUNT = Hunt(
     chapter="10",

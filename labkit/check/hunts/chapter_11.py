@@ -122,7 +122,6 @@ def _size(step: RankStep) -> int:
 
 # ---- what a verdict says ----
 
-_NUMBERS_DIFFER = "The timeline is a healthy one. The numbers aren't: what does the microscope name first?"
 _FIRST = {"": "The microscope reads outputs, then the loss, then gradients from the top down: take its first name."}
 
 HUNT = Hunt(
