@@ -103,7 +103,6 @@ def _late_gradients() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-
 HUNT = Hunt(
     chapter="10",
     scene=(
