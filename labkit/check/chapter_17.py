@@ -163,7 +163,7 @@ def draw_buffers(answer: Any) -> Figure | None:
     If there is none, the first order that it gets wrong is drawn, and two chunks if it gets none wrong.
     An answer that is no list of one whole number for each forward makes no plan.
     """
-    from labkit.viz.graphs.graph_pool import compare_plans  # matplotlib, which a score does without
+    from labkit.viz.graphs.buffer_lives import compare_plans  # matplotlib, which a score does without
 
     plans = {words: plain(list(answer(list(order)))) for words, order in _ORDERS.items()}
     if any(_form(numbers, len(_taken(_ORDERS[words]))) for words, numbers in plans.items()):
