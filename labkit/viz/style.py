@@ -111,6 +111,11 @@ def label(name: str) -> str:
     return meaning(name)[2]
 
 
+def nth_color(number: int) -> str:
+    """Return the colour of thing 0, 1, ...: eight colours, which then come again."""
+    return SEQUENCE[number % len(SEQUENCE)]
+
+
 def nth_style(number: int) -> tuple[str, str]:
     """Return (colour, hatch) of thing 0, 1, ...: eight colours, then the same with the next hatch."""
     turn, place = divmod(number, len(SEQUENCE))

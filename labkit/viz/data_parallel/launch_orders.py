@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, box, new_figure, styled
+from labkit.viz.style import INK, box, new_figure, nth_color, styled
 
 Step = Sequence[tuple[str, str]]
 """What a rank sees in a backward, in order: (`arrives` or `starts`, name of the bucket)."""
@@ -39,7 +39,7 @@ def bucket_meetings(runs: Mapping[str, Sequence[Step]], *, names: Sequence[str] 
     every = sorted({bucket for ranks in runs.values() for step in ranks for _, bucket in step})
     if names is not None and (unknown := set(every) - set(names)):
         raise ValueError(f"no colour for {', '.join(sorted(unknown))}; names has {', '.join(names)}")
-    fills = {bucket: SEQUENCE[number % len(SEQUENCE)] for number, bucket in enumerate(names or every)}
+    fills = {bucket: nth_color(number) for number, bucket in enumerate(names or every)}
     every_step = [step for ranks in runs.values() for step in ranks]
     width = max(max(len([what for what, _ in step if what == "arrives"]), *(x + _WIDE for _, x in _starts(step)))
                 for step in every_step)  # fmt: skip

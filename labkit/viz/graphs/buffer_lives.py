@@ -15,18 +15,13 @@ from labkit.config.errors import counted
 from labkit.graphs.buffers import BufferPlan, Use
 from labkit.graphs.order_table import read_order
 from labkit.viz.figure import Figure
-from labkit.viz.style import name_cells, new_figure, nth_style, styled, text_color
+from labkit.viz.style import name_cells, new_figure, nth_color, styled, text_color
 
 MAX_LABELS = 60
 """Most steps or captures along an axis that are all labelled."""
 WIDTH = 9.0
 WRONG = {"fill": False, "edgecolor": "#D40000", "linewidth": 2.5}
 """Frame around memory that two microbatches hold at once."""
-
-
-def color_of(microbatch: int) -> str:
-    """Return the colour of a microbatch."""
-    return nth_style(microbatch)[0]
 
 
 def thinned(labels: Sequence[str], most: int = MAX_LABELS) -> list[str]:
@@ -100,20 +95,20 @@ def _lives(plan: BufferPlan, order: Sequence[float]) -> list[tuple[Use, int, int
 
 
 def _draw_life(axes: Any, row: int, use: Use, first: int, last: int) -> None:
-    fill = color_of(use.microbatch)
+    fill = nth_color(use.microbatch)
     axes.add_patch(Rectangle((first + 0.04, row + 0.08), last + 0.92 - first, 0.84, facecolor=fill, edgecolor="none"))
 
 
 def _write_user(axes: Any, use: Use, first: float, height: float, chunks: bool) -> None:
     label = f"{use.microbatch} ({use.chunk + 1})" if chunks else str(use.microbatch)
-    axes.text(first + 0.2, height, label, va="center", fontsize=8, color=text_color(color_of(use.microbatch)))
+    axes.text(first + 0.2, height, label, va="center", fontsize=8, color=text_color(nth_color(use.microbatch)))
 
 
 def _draw_meeting(axes: Any, meeting: tuple[int, int, int, Use, Use], chunks: bool) -> None:
     """Draw the old holder of the buffer above, the new holder below, and a frame around both."""
     row, first, last, earlier, later = meeting
     for user, low in ((earlier, 0.08), (later, 0.5)):
-        box = Rectangle((first, row + low), last + 0.96 - first, 0.42, facecolor=color_of(user.microbatch))
+        box = Rectangle((first, row + low), last + 0.96 - first, 0.42, facecolor=nth_color(user.microbatch))
         axes.add_patch(box)
         _write_user(axes, user, first, row + low + 0.22, chunks)
     axes.add_patch(Rectangle((first, row + 0.08), last + 0.96 - first, 0.84, **WRONG))

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import new_figure, nth_style, styled
+from labkit.viz.style import new_figure, nth_color, styled
 
 _EQUAL = "equal"
 
@@ -57,7 +57,7 @@ def _draw_points(axes: Any, errors: Mapping[str, float], stressed: str, floor: f
     for large, label in ((False, "other parameters"), (True, f"*.{stressed}")):
         places = [(x, max(error, floor)) for x, (name, error) in enumerate(errors.items())
                   if name.endswith(stressed) is large]  # fmt: skip
-        color, size = nth_style(int(large))[0], 60 if large else 14
+        color, size = nth_color(int(large)), 60 if large else 14
         axes.scatter(*zip(*places), s=size, color=color, label=label, zorder=3) if places else None
 
 

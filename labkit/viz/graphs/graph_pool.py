@@ -15,9 +15,9 @@ from matplotlib.patches import Patch, Rectangle
 from labkit.config.errors import counted
 from labkit.graphs.pool import Frame, Life, Overwritten, Playback, overwritten
 from labkit.viz.figure import Figure
-from labkit.viz.graphs.buffer_lives import MAX_LABELS, WIDTH, WRONG, color_of, thinned
+from labkit.viz.graphs.buffer_lives import MAX_LABELS, WIDTH, WRONG, thinned
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import name_rows, new_figure, styled
+from labkit.viz.style import name_rows, new_figure, nth_color, styled
 
 MAX_FRAMES = 24
 """Most frames that one picture shows."""
@@ -265,7 +265,7 @@ def _last_holder(playback: Playback, before: range, life: Life) -> tuple[int, Li
 def _block_style(life: Life) -> dict[str, Any]:
     _, microbatch, backward = _graph_of(life.owner)
     return {
-        "facecolor": color_of(microbatch),
+        "facecolor": nth_color(microbatch),
         "hatch": _BACKWARD if backward else "",
         "edgecolor": "#FFFFFF",
         "linewidth": 0.3,
@@ -299,7 +299,7 @@ def _short_names(playback: Playback) -> list[str]:
 
 def _legend(lives: Sequence[Life], *, taken_over: bool = False) -> list[Any]:
     microbatches = sorted({_graph_of(life.owner)[1] for life in lives})
-    handles: list[Any] = [Patch(facecolor=color_of(m), label=f"microbatch {m}") for m in microbatches[:8]]
+    handles: list[Any] = [Patch(facecolor=nth_color(m), label=f"microbatch {m}") for m in microbatches[:8]]
     if any(_graph_of(life.owner)[2] for life in lives):
         handles.append(Patch(facecolor="#DDDDDD", hatch=_BACKWARD, edgecolor="#FFFFFF", label="of a backward"))
     if taken_over:
