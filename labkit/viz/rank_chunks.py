@@ -15,7 +15,7 @@ from matplotlib.patheffects import Normal, Stroke
 from numpy.typing import NDArray
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import name_cells, new_figure, nth_color, styled, text_color
+from labkit.viz.style import ALERT, name_cells, new_figure, nth_color, styled, text_color
 
 State = Sequence[Any]
 """An array [cells, ranks, chunks] per rank. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
@@ -25,7 +25,7 @@ _CELL = 0.29
 """Inches across a cell."""
 _MARGIN, _HEAD = 0.55, 0.42
 """Inches next to and above the cells of a panel."""
-_EMPTY, _MIXED, _COMPLETE = "#F0F0F0", "#D40000", "#000000"
+_EMPTY, _MIXED, _COMPLETE = "#F0F0F0", ALERT, "#000000"
 
 
 def before_and_after(operations: Mapping[str, tuple[State, State]]) -> Figure:

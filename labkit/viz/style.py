@@ -62,6 +62,10 @@ LINES = ("-", "--", "-.", ":")
 """Line styles of curve 0, 1, ...; they repeat after four."""
 INK = "#333333"
 """Colour of edges and other lines."""
+ALERT = "#D40000"
+"""Colour of what is wrong, and of a limit."""
+PADDING: dict[str, Any] = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
+"""Look of a box of padding."""
 
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

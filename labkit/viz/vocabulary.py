@@ -11,10 +11,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, box, name_cells, new_figure, nth_color, styled, text_color
+from labkit.viz.style import ALERT, INK, PADDING, box, name_cells, new_figure, nth_color, styled, text_color
 
 _WIDTH = 7.4
-_PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
 _OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": "#333333", "linestyle": (0, (4, 2))}
 _FOREIGN = "#F0F0F0"
 
@@ -41,7 +40,7 @@ def vocabulary_shards(vocab_size: int, rows: int, ranks: int, ids: Sequence[int]
         _draw_table(table, vocab_size, rows, ranks)
         _draw_owners(owners, rows, ranks, ids)
         if rows * ranks > vocab_size:
-            fig.legend(handles=[Patch(**_PADDING, label="padding")], loc="outside upper right")
+            fig.legend(handles=[Patch(**PADDING, label="padding")], loc="outside upper right")
     return Figure(fig, _shards_sentence(vocab_size, rows, ranks, ids))
 
 
@@ -52,7 +51,7 @@ def _draw_table(axes: Any, vocab_size: int, rows: int, ranks: int) -> None:
         box(axes, (first, 0), rows, 1, shade, edgecolor="#FFFFFF", linewidth=1.0)
         if end < first + rows:
             start = max(first, end)
-            axes.add_patch(Rectangle((start, 0), first + rows - start, 1, **_PADDING))
+            axes.add_patch(Rectangle((start, 0), first + rows - start, 1, **PADDING))
         axes.text(first + max(end - first, 0) / 2, 0.5, f"rank {rank}", ha="center", va="center", fontsize=8,
                   color=text_color(shade))  # fmt: skip
     axes.set(xlim=(0, rows * ranks), ylim=(0, 1), yticks=[])
@@ -168,7 +167,7 @@ def added_rows(yours: Sequence[Sequence[int]], ids: Sequence[int], rows: int) ->
                 for column, row in enumerate(line):
                     look: dict[str, Any] = {"edgecolor": "#FFFFFF", "linewidth": 1.0}
                     if row != right[rank][column]:
-                        look = {"edgecolor": "#D40000", "linewidth": 2.0, "zorder": 3}
+                        look = {"edgecolor": ALERT, "linewidth": 2.0, "zorder": 3}
                     shade, ink = (_FOREIGN, "#777777") if row < 0 else (nth_color(rank), "")
                     box(axes, (column, rank), 1, 1, shade, f"{max(row, 0)}", size=8, ink=ink, **look)
             name_cells(axes, [f"{each}" for each in ids], [f"rank {rank}" for rank in range(len(yours))])

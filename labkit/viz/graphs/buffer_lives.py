@@ -15,12 +15,12 @@ from labkit.config.errors import counted
 from labkit.graphs.buffers import BufferPlan, Use
 from labkit.graphs.order_table import read_order
 from labkit.viz.figure import Figure
-from labkit.viz.style import name_cells, new_figure, nth_color, styled, text_color
+from labkit.viz.style import ALERT, name_cells, new_figure, nth_color, styled, text_color
 
 MAX_LABELS = 60
 """Most steps or captures along an axis that are all labelled."""
 WIDTH = 9.0
-WRONG = {"fill": False, "edgecolor": "#D40000", "linewidth": 2.5}
+WRONG = {"fill": False, "edgecolor": ALERT, "linewidth": 2.5}
 """Frame around memory that two microbatches hold at once."""
 
 
