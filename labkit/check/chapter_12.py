@@ -326,7 +326,7 @@ def _longest_wait(timeline: Timeline) -> str:
     """Name the longest wait of a rank after its first gradient: its rank, its length, and the action that ends it."""
     longest, words = 1e-9, ""
     for rank in range(timeline.schedule.pp):
-        row = slice(timeline.schedule.offsets[rank], timeline.schedule.offsets[rank + 1])
+        row = timeline.schedule.span(rank)
         waits = timeline.start[row][1:] - timeline.end[row][:-1]
         actions = timeline.schedule.actions(rank)
         first = next((place for place, action in enumerate(actions) if action.kind in "BI"), len(waits))
