@@ -1,5 +1,6 @@
 """Fixtures that look at processes from outside, so that a launcher's own word is never taken for it."""
 
+import contextlib
 import os
 import tempfile
 import uuid
@@ -48,6 +49,12 @@ def marked(token):
     return found
 
 
+@pytest.fixture(scope="session")
+def living():
+    """The function `living_ranks`."""
+    return living_ranks
+
+
 @pytest.fixture
 def rank_pids():
     """The function that lists the ranks which live now and did not when the test began."""
@@ -87,6 +94,13 @@ class Marked:
     def pids(self):
         """Process ids of all descendants that live."""
         return marked(self.token)
+
+    @staticmethod
+    def command(pid):
+        """Command line of a process, parent and state."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(), processes().get(pid)
+        return "ended just now"
 
 
 @pytest.fixture

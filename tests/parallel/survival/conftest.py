@@ -117,7 +117,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_rank_left() -> Iterator[None]:
     """After the test no rank lives that it has started."""
-    from patience import on_this_machine, soon
+    from patience import soon
 
     from labkit.launch import forkserver
 
@@ -127,7 +127,7 @@ def no_rank_left() -> Iterator[None]:
 
     before = ranks()
     yield
-    assert soon(lambda: ranks() <= before, on_this_machine(2.0)), "a rank is still there"
+    assert soon(lambda: ranks() <= before, 2.0), "a rank is still there"
 
 
 def _parents() -> Iterator[tuple[int, int]]:
