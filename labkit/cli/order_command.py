@@ -19,6 +19,7 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.order_output import ELSEWHERE, legend, listed, report
 from labkit.cli.output import folded, room, show
+from labkit.cli.written_files import plot_problems
 from labkit.config import ConfigError, ScheduleConfig
 from labkit.config.choices import NamedSchedule, named_schedule
 from labkit.config.errors import counted, nearest, shown
@@ -35,7 +36,6 @@ MOST_BUILT = 2**24
 """Most actions of a schedule (1.3 GB with its simulation), and most pairs of a rank and a stage."""
 SCREEN = 60
 """Most rows of a terminal for a schedule."""
-SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
 MERGES = "overlap_moe_expert_parallel_comm"
@@ -149,9 +149,7 @@ def _costs(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _files(options: dict[str, Any]) -> list[str]:
     """Return the problems of file names."""
-    problems = []
-    if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
-        problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
+    problems = plot_problems(options["plot"])
     for name in (name for name, write in _FILES.items() if write and options[name]):
         path, given = Path(options[name]), f"--{name} {shown(options[name], 200)}"
         if not path.parent.is_dir():

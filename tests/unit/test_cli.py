@@ -31,7 +31,7 @@ from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS,
 from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.run_command import Chapter
 from labkit.cli.train_command import COMMAND as TRAIN
-from labkit.cli.train_command import output_problems
+from labkit.cli.written_files import output_problems
 from labkit.comm.group_plan import GROUP_KINDS
 from labkit.comm.rank_generator import rank_generators
 from labkit.config import RunConfig, field, presets, yaml_text

@@ -19,7 +19,7 @@ from labkit.cli.checkpoints.model_options import (
     tokenizer_of,
 )
 from labkit.cli.output import show
-from labkit.cli.train_command import first_rank
+from labkit.cli.rank_options import first_rank
 from labkit.config.errors import counted
 from labkit.train.checkpoint.inventory import checkpoints_at
 from labkit.train.checkpoint.manifest import CheckpointError

@@ -20,7 +20,7 @@ from labkit.cli.checkpoints.model_options import (
     tokenizer_of,
 )
 from labkit.cli.output import show
-from labkit.cli.train_command import first_rank, started_by_torchrun
+from labkit.cli.rank_options import first_rank, started_by_torchrun
 from labkit.config.errors import counted, shown
 from labkit.finetune.table6 import DROPOUT, LENGTH, SIZES, WARMUP, Row
 from labkit.finetune.task_files import TASKS, VERSIONS

@@ -13,13 +13,8 @@ from typing import Any, NamedTuple
 from labkit.cli.arguments import Arguments, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import loading, show
-from labkit.cli.train_command import (
-    DEVICE,
-    first_rank,
-    output_problems,
-    refusing_arguments,
-    started_by_torchrun,
-)
+from labkit.cli.rank_options import DEVICE, first_rank, refusing_arguments, started_by_torchrun
+from labkit.cli.written_files import output_problems
 from labkit.config import ConfigError, ParallelConfig
 from labkit.config.errors import nearest, shown
 from labkit.train.checkpoint.inventory import chosen
