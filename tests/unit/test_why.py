@@ -309,7 +309,7 @@ def test_the_nearest_published_run(tmp_path, capsys):
 
 def test_machines_by_the_name_of_the_gpu():
     assert machine_of_gpu("NVIDIA H100 80GB HBM3") == "h100" and machine_of_gpu("NVIDIA A100-SXM4-40GB") == "a100_40gb"
-    assert machine_of_gpu("NVIDIA H100 PCIe") is None and machine_of_gpu("cpu") is None
+    assert not any(map(machine_of_gpu, ("NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "cpu")))
 
 
 # ---- the command ----
