@@ -17,7 +17,6 @@ from labkit.parallel.deallocation import custom_backward, deallocate_output_tens
 from labkit.train import Timers
 
 MODES = [(batched, variable) for batched in (True, False) for variable in (True, False)]
-MODE_IDS = [f"{'batched' if b else 'even-odd'}{'-variable' if v else ''}" for b, v in MODES]
 
 
 def _communicator(pp, mode):
