@@ -210,7 +210,7 @@ def order(answer: Any) -> Iterator[Outcome]:
 
 @exercise(
     "25.weights",
-    "Write order_with_weights(layers) -> the parts of a pair, We and Wa among them, in the order in which they run.",
+    "Write with_weights(layers) -> the parts of a pair, We and Wa among them, in the order in which they run.",
     draw=lambda answer: _drawn(answer, 1, SPLIT, weights=True),
     ladder=True,
 )
@@ -312,7 +312,7 @@ ask(
     "best?",
     unit="orders",
     misread=lambda: {
-        "The two sides can't change places: the backward's parts take longer, and it begins with c', which is short.": 2,
+        "The two sides can't change places: the backward begins with c', which is short, the forward with a.": 2,
         "All orders run, but most of them wait.": 20,
     },
     because="Each of the four messages needs a part of the other side beside it, and only one order gives each its "

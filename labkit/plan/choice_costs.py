@@ -33,8 +33,8 @@ from labkit.schedules import simulate
 CARRIERS = {
     "parallel.tp": "tp", "parallel.sequence_parallel": "tp", "parallel.cp": "cp", "parallel.cp_comm_type": "cp",
     "parallel.pp": "pp", "parallel.vpp": "pp", "schedule.name": "pp", "parallel.ep": "ep", "parallel.etp": "ep",
-    "moe.dispatcher": "ep", "schedule.overlap_moe_expert_parallel_comm": "ep", "optim.distributed_optimizer": "dp",
-    "optim.overlap_grad_reduce": "dp", "optim.grad_reduce_in_bf16": "dp",
+    "moe.dispatcher": "ep", "optim.distributed_optimizer": "dp", "optim.overlap_grad_reduce": "dp",
+    "optim.grad_reduce_in_bf16": "dp",
 }  # fmt: skip
 """Field -> the group of ranks that carries what it changes; other fields change no message."""
 _FOLLOWING = {"tp": ("dp", "microbatches", "etp"), "cp": ("dp", "microbatches"), "pp": ("dp", "microbatches"),

@@ -155,8 +155,8 @@ HUNT = Hunt(
                 "first": {"": _TAKE_THE_NAME},
             },
             "A backward went through the layers of the newest microbatch of its stage instead of its own. Stage 1 has "
-            "one microbatch to choose from when a pair begins, so its gradients were right. Stage 0 warms up with three, "
-            "and multiplied each gradient with another microbatch's activations.",
+            "one microbatch to choose from when a pair begins, so its gradients were right. Stage 0 warms up with "
+            "three, and multiplied each gradient with another microbatch's activations.",
         ),
         Fault(
             "forgotten",

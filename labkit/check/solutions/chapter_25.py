@@ -24,20 +24,20 @@ def order(layers):
     """The sides take turns. Between two layers the backward goes first: its part is the one
     that starts a message, and a forward's combine starts none.
     """
-    words = "c' a e' e a'".split()
+    words = ["c'", "a", "e'", "e", "a'"]
     for _ in range(layers - 1):
-        words += "c' c a e' e a'".split()
+        words += ["c'", "c", "a", "e'", "e", "a'"]
     return [*words, "c"]
 
 
 @solves("25.weights")
-def order_with_weights(layers):
+def with_weights(layers):
     """A weight gradient reads what is there and nobody reads it, so it goes where a rank
     would wait: We before e, Wa before the last c.
     """
-    words = "c' a e' We e a'".split()
+    words = ["c'", "a", "e'", "We", "e", "a'"]
     for _ in range(layers - 1):
-        words += "c' c a e' We e a'".split()
+        words += ["c'", "c", "a", "e'", "We", "e", "a'"]
     return [*words, *["Wa"] * layers, "c"]
 
 
