@@ -440,6 +440,8 @@ EXTREMES = [
     ("19_bert_and_layernorm", {"world_size": 4, "layers": 32, "steps": 200, "rate": 0.006, "fault": 99}),
     ("24_encoder_decoders", {"world_size": 4, "split": 1, "fault": 0}),
     ("24_encoder_decoders", {"world_size": 8, "split": 4, "fault": 99}),
+    ("25_overlap", {"world_size": 2, "unit_ms": 5, "fault": 0}),
+    ("25_overlap", {"world_size": 4, "unit_ms": 20, "fault": 99}),
     (
         "20_evaluation_and_generation",
         {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "fault": 0},

@@ -87,7 +87,7 @@ HUNT = Hunt(
     chapter="25",
     scene=(
         "Train with it under the microscope (compare(..., pretrain=suspect.around(pretrain))), and look at a step of "
-        "sleeping layers (ranks.run(suspect.around(asleep), ...)): what is each part waiting for?"
+        "sleeping layers (ranks.run(suspect.around(trained), True)): which parts wait, and for how long?"
     ),
     questions={
         "family": "What kind of fault is it?",
@@ -162,7 +162,7 @@ HUNT = Hunt(
             "forgotten",
             _forgotten,
             {
-                "family": "wrong data|missing",
+                "family": "wrong data|missing communication",
                 "place": r"weight|wgrad|delay|\bW\b|We|experts",
                 "first": r"layers\.1\.mlp\.experts\.fc2\.weight gradient",
             },
