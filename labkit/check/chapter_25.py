@@ -175,7 +175,7 @@ def _within(order: Any, layers: int, times: Times, most: float, *, weights: bool
     computes = [event for event in bars(order, times, MESSAGE, 1.0) if event.kind != "collective"]
     gaps = [(after.start - before.end, after.name) for before, after in pairwise(computes)]
     gap, part = max(gaps, key=lambda each: each[0])
-    words = f"{found:g} units; the longest wait is {gap:g} units before {part}, for {AWAITS.get(part)}"
+    words = f"{found:g} units; the longest wait is {gap:g} unit{'s' * (gap != 1)} before {part}, for {AWAITS.get(part)}"
     return ("" if gap else "no gap"), words
 
 

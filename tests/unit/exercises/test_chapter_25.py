@@ -51,18 +51,18 @@ def repeated(text, last=""):
 
 
 ORDER = {
-    "side by side, whole": (repeated("a e c c' e' a'"), "the longest wait is 3 units"),
+    "side by side, whole": (repeated("a e c c' e' a'"), "26 units; the longest wait is 3 units before e, for dispatch"),
     # Lets the forward begin, as in the table of the pipeline.
-    "forward first": (repeated("a c' e e' c a'"), "the longest wait is"),
-    "Megatron's": (repeated("c' a e' e a' c"), "32 units; the longest wait is 1 units before e'"),
+    "forward first": (repeated("a c' e e' c a'"), "19 units; the longest wait is 2 units before e,"),
+    "Megatron's": (repeated("c' a e' e a' c"), "32 units; the longest wait is 1 unit before e'"),
     # Takes the backward for a forward with primes.
     "backward runs forwards": (repeated("a' a e' e c' c"), "a' comes where c' has to"),
     "forgot one": (repeated("c' a e' e a'"), "c is there 0 times; each part has to run once"),
     "messages as parts": (repeated("c' a dispatch e' e a' c"), "'dispatch' is no part"),
 }
 WEIGHTS = {
-    "last": (repeated("c' a e' e a' c We Wa"), "20 units"),
-    "Megatron's": (repeated("c' a e' We e a' c Wa"), "16 units; the longest wait is 1 units before e'"),
+    "last": (repeated("c' a e' e a' c We Wa"), "18 units"),
+    "Megatron's": (repeated("c' a e' We e a' c Wa"), "16 units; the longest wait is 1 unit before e'"),
     # Takes We for the part that makes the experts' gradients.
     "before its part": (repeated("c' a We e' e a' Wa c"), "We comes before its e'"),
     "left out": (repeated("c' a e' e a' c"), "We is there 0 times"),
