@@ -288,11 +288,11 @@ ask(
     "All-to-alls take longer than all computation of the step together. Suppose that everything is hidden that can be, "
     "and that hiding costs nothing. How long is the step then, at least?",
     choices=lambda messages, rest: {
-        f"{rest} s, the rest of the step": "That would hide all messages behind computation. But there is less "
+        f"{rest} s (the rest)": "That would hide all messages behind computation. But there is less "
         "computation than there are messages.",
-        f"{messages} s, the all-to-alls": "Two lanes run side by side, so the longer one is left. Here that's the "
+        f"{messages} s (the all-to-alls)": "Two lanes run side by side, so the longer one is left. Here that's the "
         "messages: it is the computation that gets hidden.",
-        f"{(messages + rest) / 2:.1f} s, half of both": "Lanes share no work, so it isn't the mean that is left but "
+        f"{(messages + rest) / 2:.1f} s (half of both)": "Lanes share no work, so it isn't the mean that is left but "
         "the longer lane.",
     },
 )
@@ -310,13 +310,13 @@ ask(
     "25.best",
     "Six parts can run in 20 orders, since each side keeps its own. How many of the 20 take as little time as the "
     "best?",
-    unit="orders",
-    misread=lambda: {
-        "The two sides can't change places: the backward begins with c', which is short, the forward with a.": 2,
-        "All orders run, but most of them wait.": 20,
+    choices={
+        "1": "Each of the four messages needs one of the other side's long parts beside it: a, e', e and a'. Only one "
+        "order gives each its own.",
+        "2": "That would be one for each side that can begin. But the backward begins with c', which is short, and the "
+        "forward with a, so it matters who begins.",
+        "6": "Mixed isn't enough: most orders leave a message with nothing beside it, or with a part that's too short.",
     },
-    because="Each of the four messages needs a part of the other side beside it, and only one order gives each its "
-    "own.",
 )
 ask(
     "25.keeps",

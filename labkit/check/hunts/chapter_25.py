@@ -176,7 +176,7 @@ HUNT = Hunt(
             "microbatches outside of pairs.",
         ),
         Fault(
-            "one buffer",
+            "one input",
             _one_buffer,
             {
                 "family": "reused memory|wrong data",
