@@ -8,8 +8,9 @@ last one, so the words need no number.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import TYPE_CHECKING, Any
 
 from labkit.check.bets import ask
@@ -67,6 +68,30 @@ def bars(order: Order, times: Times, message: float, unit: float = 1e-3) -> list
 def length(order: Order, times: Times, message: float) -> float:
     """Return the units until the last part has ended."""
     return max(event.end for event in bars(order, times, message, 1.0) if event.kind != "collective")
+
+
+def pair_bars(events: Sequence[Event], forward: int, backward: int) -> list[Event]:
+    """Return what a rank did in the pair of two microbatches of its stage 0, named as by `bars`.
+
+    events: a recorded step of a run without a pipeline. A part is there without its wait, a message from where the lane
+    is free. The weights that travel with rows at the same time are left out.
+    """
+    parts = [event for event in events if event.name.startswith((f"0F{forward} ", f"0B{backward} "))]
+    start, end = min(event.start for event in parts), max(event.end for event in parts)
+    waits = [event for event in events if event.kind == "wait"]
+    sent = [event for event in events if event.name == "all_to_all ep" and start <= event.start < end]
+    largest = max((event.bytes or 0 for event in sent), default=0)
+    found, names, free = [], cycle(("combine'", "dispatch", "dispatch'", "combine")), start
+    for event in sorted([*parts, *sent], key=lambda event: event.start):
+        if event.kind == "collective":
+            if (event.bytes or 0) > largest / 8:
+                found.append(replace(event, name=next(names), start=max(event.start, free)))
+                free = event.end
+        else:
+            inside = [wait.end for wait in waits if event.start <= wait.start < event.end]
+            word = event.name.rpartition(" ")[2][0] + "'" * ("B" in event.name)
+            found.append(replace(event, name=word, start=max([event.start, *inside])))
+    return found
 
 
 # ---- the clock of two lanes ----
