@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from labkit.check.bets import ask
@@ -71,7 +71,7 @@ def length(order: Order, times: Times, message: float) -> float:
 
 
 def pair_bars(events: Sequence[Event], forward: int, backward: int) -> list[Event]:
-    """Return what a rank did in the pair of two microbatches of its stage 0, named as by `bars`.
+    """Return what a rank did in the pair of two microbatches of its stage 0, its parts named as by `bars`.
 
     events: a recorded step of a run without a pipeline. A part is there without its wait, a message from where the lane
     is free. The weights that travel with rows at the same time are left out.
@@ -81,11 +81,11 @@ def pair_bars(events: Sequence[Event], forward: int, backward: int) -> list[Even
     waits = [event for event in events if event.kind == "wait"]
     sent = [event for event in events if event.name == "all_to_all ep" and start <= event.start < end]
     largest = max((event.bytes or 0 for event in sent), default=0)
-    found, names, free = [], cycle(("combine'", "dispatch", "dispatch'", "combine")), start
+    found, free = [], start
     for event in sorted([*parts, *sent], key=lambda event: event.start):
         if event.kind == "collective":
             if (event.bytes or 0) > largest / 8:
-                found.append(replace(event, name=next(names), start=max(event.start, free)))
+                found.append(replace(event, name="", start=max(event.start, free)))
                 free = event.end
         else:
             inside = [wait.end for wait in waits if event.start <= wait.start < event.end]
@@ -229,7 +229,7 @@ def _drawn(answer: Any, layers: int, times: Times, *, weights: bool) -> Figure |
     ladder=True,
 )
 def order(answer: Any) -> Iterator[Outcome]:
-    """Judge that it runs, then one layer within 16 units, two within 32, as Megatron's order, and within 31."""
+    """Judge that it runs, then one layer within 16 units, two within 32, as labkit's order, and within 31."""
     return _targets(answer, ((1, 16), (2, 32), (2, 31)), TIMES, weights=False)
 
 

@@ -66,7 +66,7 @@ def layer_timelines(lines: Mapping[str, Sequence[Event]], *, unit: str = "ms") -
         between = any(is_between(event) for events in lines.values() for event in events)
         handles += [handle("norm, residual", _BETWEEN)] * between
         short = any(_operation(event) in _SHORT for events in lines.values() for event in events)
-        words = "message: AR all-reduce, AG all-gather, RS reduce-scatter" if short else "message, by its name"
+        words = "message: AR all-reduce, AG all-gather, RS reduce-scatter" if short else "message"
         handles.append(handle(words, *_MESSAGE))
         handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.4, label="nothing beside it"))
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))

@@ -54,7 +54,7 @@ ORDER = {
     "side by side, whole": (repeated("a e c c' e' a'"), "26 units; the longest wait is 3 units before e, for dispatch"),
     # Lets the forward begin, as in the table of the pipeline.
     "forward first": (repeated("a c' e e' c a'"), "19 units; the longest wait is 2 units before e,"),
-    "Megatron's": (repeated("c' a e' e a' c"), "32 units; the longest wait is 1 unit before e'"),
+    "labkit's": (repeated("c' a e' e a' c"), "32 units; the longest wait is 1 unit before e'"),
     # Takes the backward for a forward with primes.
     "backward runs forwards": (repeated("a' a e' e c' c"), "a' comes where c' has to"),
     "forgot one": (repeated("c' a e' e a'"), "c is there 0 times; each part has to run once"),
@@ -62,7 +62,7 @@ ORDER = {
 }
 WEIGHTS = {
     "last": (repeated("c' a e' e a' c We Wa"), "18 units"),
-    "Megatron's": (repeated("c' a e' We e a' c Wa"), "16 units; the longest wait is 1 unit before e'"),
+    "labkit's": (repeated("c' a e' We e a' c Wa"), "16 units; the longest wait is 1 unit before e'"),
     # Takes We for the part that makes the experts' gradients.
     "before its part": (repeated("c' a We e' e a' Wa c"), "We comes before its e'"),
     "left out": (repeated("c' a e' e a' c"), "We is there 0 times"),
@@ -128,15 +128,15 @@ def test_the_clock_is_that_of_the_simulator(layers: int, delay: bool) -> None:
     assert not illegal(order, layers, weights=delay)
 
 
-@pytest.mark.parametrize(("layers", "best", "megatron"), [(1, 16, 16), (2, 31, 32)])
-def test_the_targets_are_the_best_of_all_orders(layers: int, best: float, megatron: float) -> None:
+@pytest.mark.parametrize(("layers", "best", "by_labkit"), [(1, 16, 16), (2, 31, 32)])
+def test_the_targets_are_the_best_of_all_orders(layers: int, best: float, by_labkit: float) -> None:
     """Every mixture of both sides, of which only one is the best."""
     taken = []
     for places in combinations(range(6 * layers), 3 * layers):
         sides = {True: iter(FORWARD * layers), False: iter(BACKWARD * layers)}
         taken.append(length([next(sides[place in places]) for place in range(6 * layers)], TIMES, MESSAGE))
     assert min(taken) == best == length(best_order(layers), TIMES, MESSAGE) and taken.count(best) == 1
-    assert length(words(pair_order([MOE_PARTS] * layers, [MOE_PARTS] * layers)), TIMES, MESSAGE) == megatron
+    assert length(words(pair_order([MOE_PARTS] * layers, [MOE_PARTS] * layers)), TIMES, MESSAGE) == by_labkit
 
 
 def test_15_is_the_best_with_weight_gradients_apart() -> None:
@@ -151,3 +151,26 @@ def test_15_is_the_best_with_weight_gradients_apart() -> None:
             yield from orders({**left, **({first: left[first] + 1} if first else {})}, (*made, part))
 
     assert min(length(order, SPLIT, MESSAGE) for order in orders({"a": 0, "c'": 0}, ())) == 15
+
+
+@pytest.mark.parametrize(("apart", "units"), [(False, [15, 30]), (True, [14, 28])])
+def test_megatrons_order_with_c_on_the_lane_of_messages_takes_what_the_chapter_says(apart, units) -> None:
+    """`TransformerLayerSchedulePlan.run` and its two streams, launch by launch."""
+    heavy, after = (2, 2) if apart else (4, 0)
+    found = []
+    for layers in (1, 2):
+        computes = sends = ahead = back = 0  # both lanes, and what each side has got to
+        for _ in range(layers):
+            sends = max(sends, back) + 1 + MESSAGE  # c', combine'
+            arrived = sends
+            computes = made = max(computes, ahead) + 2  # a
+            computes = left = max(computes, arrived) + heavy  # e'
+            sends = dispatched = max(sends, made) + MESSAGE
+            computes += after  # We
+            sends = returned = max(sends, left) + MESSAGE  # dispatch'
+            computes = max(computes, dispatched) + 2  # e
+            sends = ahead = max(sends, computes) + MESSAGE + 1  # combine, c
+            computes = back = max(computes, returned) + heavy  # a'
+            computes += after  # Wa
+        found.append(max(computes, sends))
+    assert found == units
