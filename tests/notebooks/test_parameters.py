@@ -247,11 +247,13 @@ CASES = {
         {"layers": 32},
         {"49 norms in 24 layers": "65 norms in 32 layers", "passes 49 of them": "passes 65 of them"},
     ),
-    # merged 1F1B keeps 2 (p - r) microbatches where 1F1B keeps p - r, and takes 3 (m + p - 1) units for m = 3 p
+    # merged 1F1B keeps 2 (p - r) microbatches where 1F1B keeps p - r; its bubble is (p - 1)/(m + p - 1) for m = 3 p
     "25_overlap": Case(
         {"stages": 3, "unit_ms": 5},
         {
-            "merged 1F1B   45 units, ranks keep [8, 6, 4, 2]": "merged 1F1B   33 units, ranks keep [6, 4, 2]",
+            "merged 1F1B, 4 stages, 12 microbatches: bubble 20.0%, ranks keep 8, 6, 4, 2": (
+                "merged 1F1B, 3 stages, 9 microbatches: bubble 18.2%, ranks keep 6, 4, 2"
+            ),
         },
     ),
     # 8 stages of one layer: the decoder's first is stage 2, and its last, which scores the words, is stage 7
