@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sphinx", reason="the site needs the extra docs")
-import make_docs
-from chromium import executable, why_not
-
 ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(Path(__file__).parent)]
+
+import make_docs  # noqa: E402
+from chromium import executable, why_not  # noqa: E402
 
 pytestmark = pytest.mark.sweep
 in_a_browser = pytest.mark.skipif(bool(why_not()), reason=why_not() or "everything is there")

@@ -18,6 +18,10 @@ from labkit.launch import preload
 # Every optimizer of torch imports the one, megatron-core the other: two seconds in each rank, or once in the server.
 preload("torch._dynamo", "torch._inductor.compile_fx")
 
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+if BENCHMARKS not in sys.path:
+    sys.path.append(BENCHMARKS)
+
 
 @pytest.fixture(autouse=True)
 def torch_stays_as_it_is() -> Iterator[None]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scaling
 from scaling_series import AXES, TRANSPORTS, machine_of, points
 

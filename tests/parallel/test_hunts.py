@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from re import search
 from statistics import median
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from task_folders import write_task
 
 from labkit import schedules, viz
 from labkit.check.hunts.hunting import Planted, hunt_of
@@ -58,6 +59,9 @@ from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
 from labkit.train.stepping import train_step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from task_folders import write_task
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(

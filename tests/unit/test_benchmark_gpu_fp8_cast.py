@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import gpu_fp8_cast
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_fp8_cast
 from harness import Comparison
 
 from labkit.fp8 import operands as fp8_operands

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import gpu_loss
-import harness
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_loss
+import harness
 
 from labkit.parallel.vocab.cross_entropy import CHUNKS, ChunkSizes
 

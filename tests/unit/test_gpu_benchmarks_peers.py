@@ -6,8 +6,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_attention
 import gpu_graph_memory
 import gpu_graphs
@@ -18,13 +25,9 @@ import gpu_plain
 import gpu_precision
 import gpu_profile
 import gpu_replays
-import pytest
-import torch
 from gpu_peers import Side, beside
 from gpu_profile import REST, STEP, Op
 from harness import Comparison
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
 from labkit.graphs import LAYER_ORDER, layer_memory, play_back

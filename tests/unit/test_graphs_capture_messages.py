@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from graph_rules import Body, Machine, stack
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from graph_rules import Body, Machine, stack
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables, plan_buffers
 from labkit.graphs.checks.before_capture import share_memory

@@ -1,5 +1,6 @@
 """`%%ranks` in a shell of this process: names, values, output, errors, and what is left of its ranks."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,17 +13,20 @@ from IPython.core.interactiveshell import InteractiveShell
 from labkit.launch import RankError
 from labkit.launch.by_rank import RankValues
 
+sys.path.insert(0, os.path.dirname(__file__))
+from conftest import living_ranks
+
 SETUP = "%load_ext labkit\nimport torch, torch.distributed as dist\nscale = 3\ndef scaled(x):\n    return scale * x\n"
 
 
 @pytest.fixture(scope="module")
-def shell(living: Callable[[], list[int]]) -> Iterator[InteractiveShell]:
+def shell() -> Iterator[InteractiveShell]:
     """A shell with the magic and two ranks."""
     shell = InteractiveShell.instance()
     shell.run_cell(SETUP).raise_error()
     yield shell
     shell.run_cell("%ranks --close").raise_error()
-    assert living() == []
+    assert living_ranks() == []
     InteractiveShell.clear_instance()
 
 
@@ -74,7 +78,7 @@ def test_output_is_shown_by_rank_and_once_where_it_is_equal(run) -> None:
     assert "ProcessGroup" in run("%%ranks\ndist.group.WORLD").out, "what cannot leave its rank comes as its repr"
 
 
-def test_an_error_names_the_rank_and_the_line_of_the_cell(run, shell, living) -> None:
+def test_an_error_names_the_rank_and_the_line_of_the_cell(run, shell) -> None:
     run("%%ranks 2\nstays = 1")
     failed = run("%%ranks\nif dist.get_rank() == 1:\n    raise ValueError('boom')")
     assert isinstance(failed.error, RankError) and failed.error.ranks == [1]
@@ -85,7 +89,7 @@ def test_an_error_names_the_rank_and_the_line_of_the_cell(run, shell, living) ->
     hung = run(
         "%%ranks --timeout 1\nif dist.get_rank() == 0:\n    dist.barrier()\nelse:\n    import time; time.sleep(60)"
     )
-    assert "rank 0 of 2 waited for rank 1" in hung.out and ":5)" in hung.out and living() == []
+    assert "rank 0 of 2 waited for rank 1" in hung.out and ":5)" in hung.out and living_ranks() == []
     again = run("%%ranks\nstays")
     assert "new ranks started" in again.out and "NameError: name 'stays' is not defined" in again.out
 

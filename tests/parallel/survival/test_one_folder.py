@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from patience import on_this_machine, soon
-from survival_runs import TINY, alive, complete_steps, saving
+from survival_runs import TINY, alive, complete_steps, on_this_machine, saving, soon
 
 from labkit.config import ConfigError
 from labkit.launch import RankError, run

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from patience import soon
-from survival_runs import TINY, Course, differing_files, saving, undisturbed
+from survival_runs import TINY, Course, differing_files, saving, soon, undisturbed
 
 from labkit.config import presets
 from labkit.launch import rank_info, run
