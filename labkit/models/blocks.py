@@ -95,7 +95,7 @@ class TransformerLayer(nn.Module):
         if not isinstance(self.mlp, MoELayer):
             return (x_SBH,)
         norm: Any = self.mlp.norm
-        return (x_SBH, *self.mlp.before_dispatch(norm(x_SBH)))
+        return (x_SBH, *self.recompute.norm(norm, x_SBH, self.mlp.before_dispatch))
 
     def parts(self) -> LayerParts:
         """Return the two halves of this layer, for CUDA graphs and merged pairs."""
