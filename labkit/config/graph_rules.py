@@ -24,8 +24,9 @@ def graph_rules(found: Findings) -> None:
     elif graph.cuda_graph_impl == "full_iteration" and graph.cuda_graph_modules:
         found.add(MODULES, "graph.cuda_graph_impl = full_iteration captures all parts of all layers; leave this out")
     elif graph.cuda_graph_impl != "none":
-        backwards = _merged_pairs if found.config.schedule.overlap_moe_expert_parallel_comm else _split_backwards
-        found.check(_full_iteration, _parts_there, _experts, backwards, _recompute, _constant_loss_scale)
+        merges = found.config.schedule.overlap_moe_expert_parallel_comm
+        layers = (_merged_pairs, _experts) if merges else (_experts, _split_backwards)
+        found.check(_full_iteration, _parts_there, *layers, _recompute, _constant_loss_scale)
     elif graph.cuda_graph_modules:
         found.add(MODULES, "nothing is captured with graph.cuda_graph_impl = none; set that, or leave this out")
 
@@ -135,13 +136,13 @@ def _split_backwards(found: Findings) -> None:
 
 
 def _merged_pairs(found: Findings) -> None:
-    """Reject graphs across parts of a layer between which merged pairs run another microbatch, and mixed backwards."""
+    """Reject graphs that reach beyond the first part of a layer, and backwards of both kinds."""
     graph, s, scope = found.config.graph, found.config.schedule, _scope(found)
-    across = next((part for part in ("full_iteration", "moe", "mlp") if part in scope), "")
-    if across or not scope:
-        part = across or "the whole layer (no module named)"
-        rule = f"{part} holds several parts of a layer, and with schedule.overlap_moe_expert_parallel_comm parts of"
-        _refuse(found, f"{rule} another microbatch run in between; name attn, moe_router and moe_preprocess")
+    beyond = next((part for part in ("full_iteration", "moe", "mlp") if part in scope), "")
+    if beyond or not scope:
+        part = beyond or "the whole layer (no module named)"
+        rule = "with schedule.overlap_moe_expert_parallel_comm another microbatch runs after the first part of a layer"
+        _refuse(found, f"{rule}, and {part} reaches beyond it; name attn, moe_router and moe_preprocess")
     elif defers_weight_gradients(scope, found.config.moe.shared_expert_ffn_hidden):
         splits = s.path is None and named_schedule(s.name, found.config.parallel.vpp).splits_backward
         engine = graph.cuda_graph_impl == "transformer_engine"
