@@ -147,7 +147,9 @@ def _merged_pairs(found: Findings) -> None:
         splits = s.path is None and named_schedule(s.name, found.config.parallel.vpp).splits_backward
         engine = graph.cuda_graph_impl == "transformer_engine"
         if engine and (splits or s.delay_wgrad_compute):
-            apart = f"schedule.name = {s.name} splits backwards" if splits else "schedule.delay_wgrad_compute splits them"
+            apart = (
+                f"schedule.name = {s.name} splits backwards" if splits else "schedule.delay_wgrad_compute splits them"
+            )
             rule = f"Transformer Engine captures weight gradients together with input gradients, but {apart}"
             advice = "choose schedule.name 1f1b" if splits else "leave that out"
             found.add("graph.cuda_graph_impl", f"{rule}; {advice}, or set this to local")

@@ -130,7 +130,7 @@ def replayed(config: RunConfig) -> tuple[list[float], Any, list[Any], list[Any]]
 
 WITH_GRAPHS = {
     "interleaved": {**MERGES, "vpp": 2, "distributed_optimizer": True, "overlap_param_gather": True},
-    "delayed": {**DELAYS, "shared_expert_ffn_hidden": 16},
+    "1f1b": {**DELAYS, "shared_expert_ffn_hidden": 16, "hidden_dropout": 0.1},
     "dualpipe_v": {**DELAYS, "schedule.name": "dualpipe_v"},
 }
 

@@ -115,7 +115,11 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({**PADDED, **SELECTIVE, "recompute_modules": ["moe"]}, ["moe"], ""),
     (PAIRS, PREPROCESS, ""),
     ({**PAIRS, "delay_wgrad_compute": True}, ["attn"], ""),
-    ({**PAIRS, **PADDED}, ["attn", "moe"], "runs after the first part of a layer, and moe reaches beyond it; name attn"),
+    (
+        {**PAIRS, **PADDED},
+        ["attn", "moe"],
+        "runs after the first part of a layer, and moe reaches beyond it; name attn",
+    ),
     ({**PAIRS, **PADDED}, [], "and the whole layer (no module named) reaches beyond it"),
     ({**PAIRS, "layer_freq": [1, 0]}, ["mlp"], "and mlp reaches beyond it"),
     ({**PAIRS, **PADDED}, ["full_iteration"], "and full_iteration reaches beyond it"),

@@ -52,7 +52,9 @@ def replays(schedule, rank, layers, *, delay):
             found += [("W", chunk, layer) for layer in reversed(range(len(back)))]
             continue
         runs = pair_order(ahead, back, delay_wgrad=delay and "B" in sides)
-        found += [(run.side, sides["F"] if run.side == "F" else chunk, run.layer) for run in runs if run.part == "attention"]
+        found += [
+            (run.side, sides["F"] if run.side == "F" else chunk, run.layer) for run in runs if run.part == "attention"
+        ]
     return found
 
 
@@ -83,7 +85,7 @@ def test_layers_that_stay_eager_are_left_out_after_the_sides_are_lined_up():
 @pytest.mark.parametrize("rank", range(2))
 def test_backwards_that_are_partly_split_need_the_others_split(rank):
     schedule, captured = merged_dualpipe_v(2, 6), [[True], [True]]
-    with pytest.raises(ValueError, match="merges others whole, .* set schedule.delay_wgrad_compute"):
+    with pytest.raises(ValueError, match=r"merges others whole, .* set schedule\.delay_wgrad_compute"):
         merged_capture_order(schedule, rank, captured, weight_gradients=True, delay_wgrad=False)
     without = merged_capture_order(schedule, rank, captured, weight_gradients=False, delay_wgrad=False)
     assert {one.kind for one in read_order(without)} == {"F", "B"}
@@ -113,7 +115,7 @@ def test_a_graph_without_linear_layers_has_no_weight_gradients_apart(monkeypatch
     assert helper_of("moe_router", moe=shared, delay=True).order == [1, -1, -1.5] * 3
     assert helper_of("attn", delay=True).order.count(-2.5) == 3 and -2.5 not in helper_of("attn").order
     monkeypatch.setattr("labkit.graphs.cuda_graph_helper.choose_impl", lambda *_: None)
-    with pytest.raises(ValueError, match="captures have no weight gradients apart: leave schedule.delay"):
+    with pytest.raises(ValueError, match=r"captures have no weight gradients apart: leave schedule\.delay"):
         helper_of("attn", impl="transformer_engine", delay=True)
 
 
