@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from labkit.config import GraphConfig, ModelConfig, MoEConfig
+from labkit.config import GraphConfig, ModelConfig, MoEConfig, presets
 from labkit.graphs import CudaGraphHelper, check_plan, plan_buffers
 from labkit.graphs.order_table import merged_capture_order, read_order
 from labkit.models.gpt import GPTModel
@@ -20,8 +20,10 @@ from labkit.schedules import (
     merged_dualpipe_v,
     merged_interleaved,
     merged_one_f_one_b,
+    one_f_one_b,
 )
 from labkit.schedules.merging import DENSE_PARTS, MOE_PARTS, pair_order
+from labkit.train.run_schedule import check_schedule
 
 SIZES = [(1, 1, 4), (2, 1, 6), (3, 1, 7), (2, 2, 4), (3, 2, 6), (2, 3, 8)]
 
@@ -123,3 +125,24 @@ def test_a_rank_without_captured_layers_captures_nothing():
     helper = helper_of("moe_router", layers=range(1))
     helper.create_cudagraphs()
     assert helper.graphs_created() and helper.layers == [] and helper.memory().graphs == 0
+
+
+def test_every_layer_gets_its_own_graphs_and_memory_counts_them_all():
+    helper = helper_of("attn", delay=True)
+    helper.create_cudagraphs()
+    assert helper.memory().graphs == len(helper.order) == 2 * 3 * 3
+    for number, layer in enumerate(helper.layers):
+        assert [one.name for one in layer.cuda_graphs] == [f"chunk {number} layer 0 microbatch {m}" for m in range(3)]
+        assert all(one.function is layer.layer for one in layer.cuda_graphs)
+    helper.recapture(schedule=one_f_one_b(2, 3))
+    assert helper.order == [1, 1, -1, 1, -1, -1] and helper.captured_chunks == helper.callables_per_chunk
+
+
+def test_a_table_of_ones_own_is_refused_where_graphs_cannot_follow_it():
+    changes = {"layers": 4, "ep": 2, "pp": 2, "global_batch_size": 12, "overlap_moe_expert_parallel_comm": True}
+    graph = {"cuda_graph_impl": "emulated", "cuda_graph_modules": ("attn",), "micro_batch_size": 1}
+    config = presets.tiny_moe().override(changes | graph)
+    check_schedule(merged_one_f_one_b(2, 6), config, 4)
+    with pytest.raises(ValueError, match=r"set schedule\.delay_wgrad_compute, so that merged backwards are split"):
+        check_schedule(merged_dualpipe_v(2, 6), config, 4)
+    check_schedule(merged_dualpipe_v(2, 6), config.override({"delay_wgrad_compute": True}), 4)
