@@ -245,6 +245,19 @@ MERGED_LAYOUTS = [
     ),
 ]  # fmt: skip
 """Merged pairs under every schedule that has them, over ep 2, 4 and 8, and with graphs along their order."""
+MERGED_FP8_LAYOUTS = [
+    *grid({**MERGED, "ep": 2}, [(1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 2, 1)]),
+    *grid({**DELAYED, "ep": 2}, [(1, 1, 2, 2)]),
+    *grid({**MERGED, "ep": 2, "vpp": 2, **MEGATRON}, [(1, 1, 2, 2)]),
+    {**DELAYED, "tp": 2, **SEQUENCE_PARALLEL, "etp": 1, "ep": 2, "pp": 2, "vpp": 2, "world_size": 4},
+    *grid({**DELAYED, "ep": 2, "schedule.name": "dualpipe_v"}, [(1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 4, **ZERO}, [(1, 1, 2, 4)]),
+    *grid(
+        {**MERGED, "ep": 2, "recompute_granularity": "selective", "recompute_modules": ("mlp", "shared_experts")},
+        [(1, 1, 2, 2)],
+    ),
+]
+"""The same in fp8 with delayed scaling, whose numbers no layout changes."""
 BERT_LAYOUTS = [
     *grid({}, [(2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1), (2, 1, 2, 2), (1, 1, 1, 2)]),
     *grid(SEQUENCE_PARALLEL, [(2, 1, 1, 1), (4, 1, 2, 1), (2, 1, 2, 2)]),
@@ -423,6 +436,11 @@ EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "Merged pairs, deepseek_tiny, float64": (
         sparse("deepseek_tiny").override({"global_batch_size": 2 * EXPERT_BATCH}),
         MERGED_LAYOUTS,
+        "float64",
+    ),
+    "Merged pairs in fp8, deepseek_tiny, float64": (
+        sparse("deepseek_tiny").override({"global_batch_size": 2 * EXPERT_BATCH, "optim.fp8": "hybrid"}),
+        MERGED_FP8_LAYOUTS,
         "float64",
     ),
     "CP and EP on the same ranks, float64": (sparse("tiny_moe"), SAME_RANKS_LAYOUTS, "float64"),

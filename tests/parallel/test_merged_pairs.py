@@ -67,13 +67,28 @@ def trained(config: RunConfig) -> tuple[list[float], list[torch.Tensor], list[tu
     return result.losses, observer.gradients, sorted(calls, key=str), parts
 
 
-@pytest.mark.parametrize("delay", [False, True], ids=["interleaved", "delayed"])
-def test_pairs_change_no_bit_and_no_byte_and_run_in_the_simulated_order(on_ranks, delay):
+@pytest.mark.parametrize(
+    ("delay", "fp8"),
+    [
+        (False, "none"),
+        (True, "none"),
+        (True, "current"),
+        (False, "blockwise"),
+        pytest.param(False, "current", marks=pytest.mark.sweep),
+        pytest.param(True, "blockwise", marks=pytest.mark.sweep),
+        pytest.param(False, "delayed", marks=pytest.mark.sweep),
+        pytest.param(True, "delayed", marks=pytest.mark.sweep),
+    ],
+    ids=lambda value: {False: "interleaved", True: "delayed wgrad"}.get(value, value),
+)
+def test_pairs_change_no_bit_and_no_byte_and_run_in_the_simulated_order(on_ranks, delay, fp8):
     """ep 2 x pp 2: the same losses, gradients and collectives as unmerged, in the order that the simulator gives.
 
-    Four layers in four stages under interleaving, or in two stages of two under 1F1B.
+    Four layers in four stages under interleaving, or in two stages of two under 1F1B. In fp8 with scales of a rank's
+    own rows, too, with which no layout of ep has the numbers of one process.
     """
-    layout = {"ep": 2, "pp": 2, "vpp": 1 if delay else 2, "layers": 4, "train.steps": 2}
+    layout: dict[str, Any] = {"ep": 2, "pp": 2, "vpp": 1 if delay else 2, "layers": 4, "train.steps": 2}
+    layout |= {} if fp8 == "none" else {"optim.fp8": "hybrid", "optim.fp8_recipe": fp8}
     plain = on_ranks(trained, 4, sparse(**layout))
     config = sparse(**layout, **(DELAYS if delay else MERGES))
     merged = on_ranks(trained, 4, config)
