@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from harness import Comparison, report
-from torch import Tensor, nn
 
 from labkit.comm.fault_injection import delayed
 from labkit.config import RunConfig, presets
 from labkit.events import Event
 from labkit.launch import run
+from labkit.models.synthetic_load import SleepingParts
 from labkit.plan.stages import configured_schedule
 from labkit.schedules import LayerTimes, Schedule
 from labkit.schedules.merging import pair_lanes
@@ -59,45 +57,6 @@ NOTES = [
 ]
 
 
-class _Slept(torch.autograd.Function):
-    """y = x after a sleep; dx = dy after a sleep of twice as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = 2 * seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grads[0], None
-
-
-class Sleeper:
-    """Observes a run: puts its layers to sleep, and asks them for nothing else."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def on_model(self, groups: Any, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
-        """Make every attention and every set of experts sleep after its own computation."""
-        if self.seconds:
-            modules = [module for chunk in chunks for name, module in chunk.named_modules() if name.endswith(PARTS)]
-            for module in modules:
-                module.register_forward_hook(lambda _, __, y: _Slept.apply(y, self.seconds))
-
-    def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """Nothing to see."""
-
-    def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """Nothing to see."""
-
-
-PARTS = (".attention", ".experts")
-"""Ends of the names of the modules that sleep."""
-
-
 def config_of(case: dict[str, Any], *, merged: bool, steps: int, microbatches: int) -> RunConfig:
     """The run of a case: `microbatches` on each rank."""
     changes = {**SHAPE, "ep": 2, **case, "train.steps": steps, "global_batch_size": 2 * microbatches}
@@ -109,7 +68,7 @@ def steps_of(config: RunConfig, seconds: float, network: float) -> list[list[Eve
     """On each rank: the Events of every step but the first, which opens connections."""
     torch.set_num_threads(1)
     with delayed(network, operation="all_to_all") if network else nullcontext():
-        events = pretrain(config, observer=Sleeper(seconds)).events
+        events = pretrain(config, observer=SleepingParts(seconds)).events
     steps = sorted({event.step for event in events if event.step is not None})[1:]
     return [[event for event in events if event.step == step] for step in steps]
 

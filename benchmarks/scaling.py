@@ -42,7 +42,7 @@ import numpy as np
 import provenance
 import torch
 import torch.distributed as dist
-from scaling_series import AXES, Point, counts, machine_of, points
+from scaling_series import AXES, Point, counts, points
 
 from labkit.comm import collectives
 from labkit.comm.groups import ParallelGroups
@@ -53,6 +53,7 @@ from labkit.models.chunks import embedding_ends
 from labkit.parallel import initialize_model_parallel
 from labkit.plan.collectives import Group, collective_seconds
 from labkit.plan.machine import Machine, load_machine
+from labkit.plan.machine_names import machine_of_gpu
 from labkit.plan.stages import configured_schedule
 from labkit.train.calibration.timing import Stopwatch, nothing
 from labkit.train.calibration.transfers import transfers
@@ -324,7 +325,7 @@ def chosen_machine(name: str | None, here: Here, work: Work) -> Machine | None:
     Raises:
         ValueError: no such machine, or it has no times for what is measured.
     """
-    name = name or (machine_of(here.gpu) if here.gpu else None)
+    name = name or (machine_of_gpu(here.gpu) if here.gpu else None)
     if name is None:
         return None
     machine = load_machine(name)

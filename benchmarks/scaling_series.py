@@ -13,7 +13,6 @@ so efficiency is always a ratio of FLOP/s, never of seconds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,17 +42,6 @@ HIDDEN = {"cuda": (4096, 3072, 2048, 1024, 512), "cpu": (64,)}
 parameters."""
 EXPERTS_PER_RANK = 2
 """Experts of a rank under weak scaling of ep, each as wide as twice the hidden size."""
-MACHINES = {
-    r"A100-SXM4-40GB": "a100_40gb",
-    r"A100-SXM4-80GB": "a100",
-    r"H100 80GB HBM3": "h100",
-    r"H200": "h200",
-    r"B200": "b200",
-    r"B300.*": "b300",
-    r"GB200": "gb200",
-    r"GB300": "gb300",
-}
-"""Name of a GPU without the word NVIDIA, as a pattern that must match all of it -> labkit's machine."""
 
 
 class Point(NamedTuple):
@@ -101,11 +89,6 @@ class Point(NamedTuple):
         except ConfigError as error:
             return "; ".join(str(error).splitlines())
         return ""
-
-
-def machine_of(gpu: str) -> str | None:
-    """Return the name of labkit's machine with this GPU, by its name in torch; None if labkit has none."""
-    return next((name for pattern, name in MACHINES.items() if re.fullmatch(f"(NVIDIA )?{pattern}", gpu)), None)
 
 
 def counts(ranks: int) -> list[int]:

@@ -10,15 +10,11 @@ that all of it can ask whether somebody watches.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
-
-from labkit.output_files import appearing
 
 KINDS = (
     "forward",
@@ -258,18 +254,3 @@ def shift_to_zero(events: Iterable[Event]) -> list[Event]:
         return []
     origin = ordered[0].start
     return [replace(event, start=event.start - origin, end=event.end - origin) for event in ordered]
-
-
-def write_jsonl(events: Iterable[Event], path: str | Path) -> Path:
-    """Write one JSON object per line, leaving out fields that are None; returns the path."""
-    path = Path(path)
-    with appearing(path) as draft, draft.open("w") as file:
-        for event in events:
-            file.write(json.dumps(event.record()) + "\n")
-    return path
-
-
-def read_jsonl(path: str | Path) -> list[Event]:
-    """Read what `write_jsonl` wrote."""
-    with Path(path).open() as file:
-        return [Event(**json.loads(line)) for line in file if line.strip()]

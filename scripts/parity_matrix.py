@@ -192,6 +192,15 @@ DISPATCH_LAYOUTS = [
 """Every way to send tokens and to compute experts, with what else touches their gradients."""
 MERGED = {"schedule.overlap_moe_expert_parallel_comm": True}
 DELAYED = {**MERGED, "schedule.delay_wgrad_compute": True}
+
+
+def graphs(*modules: str) -> dict[str, Any]:
+    """Emulated graphs of these parts of the layers."""
+    return {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_modules": modules}
+
+
+TO_DISPATCH = graphs("attn", "moe_router", "moe_preprocess")
+"""Graphs of all that comes before the experts' all-to-all."""
 MERGED_LAYOUTS = [
     *grid({**MERGED, "ep": 2}, [(1, 1, 1, 2), (1, 1, 2, 2)]),
     {**DELAYED, "tp": 2, **SEQUENCE_PARALLEL, "etp": 1, "ep": 2, "world_size": 2},
@@ -212,8 +221,43 @@ MERGED_LAYOUTS = [
         [(1, 1, 1, 2), (1, 1, 2, 2)],
     ),
     *grid({**DELAYED, "ep": 2, "grouped_gemm": False, "optim.data_parallel": "naive"}, [(1, 1, 1, 4)]),
+    *grid(
+        {
+            **DELAYED, "ep": 2, "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "layernorm", "mlp", "shared_experts"),
+        },
+        [(1, 1, 1, 2), (1, 1, 2, 2)],
+    ),
+    *grid({**MERGED, "ep": 2, **TO_DISPATCH}, [(1, 1, 1, 2), (1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 2, **TO_DISPATCH}, [(1, 1, 1, 2), (1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 2, "vpp": 2, **MEGATRON, **graphs("attn", "moe_router")}, [(1, 1, 2, 2)]),
+    *grid({**MERGED, "ep": 2, "vpp": 2, **TO_DISPATCH}, [(1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 2, "schedule.name": "dualpipe_v", **TO_DISPATCH}, [(1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 4, **ZERO, **graphs("moe_router")}, [(1, 1, 1, 4)]),
+    *grid({**MERGED, "ep": 2, **graphs("attn")}, [(1, 2, 1, 1)]),
+    {**DELAYED, **FOLDED, "world_size": 4, **TO_DISPATCH},
+    *grid(
+        {
+            **DELAYED, "ep": 2, **TO_DISPATCH, "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "mlp", "shared_experts"),
+        },
+        [(1, 1, 2, 2)],
+    ),
 ]  # fmt: skip
-"""Merged pairs under every schedule that has them, over ep 2, 4 and 8."""
+"""Merged pairs under every schedule that has them, over ep 2, 4 and 8, and with graphs along their order."""
+MERGED_FP8_LAYOUTS = [
+    *grid({**MERGED, "ep": 2}, [(1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 2, 1)]),
+    *grid({**DELAYED, "ep": 2}, [(1, 1, 2, 2)]),
+    *grid({**MERGED, "ep": 2, "vpp": 2, **MEGATRON}, [(1, 1, 2, 2)]),
+    {**DELAYED, "tp": 2, **SEQUENCE_PARALLEL, "etp": 1, "ep": 2, "pp": 2, "vpp": 2, "world_size": 4},
+    *grid({**DELAYED, "ep": 2, "schedule.name": "dualpipe_v"}, [(1, 1, 2, 2)]),
+    *grid({**DELAYED, "ep": 4, **ZERO}, [(1, 1, 2, 4)]),
+    *grid(
+        {**MERGED, "ep": 2, "recompute_granularity": "selective", "recompute_modules": ("mlp", "shared_experts")},
+        [(1, 1, 2, 2)],
+    ),
+]
+"""The same in fp8 with delayed scaling, whose numbers no layout changes."""
 BERT_LAYOUTS = [
     *grid({}, [(2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1), (2, 1, 2, 2), (1, 1, 1, 2)]),
     *grid(SEQUENCE_PARALLEL, [(2, 1, 1, 1), (4, 1, 2, 1), (2, 1, 2, 2)]),
@@ -392,6 +436,11 @@ EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "Merged pairs, deepseek_tiny, float64": (
         sparse("deepseek_tiny").override({"global_batch_size": 2 * EXPERT_BATCH}),
         MERGED_LAYOUTS,
+        "float64",
+    ),
+    "Merged pairs in fp8, deepseek_tiny, float64": (
+        sparse("deepseek_tiny").override({"global_batch_size": 2 * EXPERT_BATCH, "optim.fp8": "hybrid"}),
+        MERGED_FP8_LAYOUTS,
         "float64",
     ),
     "CP and EP on the same ranks, float64": (sparse("tiny_moe"), SAME_RANKS_LAYOUTS, "float64"),

@@ -6,6 +6,8 @@ from planting import Fault
 
 RANKS = "tests/parallel/test_merged_pairs.py -k delayed"
 UNIT = "tests/unit/test_schedules_merged.py"
+GRAPHS = "tests/unit/test_graphs_merged.py"
+REPLAYS = "tests/parallel/test_merged_pairs.py -k 1f1b"
 
 MERGED_PAIRS = [
     Fault(
@@ -63,5 +65,40 @@ MERGED_PAIRS = [
         "parts.ties or step.verb == 'I'",
         "step.verb == 'I'",
         "tests/parallel/test_merged_pairs.py -k everyday",
+    ),
+    Fault(
+        "the graphs of weight gradients are replayed at the end of their pair",
+        "pair_order",
+        "[*runs, *waiting]",
+        "sorted([*runs, *waiting], key=lambda part: part.side == 'W')",
+        REPLAYS,
+    ),
+    Fault(
+        "the graph of the weight gradients is left out of a replay",
+        "GraphedCallable.replay_backward",
+        "deferred([parameter for parameter, _ in captured.late], partial(self._weight_gradients, flight))",
+        "pass",
+        REPLAYS,
+    ),
+    Fault(
+        "the graphs of a pair are captured one side after the other",
+        "merged_capture_order",
+        "reversed(cell)",
+        "cell",
+        f"{GRAPHS} -k megatrons_order",
+    ),
+    Fault(
+        "layers without graphs are left out before the sides of a pair are lined up",
+        "merged_capture_order",
+        "[len(layers) for layers in captured]",
+        "[sum(layers) for layers in captured]",
+        f"{GRAPHS} -k lined_up",
+    ),
+    Fault(
+        "the output of the norm before experts stays gone in a pair",
+        "Recomputation.norm",
+        "[y for y in made if isinstance(y, Tensor)]",
+        "[y.clone() for y in made if isinstance(y, Tensor)]",
+        "tests/unit/test_chunk_parts.py",
     ),
 ]

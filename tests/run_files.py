@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from labkit.config import presets
+from labkit.events import Event
 from labkit.train.reporting.metrics import strict
 from labkit.train.run_folder.claim import RunFolder
 from labkit.train.run_folder.contents import METRICS
@@ -18,6 +19,16 @@ def append(folder: Path, *records: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / METRICS).open("a") as file:
         file.writelines(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)
+
+
+def write_events(events: Iterable[Event], path: Path) -> None:
+    """Write Events as a run does."""
+    path.write_text("".join(json.dumps(event.record()) + "\n" for event in events))
+
+
+def read_events(path: Path) -> list[Event]:
+    """The Events that a run has written."""
+    return [Event(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def begun(folder: Path, *records: Mapping[str, Any], steps: int = 9, tp: int = 1) -> RunFolder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.bets import ask
-from labkit.check.scoring import Outcome, exercise, holds, plain, reason_of, shown
+from labkit.check.scoring import Outcome, exercise, explained, plain, shown
 from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import simulate
@@ -90,8 +89,7 @@ def half(answer: Any) -> Iterator[Outcome]:
     for shape in _SHAPES:
         x, a, b = _problem(*shape)
         given = f"x {list(x.shape)}, A {list(a.shape)} and B {list(b.shape)}"
-        outcome = holds(given, "two terms whose sum is relu(x A) B", lambda c=(x, a, b): _judged_half(answer, *c))
-        yield replace(outcome, reason=reason_of(outcome.got))
+        yield explained(given, "two terms whose sum is relu(x A) B", lambda c=(x, a, b): _judged_half(answer, *c))
 
 
 def _judged_half(answer: Any, x: Array, a: Array, b: Array) -> bool | str:
@@ -143,12 +141,11 @@ def _fit(gigabytes: float, room: float) -> tuple[int, int]:
 def fit(answer: Any) -> Iterator[Outcome]:
     """Judge seven models: the parts fit, tp stays inside a machine, and then few stages and a small tp."""
     for gigabytes, room in _MODELS:
-        outcome = holds(
+        yield explained(
             f"a model of {gigabytes} GB and GPUs with {room}",
             "fewest stages, then the smallest tp",
             lambda case=(gigabytes, room): _judged_fit(answer, *case),
         )
-        yield replace(outcome, reason=reason_of(outcome.got))
 
 
 def _judged_fit(answer: Any, gigabytes: float, room: float) -> bool | str:
@@ -208,12 +205,11 @@ def draw_order(answer: Any) -> Figure | None:
 def order(answer: Any) -> Iterator[Outcome]:
     """Judge six pipelines: complete, no deadlock, as short as can be, and few microbatches in flight."""
     for stages, count in _SIZES:
-        outcome = holds(
+        yield explained(
             f"{stages} stages and {count} microbatches",
             f"{3 * (count + stages - 1)} units, at most {min(stages, count)} in flight",
             lambda case=(stages, count): _judged_order(answer, *case),
         )
-        yield replace(outcome, reason=reason_of(outcome.got))
 
 
 def _judged_order(answer: Any, stages: int, microbatches: int) -> bool | str:

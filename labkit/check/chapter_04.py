@@ -6,6 +6,7 @@ Wrong answers are compared with those of known misunderstandings, and the score 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -316,6 +317,29 @@ def _gradients(tp: int, pp: int, dp: int) -> Gradients:
     return found
 
 
+Waiting = dict[Place, tuple[frozenset[Place], Array]]
+"""Rank -> the ranks over which it waits for a sum, and what it gives."""
+
+
+def _all_reduce_of(here: Place, given: Gradients, results: Iterator[Array], waiting: Waiting) -> Callable[..., Array]:
+    """Return the `all_reduce` of a rank: it gives the results that are known, and then writes down who waits."""
+
+    def all_reduce(array: Any, places: Any) -> Array:
+        group = frozenset(tuple(each) for each in plain(places))
+        if outside := [each for each in group if each not in given]:
+            raise ValueError(f"there is no rank at {min(outside)}")
+        if here not in group:
+            raise ValueError(f"the rank at {here} calls all_reduce over ranks of which it is none")
+        if array is None:
+            raise ValueError(_MIDDLE)
+        for result in results:
+            return result.copy()
+        waiting[here] = group, np.array(array, dtype=float)
+        raise _Waits
+
+    return all_reduce
+
+
 def _completed(answer: Any, given: Gradients, pp: int) -> tuple[Gradients, dict[Place, int]]:
     """Run the answer on every rank, again from its start whenever a call has got its result.
 
@@ -324,29 +348,11 @@ def _completed(answer: Any, given: Gradients, pp: int) -> tuple[Gradients, dict[
     known: dict[Place, list[Array]] = {place: [] for place in given}
     while True:
         done: Gradients = {}
-        waiting: dict[Place, tuple[frozenset[Place], Array]] = {}
+        waiting: Waiting = {}
         for place, grad in given.items():
-            results = iter(known[place])
-
-            def all_reduce(
-                array: Any, places: Any, here: Place = place, results: Any = results, waiting: Any = waiting
-            ) -> Array:
-                group = frozenset(tuple(each) for each in plain(places))
-                if outside := [each for each in group if each not in given]:
-                    raise ValueError(f"there is no rank at {min(outside)}")
-                if here not in group:
-                    raise ValueError(f"the rank at {here} calls all_reduce over ranks of which it is none")
-                if array is None:
-                    raise ValueError(_MIDDLE)
-                for result in results:
-                    return result.copy()
-                waiting[here] = group, np.array(array, dtype=float)
-                raise _Waits
-
-            try:
+            all_reduce = _all_reduce_of(place, given, iter(known[place]), waiting)
+            with suppress(_Waits):
                 done[place] = answer(None if grad is None else grad.copy(), place, pp, all_reduce)
-            except _Waits:
-                continue
         if not waiting:
             return done, {place: len(results) for place, results in known.items()}
         met = [p for p, (group, _) in waiting.items() if all(waiting.get(q, ((),))[0] == group for q in group)]
@@ -387,40 +393,44 @@ def _judged(answer: Any, tp: int, pp: int, dp: int) -> Finding:
     except Stalled as stalled:
         return "a deadlock", str(stalled)
 
-    def summed(*kept: int) -> Gradients:
-        """Sum over the ranks with a copy that agree in these coordinates."""
-        return {
-            place: None if own is None else np.sum(
-                [g for q, g in given.items() if g is not None and all(q[i] == place[i] for i in kept)], axis=0
-            )
-            for place, own in given.items()
-        }  # fmt: skip
-
-    right = summed(0, 1)
+    right = _summed(given, 0, 1)
     values = {place: None if each is None else np.asarray(plain(each), dtype=float) for place, each in found.items()}
     wrong = [place for place in given if not _alike(values[place], right[place])]
     if not wrong:
         return True
-    nothing = all(_alike(values[place], given[place]) for place in given)
-    misread: dict[str, Gradients] = {
-        "nothing is added; each copy follows its own gradient" if nothing else (
-            f"the {'last' if wrong[0][2] else 'first'} stage keeps its own gradient, and the other one has the sum"
-        ): given,
-        "this is the mean; lookup and logits are two uses of one weight, so their gradients add up": {
-            place: None if each is None else each / 2 for place, each in right.items()
-        },
-        "ranks of one tp group hold other rows of the table": summed(1),
-        "replicas are added once more; the data-parallel sum is done already": summed(0),
-        "all ranks are added; only the copies of the same rows belong together": summed(),
-    }  # fmt: skip
     place = wrong[0]
     if right[place] is None:
         return _MIDDLE, f"on the rank at {place} {plain(values[place])}: {_MIDDLE}"
+    kept = f"the {'last' if place[2] else 'first'} stage keeps its own gradient, and the other one has the sum"
+    if all(_alike(values[place], given[place]) for place in given):
+        kept = "nothing is added; each copy follows its own gradient"
+    misread = {kept: given, **_misread_sums(given, right)}
     reason = next((words for words, other in misread.items() if _alike(values[place], other[place])), "")
     return (
         reason,
         f"on the rank at {place} {plain(values[place])} instead of {plain(right[place])}: {reason or 'wrong'}",
     )
+
+
+def _summed(given: Gradients, *kept: int) -> Gradients:
+    """Return for each copy the sum over the copies that agree with it in these coordinates."""
+    return {
+        place: None if own is None else np.sum(
+            [g for q, g in given.items() if g is not None and all(q[i] == place[i] for i in kept)], axis=0
+        )
+        for place, own in given.items()
+    }  # fmt: skip
+
+
+def _misread_sums(given: Gradients, right: Gradients) -> dict[str, Gradients]:
+    return {
+        "this is the mean; lookup and logits are two uses of one weight, so their gradients add up": {
+            place: None if each is None else each / 2 for place, each in right.items()
+        },
+        "ranks of one tp group hold other rows of the table": _summed(given, 1),
+        "replicas are added once more; the data-parallel sum is done already": _summed(given, 0),
+        "all ranks are added; only the copies of the same rows belong together": _summed(given),
+    }
 
 
 def _alike(value: Any, other: Any) -> bool:

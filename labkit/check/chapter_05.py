@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from labkit.check.bets import ask
-from labkit.check.scoring import Outcome, exercise, holds, plain, raised, reason_of, shown
+from labkit.check.scoring import Outcome, exercise, explained, holds, plain, raised, shown
 
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
@@ -77,8 +77,7 @@ def kept(answer: Any) -> Iterator[Outcome]:
     """Judge chains whose operations keep inputs, results, masks or nothing, and share tensors; then a whole layer."""
     for program in _PROGRAMS:
         given = "the layer" if program is _LAYER else "; ".join(f"{r} = {o}({', '.join(i)})" for r, o, i in program)
-        outcome = holds(given, f"{len(_kept(program))} tensors", lambda each=program: _judged(answer, each))
-        yield replace(outcome, reason=reason_of(outcome.got))
+        yield explained(given, f"{len(_kept(program))} tensors", lambda each=program: _judged(answer, each))
 
 
 def _judged(answer: Any, program: Program) -> bool | str:
@@ -402,10 +401,9 @@ def plan(answer: Any) -> Iterator[Outcome]:
     for layers, room, ways in _CASES:
         what = f"{layers} layer{'s' * (layers > 1)}, room {room:g}, a whole layer keeps {ways['keep'][0]:g}"
         least = _cost(_best(layers, room, ways), ways)
-        outcome = holds(
+        yield explained(
             what, f"fits, for {least:.2f} forwards of a layer", lambda c=(layers, room, ways): _planned(answer, *c)
         )
-        yield replace(outcome, reason=reason_of(outcome.got))
 
 
 def _planned(answer: Any, layers: int, room: float, ways: Ways) -> bool | str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,18 @@ from numpy.typing import NDArray
 
 from labkit.check.bets import ask
 from labkit.check.rank_threads import RankThreads, Stalled
-from labkit.check.scoring import ONLY_FIRST, Misreadings, Outcome, exercise, holds, plain, raised, reason_of, shown
+from labkit.check.scoring import (
+    ONLY_FIRST,
+    Misreadings,
+    Outcome,
+    exercise,
+    explained,
+    holds,
+    plain,
+    raised,
+    reason_of,
+    shown,
+)
 
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
@@ -57,10 +67,9 @@ def shapes(answer: Any) -> Iterator[Outcome]:
         for s, b, h, t in _SIZES:
             words = "tensor and sequence parallel" if split else "tensor parallel"
             given = f"s {s}, b {b}, h {h} and t {t}, {words}"
-            outcome = holds(
+            yield explained(
                 given, "the shapes that a rank keeps", lambda case=(s, b, h, t, split): _judged(answer, *case)
             )
-            yield replace(outcome, reason=reason_of(outcome.got))
 
 
 def _judged(answer: Any, s: int, b: int, h: int, t: int, split: bool) -> bool | str:
@@ -373,18 +382,16 @@ def seeds(answer: Any) -> Iterator[Outcome]:
                 ("ranks of a group", "one seed for all" if alike else "a seed for each", _in_a_group),
                 ("stages", "no seed of another stage", _between_stages),
             ):
-                outcome = holds(
+                yield explained(
                     f"{words}, {place} the regions, {kind}",
                     claim,
                     lambda t=test, p=place, s=split, a=alike: t(_seeds(answer, p, split=s), alike=a),
                 )
-                yield replace(outcome, reason=reason_of(outcome.got))
-    outcome = holds(
+    yield explained(
         "tensor parallel, inside and between the regions",
         "two states",
         lambda: _apart(_seeds(answer, "inside", split=False), _seeds(answer, "between", split=False)),
     )
-    yield replace(outcome, reason=reason_of(outcome.got))
 
 
 def _seeds(answer: Any, place: str, *, split: bool) -> dict[tuple[int, int], Any]:

@@ -1,25 +1,24 @@
 """Exercises and bets of chapter 07: ring attention as the program of one rank, a cut of the sequence, the backward.
 
-Simulated ranks run the programs of the ring and of its backward at once, and each sees only its own data. The forward's
-values are the rows of an identity matrix, so each output row has the weights that the answer gave to the keys. Wrong
-weights and wrong gradients are compared with those of known misunderstandings. A cut is judged by the pairs that its
-ranks compute at each step.
+Simulated ranks run the programs of the ring and of its backward at once (`ring_ranks.py`). The forward's values are the
+rows of an identity matrix, so each output row has the weights that the answer gave to the keys. Wrong weights and wrong
+gradients are compared with those of known misunderstandings. A cut is judged by the pairs that its ranks compute at
+each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.bets import ask
-from labkit.check.rank_threads import RankThreads, Stalled
-from labkit.check.scoring import Diagnosis, Outcome, close, exercise, holds, plain, raised, reason_of
-from labkit.parallel.context.ring_plan import Layout, chunks_of_rank, cut_load, ring_time
+from labkit.check.ring_ranks import CASES, RingCase, RingRun, ring_case, run_on_ring
+from labkit.check.scoring import Diagnosis, Outcome, close, exercise, holds, plain, reason_of
+from labkit.parallel.context.ring_plan import cut_load, ring_time
 
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
@@ -80,149 +79,19 @@ ask(
 )
 
 
-# ---- programs of one rank ----
-
+# ---- the ring ----
 
 _alike = close(atol=1e-6)
-
-
-class _Case(NamedTuple):
-    """A sequence over cp ranks, with its arrays in the order of positions; `at`, the cut, has each rank's positions."""
-
-    name: str
-    q: Array
-    k: Array
-    v: Array
-    at: list[NDArray[np.int64]]
-
-    @property
-    def scores(self) -> Array:
-        return self.q @ self.k.T / np.sqrt(self.q.shape[1])
-
-    @property
-    def causal(self) -> NDArray[np.bool_]:
-        return np.tri(len(self.q), dtype=bool)
-
-    def by_position(self, values: Sequence[Any]) -> Array:
-        """Return values[rank][row] as an array in the order of positions."""
-        whole = np.empty((len(self.q), *np.shape(values[0])[1:]))
-        for rows, part in zip(self.at, values, strict=True):
-            whole[rows] = part
-        return whole
-
-    @property
-    def steps(self) -> NDArray[np.int64]:
-        """Return [S, S]: the ring step in which the query's rank has the key."""
-        return (self.holder[:, None] - self.holder[None]) % len(self.at)
-
-    @property
-    def holder(self) -> NDArray[np.int64]:
-        """Return [S]: the rank of each position."""
-        return self.by_position([np.full(len(rows), rank) for rank, rows in enumerate(self.at)]).astype(int)
-
-    @property
-    def places(self) -> Array:
-        """Return [S]: the row of each position on its rank."""
-        return self.by_position([np.arange(len(rows)) for rows in self.at])
-
-
-_CASES: tuple[tuple[int, Layout, float], ...] = (
-    (1, "zigzag", 1.0),
-    (2, "contiguous", 1.0),
-    (2, "zigzag", 1.0),
-    (4, "zigzag", 1.0),
-    (4, "zigzag", 800.0),
-)
-"""(cp, way to cut the sequence, factor of the queries, because scores of several hundred overflow exp)."""
-
-
-def _case(cp: int, layout: Layout, factor: float, width: int = 0) -> _Case:
-    """Return 4 cp positions in chunks of 2; [S, width], or [S, S] with values that show the weights."""
-    numbers = np.random.default_rng(cp)
-    length = 4 * cp
-    q, k, v = numbers.normal(size=(3, length, width or length))
-    chunks = [chunks_of_rank(cp, rank, layout) for rank in range(cp)]
-    at = [np.concatenate([np.arange(2 * chunk, 2 * chunk + 2) for chunk in pair]) for pair in chunks]
-    cut = "plain cut" if layout == "contiguous" else "zigzag"
-    name = f"cp {cp}, {cut}{', scores of hundreds' if factor > 1 else ''}"
-    return _Case(name, factor * q, k, v if width else np.eye(length), at)
-
-
-class _Run(NamedTuple):
-    """Results of all ranks in the order of positions (no array after an error); a rank's messages, the largest one."""
-
-    arrays: list[Array]
-    error: str
-    messages: int
-    largest: int
-
-
-class _Place:
-    """`cp` of a rank's program: its place on the ring, and a way to the next rank."""
-
-    def __init__(self, rank: int, ranks: RankThreads, sizes: list[int]) -> None:
-        self.rank, self.size, self._ranks, self._sizes = rank, ranks.size, ranks, sizes
-
-    def pass_on(self, *arrays: Any) -> Any:
-        """Give arrays to the next rank, and return what the previous rank gave: one array, or as many as it gave."""
-        held = [np.array(plain(array), dtype=float) for array in arrays]
-        if self.rank == 0:
-            self._sizes += [array.size for array in held]
-        given = self._ranks.meet(self.rank, "pass_on", held)
-        if len({tuple(array.shape for array in each) for each in given}) > 1:
-            raise ValueError(f"the ranks pass on {[[list(array.shape) for array in each] for each in given]}")
-        received = deepcopy(given[self.rank - 1])
-        return received[0] if len(received) == 1 else received
-
-
-def _run(answer: Any, case: _Case, more: Sequence[Array], shapes: Sequence[Array]) -> _Run:
-    """Run the answer on every rank with its rows of q, kv and `more`; its arrays have the rows of `shapes`."""
-    threads, sizes = RankThreads(len(case.at)), [0]
-
-    def program(rank: int) -> list[Array]:
-        at = case.at[rank]
-        kv, mine = np.stack([case.k[at], case.v[at]]), [each[at].copy() for each in more]
-        cut = [part.copy() for part in case.at]
-        with np.errstate(all="ignore"):
-            found = answer(case.q[at].copy(), kv, cut, _Place(rank, threads, sizes), *mine)
-        if not isinstance(found, (list, tuple)) or len(found) != len(shapes):
-            raise ValueError(f"rank {rank} returns {type(found).__name__}, not {len(shapes)} arrays")
-        arrays = [np.asarray(plain(part), dtype=float) for part in found]
-        if arrays[-1].ndim == 3:  # dkv [2, L, D] by rows
-            arrays[-1] = arrays[-1].swapaxes(0, 1)
-        for array, like in zip(arrays, shapes):
-            if array.shape != like[at].shape:
-                raise ValueError(f"rank {rank} returns an array {list(array.shape)}, not {list(like[at].shape)}")
-        return arrays
-
-    try:
-        found = threads.run(program)
-    except Stalled as stalled:
-        return _Run([], str(stalled), 0, 0)
-    except (Exception, SystemExit) as error:
-        return _Run([], raised(error), 0, 0)
-    return _Run([case.by_position(parts) for parts in zip(*found)], "", len(sizes) - 1, max(sizes))
-
-
-def _rank_of(case: _Case, position: int) -> int:
-    return next(rank for rank, rows in enumerate(case.at) if position in rows)
-
-
-def _place(case: _Case, position: int) -> str:
-    return f"position {position} (rank {_rank_of(case, position)}, row {case.places[position]:.0f})"
-
-
-# ---- the ring ----
 
 
 @exercise("07.ring", "Write ring(q, kv, cut, cp) -> output and lse of one rank's queries; all ranks run it at once.")
 def ring(answer: Any) -> Iterator[Outcome]:
     """Judge the weights and lse of every row on one, two and four ranks, two cuts, large scores; a rank's messages."""
     diagnosis = Diagnosis()
-    for cp, layout, factor in _CASES:
-        case = _case(cp, layout, factor)
+    for cp, layout, factor in CASES:
+        case = ring_case(cp, layout, factor)
         right = _lse(case)
-        found = _run(answer, case, [], [case.v, right])
+        found = run_on_ring(answer, case, [], [case.v, right])
         claim = "the weights of one softmax over all keys up to each position"
         said = found.error or _wrong_weights(case, found.arrays[0], diagnosis=diagnosis)
         yield _said(f"{case.name}, the outputs", claim, said)
@@ -235,16 +104,16 @@ def ring(answer: Any) -> Iterator[Outcome]:
         yield _said(f"{case.name}, the lse", "the log of the sum over all keys up to each position", wrong)
 
 
-def _lse(case: _Case) -> Array:
+def _lse(case: RingCase) -> Array:
     return np.logaddexp.reduce(np.where(case.causal, case.scores, -np.inf), axis=1)
 
 
-def _wrong_lse(case: _Case, found: Array, right: Array) -> str:
+def _wrong_lse(case: RingCase, found: Array, right: Array) -> str:
     if _alike(found, right):
         return ""
     row = next(row for row in range(len(right)) if not _alike(found[row], right[row]))
     return (
-        f"{found[row]:.3g} instead of {right[row]:.3g} at {_place(case, row)}: backward needs the log of the sum over "
+        f"{found[row]:.3g} instead of {right[row]:.3g} at {case.place_of(row)}: backward needs the log of the sum over "
         f"all keys, not over those of one block"
     )
 
@@ -254,7 +123,7 @@ def _said(given: str, claim: str, said: str) -> Outcome:
     return holds(given, claim, lambda: (reason_of(said), said))
 
 
-def _wrong_messages(found: _Run, cp: int, most: int) -> str:
+def _wrong_messages(found: RingRun, cp: int, most: int) -> str:
     if found.largest > most:
         return f"one of {found.largest} numbers: more than one rank's keys travel at once, or queries travel, too"
     if found.messages >= cp:
@@ -267,7 +136,7 @@ def _wrong_messages(found: _Run, cp: int, most: int) -> str:
     return ""
 
 
-def _wrong_weights(case: _Case, found: Array, *, diagnosis: Diagnosis) -> str:
+def _wrong_weights(case: RingCase, found: Array, *, diagnosis: Diagnosis) -> str:
     """Name the first weight that differs, and the misunderstanding; empty for right weights.
 
     At scores of hundreds several misunderstandings give the same weights, so one that was named before has precedence.
@@ -286,12 +155,12 @@ def _wrong_weights(case: _Case, found: Array, *, diagnosis: Diagnosis) -> str:
     if not reason and np.nan_to_num(found[row, row + 1 :]).any():
         reason = "later keys have a weight, too"
     elif not reason and not found[row, key]:
-        reason = f"this key of rank {(_rank_of(case, row) - case.steps[row, key]) % len(case.at)} never counts"
-    seen = f"weight {found[row, key]:.3g} of key {key} instead of {right[row, key]:.3g} at {_place(case, row)}"
+        reason = f"this key of rank {(case.holder[row] - case.steps[row, key]) % len(case.at)} never counts"
+    seen = f"weight {found[row, key]:.3g} of key {key} instead of {right[row, key]:.3g} at {case.place_of(row)}"
     return f"{seen}: {reason}" if reason else seen
 
 
-def _nan_reason(case: _Case, finite: Array) -> str:
+def _nan_reason(case: RingCase, finite: Array) -> str:
     blocks = [case.causal & (case.steps == step) for step in range(len(case.at))]
     if all(any(not block[row].any() for block in blocks) for row in np.flatnonzero(~finite)):
         return "this row sees no key of a block; its maximum there is -inf, and -inf - (-inf) is nan"
@@ -313,7 +182,7 @@ def _softmax(scores: Array, seen: Any) -> Array:
     return exps / np.maximum(exps.sum(axis=1, keepdims=True), 1e-300)
 
 
-def _misread_weights(case: _Case) -> Iterator[tuple[str, Array]]:
+def _misread_weights(case: RingCase) -> Iterator[tuple[str, Array]]:
     """Yield (words for a misunderstanding, its weights)."""
     scores, seen, steps, cp = case.scores, case.causal, case.steps, len(case.at)
     blocks = [_softmax(scores, seen & (steps == step)) for step in range(cp)]
@@ -340,7 +209,7 @@ def _misread_weights(case: _Case) -> Iterator[tuple[str, Array]]:
     yield "nothing is divided by the sum of exponentials", _exps(scores, seen)
 
 
-def _seen_as(case: _Case, back: Any) -> NDArray[np.bool_]:
+def _seen_as(case: RingCase, back: Any) -> NDArray[np.bool_]:
     """Return [S, S]: which keys a row sees for who takes a key's place in the cut of rank - back for its position."""
     taken = (case.holder[:, None] - back) % len(case.at)
     places = np.broadcast_to(case.places.astype(int), case.causal.shape)
@@ -462,12 +331,12 @@ def _waits(found: Cut, length: int, cp: int) -> str:
 )
 def backward(answer: Any) -> Iterator[Outcome]:
     """Judge dq, then dk and dv, on one, two and four ranks, and the messages of a rank."""
-    for cp, layout, _ in _CASES[:-1]:
-        case = _case(cp, layout, 1.0, width=3)
+    for cp, layout, _ in CASES[:-1]:
+        case = ring_case(cp, layout, 1.0, width=3)
         do = np.random.default_rng(10 + cp).normal(size=case.v.shape)
         out, from_ranks = _shares_of_ranks(case, do)
         dq, dkv = from_ranks.sum(axis=0)[0], from_ranks.sum(axis=0)[1:]
-        found = _run(answer, case, [_lse(case), do, (do * out).sum(axis=1)], [case.q, dkv.swapaxes(0, 1)])
+        found = run_on_ring(answer, case, [_lse(case), do, (do * out).sum(axis=1)], [case.q, dkv.swapaxes(0, 1)])
         mine = [found.arrays[0], *found.arrays[1].swapaxes(0, 1)] if found.arrays else []
         said = found.error or _wrong_gradient(case, "dq", mine[:1], dq[None], _misread_dq(case, do))
         yield _said(f"{case.name}, dq", "the sum over all keys", said)
@@ -480,7 +349,7 @@ def backward(answer: Any) -> Iterator[Outcome]:
             yield _said(f"{case.name}, the messages of a rank", claim, said)
 
 
-def _wrong_transport(found: _Run, cp: int, most: int) -> str:
+def _wrong_transport(found: RingRun, cp: int, most: int) -> str:
     if found.largest > most:
         several = "more than one rank's keys or sums travel in it, or queries or dq travel, too"
         return f"one of {found.largest} numbers: {several}"
@@ -490,7 +359,7 @@ def _wrong_transport(found: _Run, cp: int, most: int) -> str:
     return "" if found.messages else "0: nothing arrives, and no sum leaves"
 
 
-def _shares_of_ranks(case: _Case, do: Array, only: Any = True) -> tuple[Array, Array]:
+def _shares_of_ranks(case: RingCase, do: Array, only: Any = True) -> tuple[Array, Array]:
     """Return the output, and each query rank's shares [cp, 3, S, D] of dq, dk and dv.
 
     `only` is a mask over pairs: the shares are left out where it is false.
@@ -507,7 +376,7 @@ def _shares_of_ranks(case: _Case, do: Array, only: Any = True) -> tuple[Array, A
 
 
 def _wrong_gradient(
-    case: _Case, name: str, found: Sequence[Array], right: Array, misread: Iterator[tuple[str, Array]]
+    case: RingCase, name: str, found: Sequence[Array], right: Array, misread: Iterator[tuple[str, Array]]
 ) -> str:
     """Name the first position that differs, and the misunderstanding; empty for right gradients."""
     mine = np.array(found)
@@ -516,11 +385,11 @@ def _wrong_gradient(
     place = next(row for row in range(right.shape[1]) if not _alike(mine[:, row], right[:, row]))
     reason = next((words for words, other in misread if _alike(mine, other)), "")
     got, wanted = mine[:, place].ravel().round(3).tolist(), right[:, place].ravel().round(3).tolist()
-    seen = f"{name} {got} instead of {wanted} at {_place(case, place)}"
+    seen = f"{name} {got} instead of {wanted} at {case.place_of(place)}"
     return f"{seen}: {reason}" if reason else seen
 
 
-def _misread_dq(case: _Case, do: Array) -> Iterator[tuple[str, Array]]:
+def _misread_dq(case: RingCase, do: Array) -> Iterator[tuple[str, Array]]:
     for words, pairs in (
         ("only the rank's own keys give a share; add that of every step", case.steps == 0),
         ("the rank's own keys give no share; step 0 counts, too", case.steps > 0),
@@ -529,7 +398,7 @@ def _misread_dq(case: _Case, do: Array) -> Iterator[tuple[str, Array]]:
         yield words, _shares_of_ranks(case, do, pairs)[1].sum(axis=0)[:1]
 
 
-def _misread_dkv(case: _Case, from_ranks: Array) -> Iterator[tuple[str, Array]]:
+def _misread_dkv(case: RingCase, from_ranks: Array) -> Iterator[tuple[str, Array]]:
     """Yield (words for a misunderstanding, its dk and dv). from_ranks [cp, 3, S, D]."""
     cp = len(case.at)
     shares = from_ranks[:, 1:]

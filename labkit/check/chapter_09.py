@@ -1,19 +1,19 @@
 """Exercises and bets of chapter 09: owners of slices, an order for a sharded model, the stage of ZeRO that fits.
 
 Wrong answers are compared with those of known misunderstandings. For slices the score shows the first rank that
-differs; an order of a sharded model is played by the clock of `_played`.
+differs; an order of a sharded model is played by the clock of `played`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from labkit.check.bets import ask
 from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
-from labkit.events import Event
+from labkit.check.sharded_rank import BACKWARD, FORWARD, MESSAGE, Run, played
 from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, pieces_of_rank, plan_buckets
 from labkit.plan.zero_stages import STAGES, bytes_per_parameter
 
@@ -220,74 +220,9 @@ def _each_once(answer: Any, expected: Owners) -> bool | str:
 
 # ---- an order for sharded layers ----
 
-FORWARD, BACKWARD, MESSAGE = 1.0, 2.0, 1.0
-"""Units of time of a layer's forward and backward, and of a gather or scatter of its weights or gradients."""
 _SIZES = ((4, 2), (6, 2), (6, 3), (3, 3))
 """(layers, most layers that are whole at a time)."""
 _OPERATIONS = ("gather", "forward", "backward", "free", "scatter")
-
-
-@dataclass(frozen=True)
-class _Run:
-    """An order, played by the clock."""
-
-    seconds: float
-    gathers: int
-    events: tuple[Event, ...]
-
-
-def _played(order: Sequence[tuple[str, int]], layers: int, room: int) -> _Run | str:
-    """Play an order: what it takes, or why it cannot run.
-
-    The rank works off the order. `gather` and `scatter` only start a message, and the link carries one after another.
-    `forward` and `backward` wait for the layer's weights, and compute.
-    """
-    whole: dict[int, tuple[float, float]] = {}
-    """Layer -> (start of its gather, its arrival)."""
-    host = link = 0.0
-    todo = [("forward", i) for i in range(layers)] + [("backward", i) for i in reversed(range(layers))]
-    scattered: set[int] = set()
-    done: set[tuple[str, int]] = set()
-    events: list[Event] = []
-    for what, i in order:
-        if what in ("gather", "scatter"):
-            begins, link = max(host, link), max(host, link) + MESSAGE
-            name = "all_gather" if what == "gather" else "reduce_scatter"
-            events.append(Event(0, f"{name} {i}", "collective", begins, link))
-        if what == "gather":
-            if i in whole:
-                return f"layer {i} is gathered while it is whole"
-            whole[i] = host, link
-            if len(whole) > room:
-                return f"{len(whole)} layers are whole, with room for {room}: free a layer before you gather the next"
-        elif what == "scatter":
-            if ("backward", i) not in done:
-                return f"the gradient of layer {i} is scattered before its backward"
-            if i in scattered:
-                return f"the gradient of layer {i} is scattered twice"
-            scattered.add(i)
-        elif what == "free":
-            if i not in whole:
-                return f"layer {i} is freed, but is not whole"
-            events.append(Event(0, f"layer {i}", "data", whole.pop(i)[0], host))
-        else:
-            if not todo or (what, i) != todo[0]:
-                return f"{what} {i} comes where {' '.join(map(str, todo[0])) if todo else 'nothing'} is due"
-            if i not in whole:
-                return f"layer {i} is not whole at its {what}: gather it first"
-            host = max(host, whole[i][1])
-            takes = FORWARD if what == "forward" else BACKWARD
-            events.append(Event(0, f"{what} {i}", what, host, host + takes))
-            host += takes
-            done.add(todo.pop(0))
-    if todo:
-        return f"{todo[0][0]} {todo[0][1]} is missing"
-    if len(scattered) < layers:
-        missing = next(i for i in range(layers) if i not in scattered)
-        return f"the gradient of layer {missing} is never scattered, so no rank has the sum"
-    if whole:
-        return f"layer {min(whole)} is still whole at the end: free each layer after its backward"
-    return _Run(max(host, link), sum(what == "gather" for what, _ in order), tuple(events))
 
 
 def _shortest(layers: int) -> float:
@@ -295,7 +230,7 @@ def _shortest(layers: int) -> float:
     return MESSAGE + layers * (FORWARD + BACKWARD) + MESSAGE
 
 
-def _tried_order(answer: Any, layers: int, room: int) -> _Run | str:
+def _tried_order(answer: Any, layers: int, room: int) -> Run | str:
     found = plain(answer(layers, room))
     form = "give a list of pairs (operation, layer), with operations " + ", ".join(_OPERATIONS)
     if not isinstance(found, list):
@@ -303,7 +238,7 @@ def _tried_order(answer: Any, layers: int, room: int) -> _Run | str:
     for each in found:
         if not isinstance(each, list) or len(each) != 2 or each[0] not in _OPERATIONS or each[1] not in range(layers):
             return f"{shown(each)}: {form}"
-    return _played([(what, i) for what, i in found], layers, room)
+    return played([(what, i) for what, i in found], layers, room)
 
 
 def draw_order(answer: Any) -> Figure | None:
@@ -365,16 +300,16 @@ _LATE = "a gather that starts when its layer is due has nothing to hide beside; 
 _CANNOT = "an order that cannot run"
 
 
-def _in_time(run: _Run | str | None, layers: int) -> Finding:
-    if not isinstance(run, _Run):
+def _in_time(run: Run | str | None, layers: int) -> Finding:
+    if not isinstance(run, Run):
         return _CANNOT, _CANNOT
     if run.seconds <= _shortest(layers) + 1e-9:
         return True
     return _LATE, f"{run.seconds:g} units: {_LATE}"
 
 
-def _few(run: _Run | str | None, layers: int, most: int, room: int) -> Finding:
-    if not isinstance(run, _Run):
+def _few(run: Run | str | None, layers: int, most: int, room: int) -> Finding:
+    if not isinstance(run, Run):
         return _CANNOT, _CANNOT
     if run.gathers <= most:
         return True

@@ -47,10 +47,6 @@ def _row(text: str) -> list[str]:
     return text.split()
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 # ---- who waits for whom, and how long a batch takes ----
 
 
@@ -165,7 +161,7 @@ CHANGES = {"F": 1, "B": -1, "W": -1}
 @exercise("12.kept", "Write kept(row) -> the most (stage, microbatch) pairs whose activations the rank keeps at once.")
 def kept(answer: Any) -> Iterator[Outcome]:
     """Judge five short rows and three long ones."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for given, row in _ROWS.items():
         right = most(row, CHANGES)
         yield diagnosis.outcome(given, right, lambda r=row: answer(list(r)), _misread_kept(row))
@@ -198,22 +194,22 @@ def _misread_kept(row: Sequence[str]) -> Misreadings:
 
 # ---- a schedule of the reader's own ----
 
-_FORM = "a list of rows (lists of texts such as 0F0)"
-
 
 def draw_schedule(answer: Any) -> Figure | None:
-    """Draw the answer's table for 4 ranks and 8 microbatches, as far as it runs, with two of the targets as lines.
+    """Draw the answer's table for 4 ranks and 8 microbatches, with two of the targets as lines."""
+    pp, count = 4, 8
+    targets = {"bound, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
+    return _drawn(answer(pp, count) if callable(answer) else answer, targets)
 
-    An answer that is not a table, or has an action twice, has no drawing.
-    """
+
+def _drawn(table: Any, targets: dict[str, float]) -> Figure | None:
+    """Draw a table as far as it runs. What is no table, or has an action twice, has no drawing."""
     from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
 
-    pp, count = 4, 8
-    rows = _parsed_rows(answer(pp, count) if callable(answer) else answer)
+    rows = _parsed_rows(table)
     actions = [action for row in rows for action in row]
     if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
         return None
-    targets = {"bound, two stages per rank ": _least(pp, count, 2), "1F1B": 3 * (count + pp - 1)}
     return draw_played(PlayedTable(rows), targets)
 
 
@@ -239,11 +235,7 @@ def schedule(answer: Any) -> Iterator[Outcome]:
     pp, count = 4, 8
     found = _attempt(answer, pp, count)
     said: set[str] = set()
-    yield holds(
-        f"pp {pp}, {count} microbatches",
-        f"{_FORM} that runs",
-        lambda: (found, found) if isinstance(found, str) else True,
-    )
+    yield _runs(found, pp, count)
     whole, right_after = 3 * (count + pp - 1), 3 * count + 2 * (pp - 1)
     least = {stages: _least(pp, count, stages) for stages in (1, 2)}
     ladder = (
@@ -266,13 +258,7 @@ def schedule(answer: Any) -> Iterator[Outcome]:
 
 def draw_few(answer: Any) -> Figure | None:
     """Draw the answer's table for 4 ranks and 4 microbatches, with ZB-V and the bound as lines."""
-    from labkit.viz.pipeline.played_table import PlayedTable, draw_played  # matplotlib, which a score does without
-
-    rows = _parsed_rows(answer())
-    actions = [action for row in rows for action in row]
-    if isinstance(rows, str) or not actions or len(set(actions)) < len(actions):
-        return None
-    return draw_played(PlayedTable(rows), {"bound ": _least(4, 4, 2), "ZB-V": 15})
+    return _drawn(answer(), {"bound ": _least(4, 4, 2), "ZB-V": 15})
 
 
 @exercise(
@@ -287,11 +273,7 @@ def few(answer: Any) -> Iterator[Outcome]:
     """
     pp, said = 4, set[str]()
     found = _attempt((lambda _, __: answer()) if callable(answer) else answer, pp, pp)
-    yield holds(
-        f"pp {pp}, {pp} microbatches",
-        f"{_FORM} that runs",
-        lambda: (found, found) if isinstance(found, str) else True,
-    )
+    yield _runs(found, pp, pp)
     for steps, why in ((14.5, "better than ZB-V's 15"), (_least(pp, pp, 2), "the bound: 3m + (p - 1)/2")):
         yield _target(found, pp, pp, steps, why, said)
 
@@ -306,6 +288,11 @@ class _Judged:
     @property
     def numbers(self) -> str:
         return f"{self.timeline.makespan:g} steps with {max(self.timeline.peak_memory):g} in flight"
+
+
+def _runs(found: _Judged | str, pp: int, count: int) -> Outcome:
+    claim = "a list of rows (lists of texts such as 0F0) that runs"
+    return holds(f"pp {pp}, {count} microbatches", claim, lambda: (found, found) if isinstance(found, str) else True)
 
 
 def _least(pp: int, count: int, stages: int) -> float:
@@ -339,7 +326,7 @@ def _longest_wait(timeline: Timeline) -> str:
     """Name the longest wait of a rank after its first gradient: its rank, its length, and the action that ends it."""
     longest, words = 1e-9, ""
     for rank in range(timeline.schedule.pp):
-        row = slice(timeline.schedule.offsets[rank], timeline.schedule.offsets[rank + 1])
+        row = timeline.schedule.span(rank)
         waits = timeline.start[row][1:] - timeline.end[row][:-1]
         actions = timeline.schedule.actions(rank)
         first = next((place for place, action in enumerate(actions) if action.kind in "BI"), len(waits))

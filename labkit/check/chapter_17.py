@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from labkit.check.bets import ask
-from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain, shown
+from labkit.check.scoring import Diagnosis, Finding, Misreadings, Outcome, as_list, asked, exercise, holds, plain, shown
 from labkit.graphs.buffers import plan_buffers, plan_from
 from labkit.graphs.order_table import read_order
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
@@ -163,7 +163,7 @@ def draw_buffers(answer: Any) -> Figure | None:
     If there is none, the first order that it gets wrong is drawn, and two chunks if it gets none wrong.
     An answer that is no list of one whole number for each forward makes no plan.
     """
-    from labkit.viz.graphs.graph_pool import compare_plans  # matplotlib, which a score does without
+    from labkit.viz.graphs.buffer_lives import compare_plans  # matplotlib, which a score does without
 
     plans = {words: plain(list(answer(list(order)))) for words, order in _ORDERS.items()}
     if any(_form(numbers, len(_taken(_ORDERS[words]))) for words, numbers in plans.items()):
@@ -184,12 +184,7 @@ def draw_buffers(answer: Any) -> Figure | None:
 def buffers(answer: Any) -> Iterator[Outcome]:
     """Judge six short orders and two long ones, and distinguish an unsafe answer from one that is merely different."""
     for given, order in {**_ORDERS, **_LONG_ORDERS}.items():
-        yield holds(given, shown(_taken(order)), lambda o=order: _judged(_as_list(answer(list(o))), o))
-
-
-def _as_list(given: Any) -> Any:
-    """Turn a generator into a list: a generator is an answer like any other."""
-    return list(given) if isinstance(given, Iterator) else given
+        yield holds(given, shown(_taken(order)), lambda o=order: _judged(as_list(answer(list(o))), o))
 
 
 def _taken(order: Sequence[float]) -> list[int]:

@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 from labkit.check.bets import ask
-from labkit.check.scoring import Misreadings, Outcome, asked, close, exercise, holds, plain
+from labkit.check.scoring import Misreadings, Outcome, as_list, asked, close, exercise, holds, plain
 
 if TYPE_CHECKING:
     from labkit.viz.figure import Figure
 
 Window = tuple[int, int, int]
 """(first token that the window reads, first label that it scores, label after the last that it scores)."""
-
-
-def _listed(found: Any) -> Any:
-    """Turn a generator into a list, because it is an answer like any other."""
-    return list(found) if isinstance(found, Iterator) else found
 
 
 # ---- windows ----
@@ -44,7 +39,7 @@ def draw_windows(answer: Any) -> Figure:
     """Draw the windows of the answer for a text of 30 tokens."""
     from labkit.viz.text_scores import scoring_windows  # matplotlib, which a score does without
 
-    windows = [(int(start), int(first), int(end)) for start, first, end in _listed(answer(30, 8, 3))]
+    windows = [(int(start), int(first), int(end)) for start, first, end in as_list(answer(30, 8, 3))]
     return scoring_windows(windows, 30, 8)
 
 
@@ -59,7 +54,7 @@ def windows(answer: Any) -> Iterator[Outcome]:
         _TEXTS,
         given="{} tokens, windows of {} and stride {}".format,
         right=_windows,
-        tried=lambda *case: _listed(answer(*case)),
+        tried=lambda *case: as_list(answer(*case)),
         misread=_misread_windows,
     )
 
@@ -194,7 +189,7 @@ def top_p(answer: Any) -> Iterator[Outcome]:
         _CHOICES,
         given="probabilities {} and p {}".format,
         right=lambda probabilities, p: _until(_by_probability(probabilities), probabilities, p),
-        tried=lambda probabilities, p: sorted(plain(_listed(answer([*probabilities], p)))),
+        tried=lambda probabilities, p: sorted(plain(as_list(answer([*probabilities], p)))),
         misread=_misread_top_p,
     )
 

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from labkit.check.bets import ask
-from labkit.check.scoring import ONLY_FIRST, Diagnosis, Finding, Misreadings, Outcome, asked, exercise, holds, plain
+from labkit.check.scoring import (
+    ONLY_FIRST,
+    Diagnosis,
+    Finding,
+    Misreadings,
+    Outcome,
+    as_list,
+    asked,
+    exercise,
+    holds,
+    plain,
+)
+from labkit.check.stopping_disk import Cut, Disk, View
 from labkit.train.checkpoint.boxes import Box, boxes_of_run
 
 # ---- bets ----
@@ -72,100 +84,6 @@ ask(
 
 # ---- a save that survives ----
 
-
-class _Cut(BaseException):
-    """The process is killed, or the power fails."""
-
-
-@dataclass
-class _File:
-    data: bytes = b""
-    kept: bytes = b""
-    """What is on the disk for sure."""
-
-
-@dataclass
-class _Folder:
-    files: dict[str, _File] = field(default_factory=dict)
-    kept: dict[str, _File] = field(default_factory=dict)
-    """Names that are on the disk for sure."""
-
-
-View = Mapping[str, Mapping[str, bytes]]
-"""Folder -> file -> its bytes."""
-
-
-class Disk:
-    """A disk with folders of files, which stops at a chosen operation.
-
-    What is written or renamed is seen by every process at once. Bytes of a file are on the disk for sure after `sync`
-    of the file, and names in a folder after `sync` of the folder; "." is the folder of folders.
-    """
-
-    def __init__(self, cut_at: int = 0) -> None:
-        """cut_at: which operation is not completed; 0 completes all."""
-        self.top: dict[str, _Folder] = {}
-        self.kept: dict[str, _Folder] = {}
-        self.operations = self.syncs = 0
-        self.cut_at = cut_at
-
-    def _begin(self) -> None:
-        self.operations += 1
-        if self.operations == self.cut_at:
-            raise _Cut
-
-    def make(self, folder: str) -> None:
-        """Make a folder. Raises FileExistsError."""
-        self._begin()
-        if folder in self.top:
-            raise FileExistsError(f"{folder} is there already")
-        self.top[folder] = _Folder()
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write `folder/file`; cut off, it has written half of it."""
-        folder, _, file = path.partition("/")
-        if folder not in self.top or not file:
-            raise FileNotFoundError(f"{path}: make the folder first, and write folder/file")
-        made = self.top[folder].files[file] = _File(data[: len(data) // 2])
-        self._begin()
-        made.data = data
-
-    def sync(self, path: str) -> None:
-        """Bring the bytes of `folder/file`, or the names in a folder, to the disk."""
-        folder, _, file = path.partition("/")
-        if path != "." and (folder not in self.top or (file and file not in self.top[folder].files)):
-            raise FileNotFoundError(f"{path} is not there")
-        self._begin()
-        self.syncs += 1
-        if path == ".":
-            self.kept = dict(self.top)
-        elif file:
-            self.top[folder].files[file].kept = self.top[folder].files[file].data
-        else:
-            self.top[folder].kept = dict(self.top[folder].files)
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a folder another name, at once. Raises FileExistsError and FileNotFoundError."""
-        if old not in self.top:
-            raise FileNotFoundError(f"{old} is not there")
-        if new in self.top:
-            raise FileExistsError(f"{new} is there already")
-        self._begin()
-        self.top[new] = self.top.pop(old)
-
-    def after_kill(self) -> View:
-        """What another process sees."""
-        return {name: {file: one.data for file, one in folder.files.items()} for name, folder in self.top.items()}
-
-    def names_first(self) -> View:
-        """After a power cut: all names had reached the disk, and of bytes only what was synced."""
-        return {name: {file: one.kept for file, one in folder.files.items()} for name, folder in self.top.items()}
-
-    def synced_only(self) -> View:
-        """After a power cut: nothing had reached the disk but what was synced."""
-        return {name: {file: one.kept for file, one in folder.kept.items()} for name, folder in self.kept.items()}
-
-
 _FILES = {name: 4 * name.encode() for name in ("rank_0", "rank_1", "rank_2")}
 _OLD = dict.fromkeys(_FILES, b"old")
 
@@ -181,7 +99,7 @@ def _saved(answer: Any, cut_at: int = 0) -> Disk:
     disk.sync(".")
     disk.operations = disk.syncs = 0
     disk.cut_at = cut_at
-    with contextlib.suppress(_Cut):
+    with contextlib.suppress(Cut):
         answer(disk, "step_2", dict(_FILES))
     return disk
 
@@ -328,7 +246,7 @@ def reads(answer: Any) -> Iterator[Outcome]:
         yield diagnosis.outcome(
             f"{words}, my box at {list(mine.offset)} of shape {list(mine.shape)}",
             _reads(stored, mine),
-            lambda stored=stored, mine=mine: _as_list(answer([*stored], mine.offset, mine.shape)),
+            lambda stored=stored, mine=mine: as_list(answer([*stored], mine.offset, mine.shape)),
             _misread_boxes(stored, mine),
         )
     for name, shape, old, new in _RELAYOUTS:
@@ -366,11 +284,6 @@ def _misread_boxes(stored: Sequence[Placed], mine: Box) -> Misreadings:
         stored, mine, touching=True
     )
     return answers
-
-
-def _as_list(given: Any) -> Any:
-    """Turn a generator into a list, because it is an answer like any other."""
-    return list(given) if isinstance(given, Iterator) else given
 
 
 def _filled(answer: Any, shape: tuple[int, ...], old: Sequence[Placed], new: Sequence[Placed]) -> bool | str:
@@ -424,7 +337,7 @@ def next_samples(answer: Any) -> Iterator[Outcome]:
         _RESUMES,
         given="{} samples read, global batch {}, micro batch {}, dp {}, rank {}".format,
         right=_rows,
-        tried=lambda *case: _as_list(answer(*case)),
+        tried=lambda *case: as_list(answer(*case)),
         misread=_misread_rows,
     )
 

@@ -6,12 +6,12 @@ import sys
 import textwrap
 from typing import Any
 
-WIDTH = 90
-"""Characters of a line in a terminal; the sentence of a picture may have more."""
+from labkit.check.boxed import WIDTH
 
 
 def show(output: Any) -> None:
-    """Display it as Jupyter does for the last line of a cell, or print it where there is no notebook."""
+    """Display it as Jupyter does for the last line of a cell, or print it where there is no notebook, in lines of
+    WIDTH, since the sentence of a picture may have more."""
     ipython = sys.modules.get("IPython")
     if ipython and ipython.get_ipython():
         ipython.display.display(output)

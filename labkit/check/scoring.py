@@ -270,6 +270,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def as_list(value: Any) -> Any:
+    """Turn a generator into a list, because it is an answer like any other."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
 def shown(value: Any) -> str:
     """Return `repr(plain(value))` on one line, cut in the middle to MAX_SHOWN characters; a list between its items."""
     value = plain(value)
@@ -314,6 +319,12 @@ def without_grid(message: str) -> str:
     if more:
         others = others[:-1] + [""] * int(more[1])
     return f"{first}{' ' if first.endswith(':') else '; '}{listed(others, separator='; ')}"
+
+
+def explained(given: str, claim: str, test: Callable[[], Finding]) -> Outcome:
+    """Test a claim like `holds`; the reason of a failed case is what its sentence says after the first colon."""
+    outcome = holds(given, claim, test)
+    return replace(outcome, reason=reason_of(outcome.got))
 
 
 def reason_of(sentence: str) -> str:

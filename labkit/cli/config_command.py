@@ -9,7 +9,7 @@ from shlex import quote
 
 from labkit.cli.arguments import Action, Arguments, Command, Option
 from labkit.cli.output import show
-from labkit.cli.train_command import output_problems
+from labkit.cli.written_files import output_problems
 from labkit.config.foreign.stacks import STACKS, convert
 from labkit.output_files import appearing
 

@@ -14,7 +14,7 @@ from typing import Any
 from labkit.cli.arguments import Action, Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import show
-from labkit.cli.train_command import output_problems
+from labkit.cli.written_files import output_problems
 from labkit.config.errors import counted
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
@@ -17,27 +17,25 @@ import numpy as np
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
+from labkit.cli.order_output import ELSEWHERE, legend, listed, report
 from labkit.cli.output import folded, room, show
+from labkit.cli.written_files import plot_problems
 from labkit.config import ConfigError, ScheduleConfig
 from labkit.config.choices import NamedSchedule, named_schedule
 from labkit.config.errors import counted, nearest, shown
 from labkit.config.fields import SPECS
 from labkit.output_files import appearing
-from labkit.schedules.bubble import split_timeline
 from labkit.schedules.builders import build_schedule, without_backward
-from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
+from labkit.schedules.ir import Schedule, ScheduleError, read_schedule
 from labkit.schedules.lowering import DEFAULT_TRANSPORT, Transport
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches
 from labkit.schedules.verifier import interleaving_rules, verify
 
-MOST_SHOWN = 8192
-"""Most actions of a schedule that is printed. Of a larger one only a summary is; --rank and --csv give its rows."""
 MOST_BUILT = 2**24
 """Most actions of a schedule (1.3 GB with its simulation), and most pairs of a rank and a stage."""
 SCREEN = 60
 """Most rows of a terminal for a schedule."""
-SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
 MERGES = "overlap_moe_expert_parallel_comm"
@@ -64,10 +62,10 @@ def execute(arguments: Arguments) -> int:
     written = _write(timeline, arguments)  # before any text, so that a failure to write is all that is printed
     if options["rank"] is not None:
         # stdout has the list alone, to paste
-        show("\n".join([f"rank {options['rank']}, {_legend(schedule)}", *written]), stream=sys.stderr)
-        show(_list(schedule.order(options["rank"])))
+        show("\n".join([f"rank {options['rank']}, {legend(schedule)}", *written]), stream=sys.stderr)
+        show(listed(schedule.order(options["rank"])))
     else:
-        text = _screenful(_text(timeline, _warm_ups(options, schedule), options["costs"]))
+        text = _screenful(report(timeline, _warm_ups(options, schedule), options["costs"]))
         show("\n".join([*lines, *text, *(["", *written] if written else [])]))
     return 0
 
@@ -151,9 +149,7 @@ def _costs(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _files(options: dict[str, Any]) -> list[str]:
     """Return the problems of file names."""
-    problems = []
-    if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
-        problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
+    problems = plot_problems(options["plot"])
     for name in (name for name, write in _FILES.items() if write and options[name]):
         path, given = Path(options[name]), f"--{name} {shown(options[name], 200)}"
         if not path.parent.is_dir():
@@ -253,102 +249,13 @@ def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
     return [warm_up for _, _, warm_up, _ in sizes]
 
 
-def _text(timeline: Timeline, warm_ups: list[int] | None, given: Sequence[str] | None) -> list[str]:
-    schedule = timeline.schedule
-    sizes = ((schedule.pp, "rank"), (schedule.num_stages, "stage"))
-    sizes += ((schedule.num_microbatches, "microbatch"), (len(schedule), "action"))
-    bubble = f"bubble {timeline.bubble_fraction:.1%} of the makespan, {timeline.bubble_ratio:.1%} of the ideal time"
-    kinds = [kind for number, kind in enumerate(KINDS) if (schedule.kinds == number).any()]
-    legend = ", ".join(f"{kind} {_WORDS[kind]}" for kind in kinds)
-    costs = "B takes 2, any other action 1" if "B" in kinds else "every action takes 1"
-    if given:
-        costs = f"{', '.join(given)}, and what is not given takes its default"
-    lines = [
-        f"{schedule.name}: {', '.join(counted(*size) for size in sizes)}",
-        f"{bubble}; makespan {timeline.makespan:,g} where {costs} ({legend})",
-        str(split_timeline(timeline)),
-        *_imbalance(timeline),
-        "",
-        *_table(timeline, warm_ups),
-        "in flight: microbatches whose forward has begun and whose backward has not ended, in each stage of the rank",
-        "",
-    ]
-    if len(schedule) > MOST_SHOWN:
-        return [*lines, f"more than {MOST_SHOWN:,} actions: {_ELSEWHERE}"]
-    orders = [schedule.order(rank) for rank in range(schedule.pp)]
-    return [
-        *lines,
-        _legend(schedule),
-        *_rows([_order_words(order, warm_ups[r] if warm_ups else 0) for r, order in enumerate(orders)]),
-        "",
-        "actions: stage, direction, microbatch; all counted from 0, as ranks and positions are",
-        *_rows([list(schedule.texts(rank)) for rank in range(schedule.pp)]),
-    ]
-
-
-def _imbalance(timeline: Timeline) -> list[str]:
-    """Return a line on idle time that no order of the stages can remove, since ranks have unequal work."""
-    busy = timeline.busy
-    most, least = int(busy.argmax()), int(busy.argmin())
-    unequal = float((busy[most] - busy).sum())
-    if unequal <= 1e-9 * timeline.makespan:
-        return []
-    ranks = f"rank {most} works {busy[most]:,g}, rank {least} {busy[least]:,g}"
-    return [f"{unequal:,g} of it is imbalance, which no order of these stages removes: {ranks}"]
-
-
 def _screenful(lines: list[str]) -> list[str]:
     """Return the lines that fit `SCREEN` rows of the terminal, and how to see the others; a file or pipe gets all."""
     width = room()
     rows = accumulate(len(folded(line, "", width)) for line in lines)
     fitting = sum(width is None or row <= SCREEN for row in rows)
     left = len(lines) - fitting
-    return lines if not left else [*lines[:fitting], "", f"... {counted(left, 'more row')}: {_ELSEWHERE}"]
-
-
-def _legend(schedule: Schedule) -> str:
-    """Return a sentence on the meaning of the numbers of an order."""
-    halves = "" if (schedule.kinds != KINDS.index("W")).all() else ", -c-0.5 its weight gradient"
-    return f"order: c is a forward of model chunk c (counted from 1), -c its backward{halves}"
-
-
-def _table(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
-    """Return the stages, warm-up, peak and idle time of each rank as a table."""
-    schedule, peaks, idle = timeline.schedule, timeline.peak_in_flight, split_timeline(timeline).idle
-    by_rank = np.split(schedule.kinds != KINDS.index("F"), schedule.offsets[1:-1])
-    before = [int(backward.argmax()) if backward.any() else len(backward) for backward in by_rank]
-    rows = [["", "stages", "warm-up", "forwards first", "peak in flight", "idle"]]
-    for rank in range(schedule.pp):
-        stages = " ".join(map(str, schedule.stages_of(rank)))
-        warm_up = "" if warm_ups is None else f"{warm_ups[rank]:,}"
-        numbers = [f"{number:,g}" for number in (before[rank], peaks[rank], idle[rank])]
-        rows.append([f"  rank {rank}", stages, warm_up, *numbers])
-    if warm_ups is None:
-        rows = [row[:2] + row[3:] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["   ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _order_words(order: list[int | float], warm_up: int) -> list[str]:
-    """Return the numbers as words, with `|` before and after the steady phase."""
-    words = [f"{number:g}" for number in order]
-    if warm_up == 0 or warm_up * 2 == len(words):
-        return words
-    return [*words[:warm_up], "|", *words[warm_up : len(words) - warm_up], "|", *words[len(words) - warm_up :]]
-
-
-def _rows(rows: list[list[str]]) -> list[str]:
-    """Return one line per rank, with aligned cells."""
-    width, label = max(len(word) for words in rows for word in words), len(f"rank {len(rows) - 1}")
-    return [
-        f"  {f'rank {rank}':<{label}} " + "".join(f" {word:>{width}}" for word in words)
-        for rank, words in enumerate(rows)
-    ]
-
-
-def _list(order: list[int | float]) -> str:
-    """Return the order as a list that Python and JSON can read."""
-    return f"[{', '.join(f'{number:g}' for number in order)}]"
+    return lines if not left else [*lines[:fitting], "", f"... {counted(left, 'more row')}: {ELSEWHERE}"]
 
 
 def _write(timeline: Timeline, arguments: Arguments) -> list[str]:
@@ -398,8 +305,6 @@ _TRANSPORT_OF_A_RUN = (
     "batched, false even_odd"
 )
 _MARKS = "[ ] marks where a rank waits; 2F1>3 is the output of 2F1, sent to stage 3; 3B1>2 is its gradient, sent back"
-_ELSEWHERE = "--rank R prints one rank's order, --csv FILE writes all rows"
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _COSTS = ("forward", "backward", "input_grad", "weight_grad", "latency")
 _EXAMPLES = {"pp": 4, "microbatches": 8}
 """Sizes that every schedule needs, with an example."""

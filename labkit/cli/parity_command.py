@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import room, show, table
-from labkit.cli.train_command import DEVICE, TIMEOUT, data_problem, refusing_arguments
+from labkit.cli.rank_options import DEVICE, TIMEOUT, refusing_arguments
+from labkit.cli.train_command import data_problem
 from labkit.config import RunConfig
 from labkit.config.errors import counted, shown
 from labkit.config.field_spec import BadValueError

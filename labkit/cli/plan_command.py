@@ -20,7 +20,7 @@ from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import room, show
 from labkit.cli.plan_goodput import PlannedGoodput, goodput_json, goodput_lines, planned_goodput
 from labkit.cli.plan_output import as_json, calibration, explanation, report
-from labkit.cli.train_command import output_problems
+from labkit.cli.written_files import output_problems, plot_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.config.foreign.megatron_arguments import (
@@ -39,8 +39,6 @@ from labkit.plan.ranking import GB, losers
 from labkit.plan.search import Ranked, Search
 from labkit.plan.software import MEGATRON_OF_TODAY, SOFTWARE, software_of
 from labkit.plan.workload import Workload
-
-_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class _Bar:
@@ -120,8 +118,7 @@ def _check(arguments: Arguments) -> None:
     for name, example in (("machine", "--machine h100"), ("gpus", "--gpus 512")):
         if options[name] is None and not any(problem.startswith(f"--{name}") for problem in arguments.problems):
             problems.append(f"--{name}: is missing; give it, as in {example}")
-    if options["plot"] is not None and Path(options["plot"]).suffix.lower() not in _SUFFIXES:
-        problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(_SUFFIXES)}")
+    problems += plot_problems(options["plot"])
     for name in ("out", "plot", "write_megatron"):
         problems += output_problems(f"--{name.replace('_', '-')}", options[name])
     arguments.refuse(problems)

@@ -133,16 +133,17 @@ def _measures(each: Ranked, names: Sequence[str]) -> list[str]:
 
 
 def title(search: Search) -> str:
-    """Return two lines on what is planned: the model, and the machine."""
+    """Return lines on what is planned: the model, the machine, and what the plan does not model of it."""
     model, config = search.base.config.model, search.base.config
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
     count = model_parameters(model, config.moe)
     parameters = f"{count / 1e9:.4g} billion parameters" if count >= 1e9 else f"{count / 1e6:.4g} million parameters"
+    uncompiled = f"\nmodel.compile = {model.compile} is not modelled: times and bytes are those of layers without it"
     return (
         f"{model.layers} layers, hidden {model.hidden}{experts}, {parameters}, sequence {model.seq_length}, "
         f"global batch {config.train.global_batch_size}\n{search.base.world_size} GPUs of {search.machine.name} "
         f"({search.available / GB:.1f} of {search.machine.memory_bytes / GB:.1f} GB usable), {search.base.software}"
-    )
+    ) + uncompiled * (model.compile != "none")
 
 
 def calibration(measured: Ranked, ratio: float) -> str:

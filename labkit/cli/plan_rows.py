@@ -10,7 +10,7 @@ from typing import Any
 
 from labkit.cli.arguments import Arguments
 from labkit.cli.output import room, show, table
-from labkit.cli.train_command import output_problems
+from labkit.cli.written_files import output_problems
 from labkit.config import RunConfig
 from labkit.config.errors import counted, no_file, shown
 from labkit.output_files import appearing

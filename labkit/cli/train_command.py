@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, NamedTuple, NoReturn
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError, exit_code, run_command
 from labkit.cli.output import readers_may_leave, show
+from labkit.cli.rank_options import DEVICE, TIMEOUT, first_rank, on_first_rank, refusing_arguments, started_by_torchrun
+from labkit.cli.written_files import output_problems
 from labkit.config import ConfigError, RunConfig
-from labkit.config.errors import counted, no_file, shown
-from labkit.config.field_spec import LONGEST_NAME
+from labkit.config.errors import counted
 from labkit.events import Event
 
-DEVICE = Option(
-    "device",
-    "str",
-    "where tensors live",
-    "auto",
-    choices=("auto", "cpu", "cuda"),
-    synonyms={"gpu": "cuda"},
-)
-"""The option of every command that starts ranks."""
-WEEK = 7 * 24 * 3600
-TIMEOUT = Option(
-    "timeout",
-    "float",
-    "longest wait for other ranks, in seconds, before the run is ended as hung",
-    gt=0,
-    le=WEEK,
-    unset="default: parallel.distributed_timeout_minutes",
-)
-"""The option of `labkit train` and `labkit parity`."""
-ROOM = 30
-"""Bytes that must be free at the end of a file name for what labkit appends while the file is not finished."""
 MOST_READ_TWICE = 1_000_000
 """Most bytes of a text that is tokenised here as well as in the ranks, to see whether it is long enough to train on; a
 longer one is taken to be."""
@@ -172,34 +150,6 @@ def saved_words(config: RunConfig) -> str:
     return f"; the same command continues from {found[0]}" if found else "; nothing was saved"
 
 
-def output_problems(name: str, path: str | None, made: Sequence[str | None] = ()) -> list[str]:
-    """Return the problems of a file that a command will write, so that they are known before the work is done.
-
-    name: name of the argument. made: folders that the command will make, with those above them.
-    """
-    if path is None or not first_rank():
-        return []
-    folder, given = os.path.dirname(path) or ".", f"{name} {shown(path, 200)}"
-    if os.path.isdir(path):
-        return [f"{given}: {no_file(path)}"]
-    if os.path.exists(path) and not os.path.isfile(path):
-        return [f"{given}: is not a regular file; choose another name"]
-    above = {parent for each in made if each for parent in (Path(each).absolute(), *Path(each).absolute().parents)}
-    if not os.path.isdir(folder) and Path(folder).absolute() in above:
-        return []
-    if not os.path.isdir(folder):
-        return [f"{given}: there is no folder {shown(folder, 200)}; make it first"]
-    if (size := len(os.fsencode(os.path.basename(path)))) > LONGEST_NAME - ROOM:
-        return [f"{given}: its name has {size} bytes, but at most {LONGEST_NAME - ROOM} are allowed; shorten it"]
-    try:
-        if os.path.exists(path):
-            open(path, "ab").close()
-        TemporaryFile(dir=folder).close()  # because a draft of the file is written there
-        return []
-    except OSError as error:
-        return [f"{given}: {error.strerror or error}; give a path that can be written"]
-
-
 def data_problem(config: RunConfig) -> str:
     """Return why the run could not train on its data, or an empty string."""
     from labkit.data.datasets import build_datasets
@@ -260,21 +210,6 @@ def launch(
             distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
             progress=progress,
         )
-
-
-@contextmanager
-def refusing_arguments() -> Iterator[None]:
-    """In the block, turn a ValueError of the launcher into a ConfigError, because it is about the user's arguments.
-
-    Under torchrun it may come from the ranks' code as well, so there it keeps its traceback."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        if started_by_torchrun():
-            raise
-        raise ConfigError([str(error)], source="the launch") from error
 
 
 def train_on_rank(config: RunConfig, **providers: Any) -> Trained | Refusal | NoCheckpoint | Stopped:
@@ -371,24 +306,6 @@ def never_captured(config: RunConfig) -> list[str]:
         return []
     said = "the only step was warm-up" if steps == 1 else f"all {steps:,} steps were warm-up"
     return [f"no training step ran in a CUDA graph: {said} (graph.cuda_graph_warmup_steps = {eager})"]
-
-
-def started_by_torchrun() -> bool:
-    """Return True if this process is one of the ranks that torchrun started."""
-    from labkit.launch.info import under_torchrun
-
-    return under_torchrun()
-
-
-def first_rank() -> bool:
-    """Return True if this process prints for the run; under torchrun every rank executes the command."""
-    return not started_by_torchrun() or os.environ["RANK"] == "0"
-
-
-def on_first_rank(line: str) -> None:
-    """Print a line once, however many ranks execute the command."""
-    if first_rank():
-        show(line)
 
 
 COMMAND = Command(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.output import room, show
-from labkit.cli.train_command import output_problems
 from labkit.cli.why_output import as_json, report
+from labkit.cli.written_files import output_problems, plot_problems
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import shown
 from labkit.plan.machine import Machine, known_machines, load_machine
@@ -31,7 +31,6 @@ RECORD = "--train.write_events true --train.timing_log_level 1"
 """Options of `labkit train` with which a run keeps what is needed here."""
 WARM_UP = 2
 """First steps of a run that do not count: libraries load, and memory is allocated."""
-_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,7 @@ def _check(arguments: Arguments) -> None:
     problems, plot = [], arguments.options["plot"]
     if len(arguments.words) != 1 and not arguments.problems:
         problems.append("RUN: give the folder of one run (its train.output_dir)")
-    if plot is not None and Path(plot).suffix.lower() not in _SUFFIXES:
-        problems.append(f"--plot {shown(plot)}: its name ends with one of {', '.join(_SUFFIXES)}")
-    arguments.refuse([*problems, *output_problems("--plot", plot)])
+    arguments.refuse([*problems, *plot_problems(plot), *output_problems("--plot", plot)])
 
 
 def _read(folder: Path) -> RunOfFolder:

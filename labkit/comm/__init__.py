@@ -52,21 +52,21 @@ if TYPE_CHECKING:
     from labkit.comm.motion import Held as Held
     from labkit.comm.motion import Motion as Motion
     from labkit.comm.motion_of_sum import all_reduce_in_motion as all_reduce_in_motion
-    from labkit.comm.p2p import P2PCommunicator as P2PCommunicator
-    from labkit.comm.p2p import exchange as exchange
-    from labkit.comm.p2p import p2p_communicator as p2p_communicator
-    from labkit.comm.p2p import recv_backward as recv_backward
-    from labkit.comm.p2p import recv_forward as recv_forward
-    from labkit.comm.p2p import second_communicator as second_communicator
-    from labkit.comm.p2p import send_backward as send_backward
-    from labkit.comm.p2p import send_backward_recv_backward as send_backward_recv_backward
-    from labkit.comm.p2p import send_backward_recv_forward as send_backward_recv_forward
-    from labkit.comm.p2p import send_forward as send_forward
-    from labkit.comm.p2p import (
+    from labkit.comm.neighbours import exchange as exchange
+    from labkit.comm.neighbours import recv_backward as recv_backward
+    from labkit.comm.neighbours import recv_forward as recv_forward
+    from labkit.comm.neighbours import send_backward as send_backward
+    from labkit.comm.neighbours import send_backward_recv_backward as send_backward_recv_backward
+    from labkit.comm.neighbours import send_backward_recv_forward as send_backward_recv_forward
+    from labkit.comm.neighbours import send_forward as send_forward
+    from labkit.comm.neighbours import (
         send_forward_backward_recv_forward_backward as send_forward_backward_recv_forward_backward,
     )
-    from labkit.comm.p2p import send_forward_recv_backward as send_forward_recv_backward
-    from labkit.comm.p2p import send_forward_recv_forward as send_forward_recv_forward
+    from labkit.comm.neighbours import send_forward_recv_backward as send_forward_recv_backward
+    from labkit.comm.neighbours import send_forward_recv_forward as send_forward_recv_forward
+    from labkit.comm.p2p import P2PCommunicator as P2PCommunicator
+    from labkit.comm.p2p import p2p_communicator as p2p_communicator
+    from labkit.comm.p2p import second_communicator as second_communicator
     from labkit.comm.pending import Pending as Pending
     from labkit.comm.rank_generator import DEFAULT_ORDER as DEFAULT_ORDER
     from labkit.comm.rank_generator import RankGenerator as RankGenerator

@@ -31,7 +31,7 @@ from torch import Tensor
 from labkit.comm.capturing import refuse_host_sync
 from labkit.comm.groups import Group
 from labkit.comm.handshake import check_message, checked_by_torch
-from labkit.comm.nccl import gather_into, join
+from labkit.comm.nccl import arriving, gather_into, join
 from labkit.comm.pending import Finish
 
 EXCHANGE_TAG = 7391
@@ -238,13 +238,7 @@ def broadcast(x: Tensor, group: Group, src: int) -> Finish:
     """Start overwriting x with the tensor of the rank at position `src` of the group."""
     direct = not x.is_cuda and x.is_contiguous()
     host = x if direct else to_host(x).contiguous()
-    work: Any = dist.broadcast(host, group=group.process_group, group_src=src, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return x if direct else x.copy_(host)
-
-    return finish
+    return arriving(x, host, dist.broadcast(host, group=group.process_group, group_src=src, async_op=True))
 
 
 # ---- messages ----
@@ -263,10 +257,4 @@ def recv(x: Tensor, group: Group, src: int) -> Finish:
     direct = not x.is_cuda and x.is_contiguous()
     host = x if direct else host_buffer(x, x.shape)
     check_message("recv", host, group.process_group, src)
-    work = group.process_group.recv([host], group.ranks.index(src), 0)
-
-    def finish() -> Tensor:
-        work.wait()
-        return x if direct else x.copy_(host)
-
-    return finish
+    return arriving(x, host, group.process_group.recv([host], group.ranks.index(src), 0))

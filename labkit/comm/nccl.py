@@ -91,14 +91,8 @@ def all_to_all(
 
 def broadcast(x: Tensor, group: Group, src: int) -> Finish:
     """Start overwriting x with the tensor of the rank at position `src` of the group."""
-    direct, buffer = x.is_contiguous(), x.contiguous()
-    work: Any = dist.broadcast(buffer, group=group.process_group, group_src=src, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return x if direct else x.copy_(buffer)
-
-    return finish
+    buffer = x if x.is_contiguous() else x.contiguous()
+    return arriving(x, buffer, dist.broadcast(buffer, group=group.process_group, group_src=src, async_op=True))
 
 
 def send(x: Tensor, group: Group, dst: int) -> Finish:
@@ -111,14 +105,17 @@ def send(x: Tensor, group: Group, dst: int) -> Finish:
 
 def recv(x: Tensor, group: Group, src: int) -> Finish:
     """Start receiving into x from global rank `src`."""
-    direct = x.is_contiguous()
-    buffer = x if direct else torch.empty_like(x, memory_format=torch.contiguous_format)
+    buffer = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     check_message("recv", buffer, group.process_group, src)
-    work = group.process_group.recv([buffer], group.ranks.index(src), 0)
+    return arriving(x, buffer, group.process_group.recv([buffer], group.ranks.index(src), 0))
+
+
+def arriving(x: Tensor, buffer: Tensor, work: Any) -> Finish:
+    """Return what waits for `work`, and then copies the buffer into x unless it is x."""
 
     def finish() -> Tensor:
         work.wait()
-        return x if direct else x.copy_(buffer)
+        return x if buffer is x else x.copy_(buffer)
 
     return finish
 

@@ -7,6 +7,8 @@ below give the reason of each rule.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from labkit.config.choices import CAPTURED_PARTS, RECOMPUTED_PARTS, named_schedule
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
@@ -22,7 +24,9 @@ def graph_rules(found: Findings) -> None:
     elif graph.cuda_graph_impl == "full_iteration" and graph.cuda_graph_modules:
         found.add(MODULES, "graph.cuda_graph_impl = full_iteration captures all parts of all layers; leave this out")
     elif graph.cuda_graph_impl != "none":
-        found.check(_full_iteration, _parts_there, _experts, _split_backwards, _recompute, _constant_loss_scale)
+        merges = found.config.schedule.overlap_moe_expert_parallel_comm
+        layers = (_merged_pairs, _experts) if merges else (_experts, _split_backwards)
+        found.check(_full_iteration, _parts_there, *layers, _recompute, _constant_loss_scale)
     elif graph.cuda_graph_modules:
         found.add(MODULES, "nothing is captured with graph.cuda_graph_impl = none; set that, or leave this out")
 
@@ -129,6 +133,35 @@ def _split_backwards(found: Findings) -> None:
         rule = f"schedule.name = {s.name} splits backwards, and a part of these layers stays eager"
         why = "by then other replays have overwritten the graph outputs that its weight gradients read"
         _refuse(found, f"{rule}: {why}; capture whole layers (no module named), or {advice}")
+
+
+def _merged_pairs(found: Findings) -> None:
+    """Reject graphs that reach beyond the first part of a layer, and backwards of both kinds."""
+    graph, s, scope = found.config.graph, found.config.schedule, _scope(found)
+    beyond = next((part for part in ("full_iteration", "moe", "mlp") if part in scope), "")
+    if beyond or not scope:
+        part = beyond or "the whole layer (no module named)"
+        rule = "with schedule.overlap_moe_expert_parallel_comm another microbatch runs after the first part of a layer"
+        _refuse(found, f"{rule}, and {part} reaches beyond it; name attn, moe_router and moe_preprocess")
+    elif defers_weight_gradients(scope, found.config.moe.shared_expert_ffn_hidden):
+        splits = s.path is None and named_schedule(s.name, found.config.parallel.vpp).splits_backward
+        engine = graph.cuda_graph_impl == "transformer_engine"
+        if engine and (splits or s.delay_wgrad_compute):
+            apart = (
+                f"schedule.name = {s.name} splits backwards" if splits else "schedule.delay_wgrad_compute splits them"
+            )
+            rule = f"Transformer Engine captures weight gradients together with input gradients, but {apart}"
+            advice = "choose schedule.name 1f1b" if splits else "leave that out"
+            found.add("graph.cuda_graph_impl", f"{rule}; {advice}, or set this to local")
+        elif splits and not s.delay_wgrad_compute:
+            rule = f"schedule.name = {s.name} splits some backwards and merges others whole, and graphs need all alike"
+            _refuse(found, f"{rule}; set schedule.delay_wgrad_compute, which splits merged ones as well")
+
+
+def defers_weight_gradients(scope: Collection[str], shared_expert_ffn_hidden: int | None) -> bool:
+    """Return True if graphs of this scope within merged pairs hold linear layers: backwards can leave their weight
+    gradients out (Megatron's `wgrad_in_graph_scope`)."""
+    return "attn" in scope or ("moe_router" in scope and shared_expert_ffn_hidden is not None)
 
 
 def _recompute(found: Findings) -> None:

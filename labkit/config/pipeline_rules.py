@@ -115,10 +115,11 @@ def _merged_pairs(found: Findings) -> None:
     name, m = "schedule.overlap_moe_expert_parallel_comm", found.config.model
     if not found.config.schedule.overlap_moe_expert_parallel_comm:
         return
-    across = {"moe", "layernorm"} & set(m.recompute_modules if m.recompute_granularity == "selective" else ())
-    if across:
-        rule = f"cuts layers where model.recompute_modules recomputes {min(across)}"
-        found.add(name, f"{rule}; leave that out of it (core_attn, mlp and shared_experts may be recomputed)")
+    if m.recompute_granularity == "selective" and "moe" in m.recompute_modules:
+        rule = "cuts layers where model.recompute_modules recomputes moe, whose all-to-alls would run again in backward"
+        found.add(
+            name, f"{rule}; leave that out of it (core_attn, layernorm, mlp and shared_experts may be recomputed)"
+        )
     elif found.microbatches == 1:
         rule = "merges a forward with the backward of another microbatch, but a step has 1"
         found.add(name, f"{rule}; raise train.global_batch_size, or leave this out")

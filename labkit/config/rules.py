@@ -126,7 +126,6 @@ EXCLUSIONS = (
     (_MERGES, "model.num_microbatches_with_partial_activation_checkpoints",
      "parts of pairs recompute in every microbatch alike; leave that out"),
     (_MERGES, "model.transformer_impl=transformer_engine", "merged pairs run local layers; set model.transformer_impl"),
-    (_MERGES, "graph.cuda_graph_impl", "graphs of layers hold whole halves of them; set graph.cuda_graph_impl to none"),
     ("moe.load_balancing=seq_aux_loss|global_aux_loss", "moe.aux_loss_coeff=0|0.0|-0.0",
      "has no weight; set moe.aux_loss_coeff above 0, as in 0.01"),
     ("moe.capacity_factor", "moe.dispatcher=allgather",

@@ -8,7 +8,8 @@
 
 The captures follow the rank's row of the schedule. Each of L layers and M microbatches has a forward and a backward:
 2 L M graphs. Inputs and activations share memory wherever the order allows (`plan_buffers`, one pool). Without
-pipelining every backward follows its forward at once. Then the helper captures one microbatch, and all replay it.
+pipelining every backward follows its forward at once. Then the helper captures one microbatch, and all replay it. In a
+row with merged pairs the layers of two chunks take turns, so every layer is captured as a chunk of its own.
 
 A captured backward always adds to `main_grad`. Python cannot decide at a replay that a gradient is the first of its
 step. So the capture marks parameters (`ParameterRecord.added_elsewhere`). At the start of a step gradient buffers
@@ -18,7 +19,7 @@ set the gradients of marked parameters to zero; 0 + g equals g to the last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,7 +36,7 @@ from labkit.graphs.capture_isolation import counters_kept
 from labkit.graphs.checks.before_capture import refuse_gloo
 from labkit.graphs.graphable_module import GraphableMegatronModule, Shapes, shapes_of, wrap_layers
 from labkit.graphs.memory import GraphMemory, graph_objects_made, measure_graphs
-from labkit.graphs.order_table import capture_order, sample_index
+from labkit.graphs.order_table import capture_order, merged_capture_order, sample_index
 from labkit.graphs.scope import captures_layers
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules.ir import Schedule
@@ -57,6 +58,7 @@ class CudaGraphHelper:
         schedule: Schedule,
         pp_rank: int = 0,
         optimizers: Sequence[Any] = (),
+        delay_wgrad_compute: bool = False,
     ) -> None:
         """Collect the layers; nothing is captured yet.
 
@@ -67,6 +69,7 @@ class CudaGraphHelper:
             micro_batch_size: sequences of a microbatch.
             schedule, pp_rank: the schedule, and the pipeline rank whose row runs here.
             optimizers: a capture calls their `zero_grad`, if they have one.
+            delay_wgrad_compute: merged pairs compute weight gradients apart, so these get graphs of their own.
 
         Raises:
             ValueError: graphs that are not of layers, layers that have graphs, an implementation for another device or
@@ -85,6 +88,8 @@ class CudaGraphHelper:
             [layer for layer in layers if layer.is_graphable()] for layers in wrapped
         ]
         """By chunk, the wrappers of the captured layers, in their order."""
+        self._is_captured = [[layer.is_graphable() for layer in layers] for layers in wrapped]
+        self._delay_wgrad = delay_wgrad_compute
         self._whole = all(layer.is_wholly_captured() for layers in wrapped for layer in layers)
         if any(layer.cuda_graphs for layer in self.layers):
             raise ValueError("these layers have the graphs of another CudaGraphHelper: call its reset() first")
@@ -97,7 +102,9 @@ class CudaGraphHelper:
         """The pipeline rank whose row of the schedule is captured."""
         self.order = self._order(schedule, pp_rank)
         """The captures in order: c + 1 is a forward of chunk c, -(c + 1) its backward. If the backward leaves out
-        weight gradients, -(c + 1.5) is their capture."""
+        weight gradients, -(c + 1.5) is their capture. Under merged pairs every captured layer is a chunk of its own."""
+        self.captured_chunks = self._chunks_of_order(schedule)
+        """The captured layers by chunk of `order`."""
         self.schedule_microbatches = schedule.num_microbatches
         self._marked: list[nn.Parameter] = []
         self._graph_objects: int | None = None
@@ -114,6 +121,8 @@ class CudaGraphHelper:
             ValueError: a row that cannot be captured.
         """
         engine = self.config.cuda_graph_impl == "transformer_engine"
+        if schedule.has_pairs:
+            return self._order_of_pairs(schedule, pp_rank)
         order = capture_order(schedule, pp_rank, weight_gradients=not engine)
         if any(step != int(step) for step in order) and not self._whole:
             raise ValueError(
@@ -123,6 +132,23 @@ class CudaGraphHelper:
                 "attn and mlp without experts), or choose a schedule with whole backwards (1f1b, interleaved, gpipe)"
             )
         return order
+
+    def _order_of_pairs(self, schedule: Schedule, pp_rank: int) -> list[int | float]:
+        """The order where pairs merge. Parts that stay eager keep no output of a graph for their weight gradients: in
+        between lie norms, whose gradients are never put off, and all-to-alls, which bring rows of their own."""
+        defers = any(layer.defers_weight_gradients() for layer in self.layers)
+        order = merged_capture_order(
+            schedule, pp_rank, self._is_captured, weight_gradients=defers, delay_wgrad=self._delay_wgrad
+        )
+        if any(step != int(step) for step in order) and self.config.cuda_graph_impl == "transformer_engine":
+            raise ValueError(
+                "Transformer Engine's captures have no weight gradients apart: leave schedule.delay_wgrad_compute out, "
+                "choose schedule.name 1f1b or interleaved, or set graph.cuda_graph_impl to local"
+            )
+        return order or [*range(1, len(self.chunks) + 1), *range(-len(self.chunks), 0)]  # of no layers
+
+    def _chunks_of_order(self, schedule: Schedule) -> list[list[GraphableMegatronModule]]:
+        return [[layer] for layer in self.layers] if schedule.has_pairs and self.layers else self.callables_per_chunk
 
     @property
     def layers(self) -> list[GraphableMegatronModule]:
@@ -149,8 +175,8 @@ class CudaGraphHelper:
         if not self.graphs_created() or self.config.cuda_graph_impl == "transformer_engine":
             return None
         rounds = range(self.num_microbatches)
-        graphs = [layer.cuda_graphs[m] for layers in self.callables_per_chunk for m in rounds for layer in layers]
-        counts = [len(layers) for layers in self.callables_per_chunk]
+        graphs = [layer.cuda_graphs[m] for layers in self.captured_chunks for m in rounds for layer in layers]
+        counts = [len(layers) for layers in self.captured_chunks]
         return measure_graphs(graphs, self.order, counts, graph_objects=self._graph_objects)
 
     # ---- capture ----
@@ -170,9 +196,10 @@ class CudaGraphHelper:
         if not self.layers:
             self.plan = plan_buffers(self.order, [0] * len(self.chunks))
             return
-        counts = [len(layers) for layers in self.callables_per_chunk]
-        contexts = [_context(chunk, self.seq_length) for chunk in self.chunks]
-        signatures = [_signature(self._inputs(layer, contexts[c])) for c, layer in self._with_chunk()]
+        counts = [len(layers) for layers in self.captured_chunks]
+        made = [_context(chunk, self.seq_length) for chunk in self.chunks]
+        contexts = {layer: made[c] for c, layer in self._with_chunk()}
+        signatures = [_signature(self._inputs(layer, contexts[layer])) for layer in self.layers]
         keep = self.config.cuda_graph_impl != "transformer_engine"  # the engine gives inputs back with the backward
         plan = plan_buffers(self.order, counts, signatures, early_release=early_release, keep_for_weight_gradients=keep)
         for layer in self.layers:
@@ -191,23 +218,26 @@ class CudaGraphHelper:
         ):
             graphs = self._capture(plan, counts, contexts)
         self._graph_objects = objects[0] if objects else None
-        for chunk, layers in enumerate(self.callables_per_chunk):
+        for chunk, layers in enumerate(self.captured_chunks):
             for position, layer in enumerate(layers):
                 places = (
                     sample_index(counts, self.num_microbatches, chunk, position, microbatch)
                     for microbatch in range(self.num_microbatches)
                 )
                 layer.cuda_graphs, layer.cuda_graph_owner = [graphs[place] for place in places], self
-                layer.cuda_graph_shapes = shapes_of(self._inputs(layer, contexts[chunk]))
+                layer.cuda_graph_shapes = shapes_of(self._inputs(layer, contexts[layer]))
         self._finish()
         self.plan = plan
 
-    def _capture(self, plan: BufferPlan, counts: list[int], contexts: list[tuple[Tensor, ...]]) -> Sequence[Any]:
+    def _capture(
+        self, plan: BufferPlan, counts: list[int], contexts: Mapping[GraphableMegatronModule, tuple[Tensor, ...]]
+    ) -> Sequence[Any]:
         buffers: dict[int, tuple[Tensor, ...]] = {}
         samples: dict[int, tuple[Tensor, ...]] = {}
         for (chunk, position, microbatch), buffer in plan.assignment.items():
             if buffer not in buffers:
-                buffers[buffer] = self._inputs(self.callables_per_chunk[chunk][position], contexts[chunk])
+                layer = self.captured_chunks[chunk][position]
+                buffers[buffer] = self._inputs(layer, contexts[layer])
             samples[sample_index(counts, self.num_microbatches, chunk, position, microbatch)] = buffers[buffer]
         eager = self.config.cuda_graph_warmup_steps * self.schedule_microbatches
         return make_graphed_callables(
@@ -291,6 +321,7 @@ class CudaGraphHelper:
         if schedule is not None:
             pp_rank = self.pp_rank if pp_rank is None else pp_rank
             self.order, self.pp_rank = self._order(schedule, pp_rank), pp_rank
+            self.captured_chunks = self._chunks_of_order(schedule)
             self.schedule_microbatches = schedule.num_microbatches
         self.reset()
         self.seq_length = self.seq_length if seq_length is None else seq_length

@@ -8,13 +8,15 @@ A layer knows nothing of graphs. It declares its halves (`parts()`, a `LayerPart
 | training, with graphs                  | `cuda_graph_replay`  | hooks, graph [microbatch mod count], then the rest  |
 | otherwise (no graphs, evaluation, ..)  | the layer's forward  | the whole layer                                     |
 
+Merged pairs call `until_dispatch` in place of `forward`, which decides alike and ends before the experts' all-to-all.
+
 A layer has a graph for each microbatch, because a pipeline runs several forwards before the first backward. A graph
 takes and returns only tensors, at fixed addresses, and rejects inputs of other shapes. With `cuda_graph_misfit` the
 wrapper runs the layer eagerly on such inputs. A replay calls no hooks of the modules inside; the wrapper calls
 `cuda_graph_manual_hooks` for those that must run.
 
-A wrapped layer has three attributes of the wrapper: `forward`, `current_microbatch` (set by the pipeline runtime) and
-`cuda_graph_manual_hooks`. Parameters, their names and the module tree do not change.
+A wrapped layer has four attributes of the wrapper: `forward`, `until_dispatch`, `current_microbatch` (set by the
+pipeline runtime) and `cuda_graph_manual_hooks`. Parameters, their names and the module tree do not change.
 """
 
 from __future__ import annotations
@@ -75,12 +77,16 @@ class GraphableMegatronModule:
                 assert isinstance(self.parts.mlp, MoELayer)
                 self.cut = CutMoELayer(self.parts.mlp, self.scope)
             layer.forward, layer.current_microbatch = self.forward, 0
+            if self.parts.until_dispatch is not None:
+                layer.until_dispatch = self.until_dispatch
             layer.cuda_graph_manual_hooks = self.cuda_graph_manual_hooks
 
     def unwrap(self) -> None:
         """Restore the layer's own methods."""
         if self.scope:
             del self.layer.forward, self.layer.current_microbatch, self.layer.cuda_graph_manual_hooks
+            if self.parts.until_dispatch is not None:
+                del self.layer.until_dispatch
             if self.cut is not None:
                 self.cut.undo()
 
@@ -125,6 +131,20 @@ class GraphableMegatronModule:
             return self.parts.add_mlp(*self.cut.resume(made))
         return made if self.scope.mlp else self.parts.run_mlp(made)
 
+    def until_dispatch(self, x_SBH: Tensor, rotary: Any = None) -> tuple[Any, ...]:
+        """Run as the layer's `until_dispatch`, the first part in a merged pair, and replay what a graph holds of it."""
+        assert self.parts.until_dispatch is not None
+        in_training = self.layer.training and torch.is_grad_enabled()
+        if not (in_training and self.cuda_graphs and self._fits((x_SBH, rotary), {})):
+            return self.parts.until_dispatch(x_SBH, rotary)
+        if not self.scope.attention:
+            x_SBH = self.parts.run_attention(x_SBH, rotary)
+        made = self.run_cuda_graph(x_SBH, rotary)
+        if self.cut is None:
+            return self.layer.before_dispatch(made)
+        before, residual = self.cut.resume(made, self.cut.moe_layer.before_dispatch)
+        return residual, *before
+
     def run_cuda_graph(self, *args: Any, **kwargs: Any) -> Any:
         """Call the manual hooks, then the graph of the current microbatch."""
         tensors = self.cuda_graph_inputs(*args, **kwargs)
@@ -160,6 +180,11 @@ class GraphableMegatronModule:
     def is_wholly_captured(self) -> bool:
         """True where no part of the layer stays eager."""
         return self.scope.attention and self.scope.mlp
+
+    def defers_weight_gradients(self) -> bool:
+        """True where the graph holds linear layers, whose weight gradients a backward can leave out."""
+        shares = self.cut is not None and self.cut.moe_layer.has_shared_output
+        return self.scope.attention or self.scope.mlp or shares
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
         """`x_SBH`, this rank's part of `micro_batch_size` sequences. The model adds the inputs that its layers share.

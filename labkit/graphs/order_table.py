@@ -6,7 +6,8 @@ a forward of chunk c, and -c its backward. The number -c - 0.5 is the weight gra
 its weight gradients in ascending order. `1 1 -1 1 -1 -1` is a chunk with three microbatches, one of them in warm-up.
 
 A rank captures its row of the schedule (`capture_order`), if every chunk runs its microbatches backward in the order in
-which it ran them forward. A split backward has a separate graph of weight gradients. This module imports no torch.
+which it ran them forward. A split backward has a separate graph of weight gradients. In a row with merged pairs every
+captured layer is a chunk of its own (`merged_capture_order`). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from labkit.schedules.ir import Schedule
+from labkit.schedules.ir import Action, Schedule
+from labkit.schedules.tables import get_overlap_moe_expert_parallel_comm_order
 
 
 class Pass(NamedTuple):
@@ -157,3 +159,67 @@ def capture_order(schedule: Schedule, pp_rank: int, *, weight_gradients: bool = 
     order = schedule.order(pp_rank)
     one = order[: len(order) // schedule.num_microbatches]
     return one if set(one) >= {1, -1} and order == one * schedule.num_microbatches else order
+
+
+def merged_capture_order(
+    schedule: Schedule,
+    pp_rank: int,
+    captured: Sequence[Sequence[bool]],
+    *,
+    weight_gradients: bool,
+    delay_wgrad: bool,
+) -> list[int | float]:
+    """The order that a rank captures whose row has merged pairs: every captured layer is a chunk, from 1 on.
+
+    It is Megatron's `get_overlap_moe_expert_parallel_comm_order`, in which a pair is its backward and then its forward,
+    extended to rows that also split backwards. Layers that stay eager are left out after the two sides of a pair have
+    been lined up, so captures come as the layers run.
+
+    captured: by chunk, whether each of its layers has a graph.
+    weight_gradients: the graphs hold weights whose gradients a backward can leave out. Those of merged pairs come apart
+        with `delay_wgrad` (Megatron's `capture_wgrad_graph`), those of split backwards always.
+
+    Raises:
+        ValueError: backwards of a stage in another order than its forwards, or only some of them with weight gradients
+            of their own.
+    """
+    counts, stages = [len(layers) for layers in captured], schedule.stages_of(pp_rank)
+    _require_order_of_pairs(schedule, pp_rank, weight_gradients=weight_gradients, delay_wgrad=delay_wgrad)
+    order: list[float] = []
+    for cell in schedule.cells(pp_rank):
+        numbers = [_signed(action, stages.index(action.stage)) for action in reversed(cell)]
+        kind = cell[-1].kind
+        if kind != "W":
+            apart = weight_gradients and delay_wgrad and kind == "B"
+            order += get_overlap_moe_expert_parallel_comm_order(numbers, counts, apart)
+        elif weight_gradients:
+            order += [n - 0.5 for n in get_overlap_moe_expert_parallel_comm_order(numbers, counts, False)]
+    held = [number for number, has_graph in enumerate((has for layers in captured for has in layers), 1) if has_graph]
+    new = {number: place for place, number in enumerate(held, 1)}
+    kept = [(entry, new[abs(math.ceil(entry))]) for entry in order if abs(math.ceil(entry)) in new]
+    return [place if entry > 0 else -place - (math.ceil(entry) - entry) for entry, place in kept]
+
+
+def _signed(action: Action, chunk: int) -> int:
+    return chunk + 1 if action.kind == "F" else -chunk - 1
+
+
+def _require_order_of_pairs(schedule: Schedule, pp_rank: int, *, weight_gradients: bool, delay_wgrad: bool) -> None:
+    """Raise ValueError for a row that `merged_capture_order` cannot follow."""
+    actions = schedule.actions(pp_rank)
+    apart = "BW" if delay_wgrad else "W"
+    for stage in schedule.stages_of(pp_rank):
+        forwards, backwards, weights = (
+            [a.microbatch for a in actions if a.stage == stage and a.kind in kinds] for kinds in ("F", "BI", apart)
+        )
+        if weight_gradients and weights and sorted(weights) != sorted(forwards):
+            raise ValueError(
+                f"{schedule.name} splits some backwards of stage {stage} and merges others whole, and graphs need all "
+                "of one kind: set schedule.delay_wgrad_compute, so that merged backwards are split as well"
+            )
+        orders = [forwards, backwards, *([weights] if weight_gradients and weights else [])]
+        if any(order != sorted(forwards) for order in orders):
+            raise ValueError(
+                f"{schedule.name} runs stage {stage} for microbatches {', '.join(map(str, orders))}, forward, backward "
+                "and where apart for weight gradients: graphs that share memory need all in ascending order"
+            )

@@ -126,13 +126,17 @@ class CutMoELayer:
             found.append(layer.shared_experts.gate)  # used in the first of the overlapped stages
         return found
 
-    def resume(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Run the rest of the layer after a graph with these outputs; return (the layer's output, residual)."""
+    def resume(self, outputs: Sequence[Tensor], rest: Callable[[Any], Any] | None = None) -> tuple[Any, Tensor]:
+        """Run the rest of the layer after a graph with these outputs; return (the layer's output, residual).
+
+        rest: a part of the layer's forward from its start on, in place of the whole; its output is then returned.
+        """
         residual = fill_store(self, outputs)
         store = self.cudagraph_tensor_store
         try:
             # After `preprocess` nothing reads the layer's input; the residual has its shape.
-            return self.moe_layer(residual if self.scope.preprocess else store.hidden_states), residual
+            x_SBH = residual if self.scope.preprocess else store.hidden_states
+            return (self.moe_layer if rest is None else rest)(x_SBH), residual
         finally:
             store.clear()
 

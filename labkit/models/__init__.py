@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from labkit.models.chunks import build_model_chunks as build_model_chunks
     from labkit.models.convert import full_state_from_hugging_face as full_state_from_hugging_face
     from labkit.models.convert import full_state_to_hugging_face as full_state_to_hugging_face
-    from labkit.models.convert import gather_full_state as gather_full_state
-    from labkit.models.convert import load_full_state as load_full_state
     from labkit.models.footprint import Footprint as Footprint
+    from labkit.models.full_state import gather_full_state as gather_full_state
+    from labkit.models.full_state import load_full_state as load_full_state
     from labkit.models.gpt import GPTModel as GPTModel
     from labkit.models.hugging_face_config import config_to_hugging_face as config_to_hugging_face
     from labkit.models.hugging_face_config import model_config_from_hugging_face as model_config_from_hugging_face

@@ -40,6 +40,8 @@ class LayerParts:
     """x + mlp(norm(x)): [S, B, H] -> [S, B, H]."""
     add_mlp: Callable[[Tensor, Tensor], Tensor]
     """The end of `run_mlp`: (output of the MLP, residual) -> their sum, with dropout."""
+    until_dispatch: Callable[[Tensor, Rotary | None], tuple[Any, ...]] | None
+    """The first part of the layer in a merged pair (`TransformerLayer.until_dispatch`); None where it joins none."""
     groups_of_attention: tuple[Group, ...]
     """The groups over which the first half communicates."""
     groups_of_mlp: tuple[Group, ...]
@@ -84,8 +86,19 @@ class TransformerLayer(nn.Module):
         """Return the residual stream after the MLP: the residual plus the MLP's output, with dropout."""
         return residual_SBH + self.dropout(made_SBH)
 
+    def until_dispatch(self, x_SBH: Tensor, rotary: Rotary | None) -> tuple[Any, ...]:
+        """Compute the layer's first part in a merged pair: `before_dispatch(x + attention(norm(x)))`."""
+        return self.before_dispatch(self.forward_attention(x_SBH, rotary))
+
+    def before_dispatch(self, x_SBH: Tensor) -> tuple[Any, ...]:
+        """Return x, and with experts what comes before their all-to-all (`MoELayer.before_dispatch`)."""
+        if not isinstance(self.mlp, MoELayer):
+            return (x_SBH,)
+        norm: Any = self.mlp.norm
+        return (x_SBH, *self.recompute.norm(norm, x_SBH, self.mlp.before_dispatch))
+
     def parts(self) -> LayerParts:
-        """Return the two halves of this layer, for CUDA graphs."""
+        """Return the two halves of this layer, for CUDA graphs and merged pairs."""
         build = self._build
         over_cp = () if build.cp is None else (build.cp,)
         return LayerParts(
@@ -95,6 +108,7 @@ class TransformerLayer(nn.Module):
             run_attention=self.forward_attention,
             run_mlp=self.forward_mlp,
             add_mlp=self.add_mlp,
+            until_dispatch=self.until_dispatch,
             groups_of_attention=(build.group, *over_cp),
             # All ranks that hold parts of a sample agree on scales, where a precision has scales.
             groups_of_mlp=(build.group, *(() if build.precision is NATIVE else over_cp)),

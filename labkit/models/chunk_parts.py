@@ -76,13 +76,12 @@ class _LayerRun:
     # ---- the parts ----
 
     def _attention(self, x_SBH: Tensor) -> Outputs:
-        h_SBH, mlp = self._layer.run_attention(x_SBH, self._rotary), self._layer.mlp
-        if not isinstance(mlp, MoELayer):
+        assert self._layer.until_dispatch is not None
+        h_SBH, *before = self._layer.until_dispatch(x_SBH, self._rotary)
+        if not before:
             return (h_SBH,)
-        y_SBH = self._layer.norm(h_SBH)
-        with comm_scope(layer=mlp.name):
-            shared_SBH = mlp.shared_experts_compute(y_SBH)
-            rows, probs, metadata = mlp.preprocess(y_SBH, *mlp.route(y_SBH))
+        shared_SBH, rows, probs, metadata = before
+        with comm_scope(layer=self._layer.mlp.name):  # pyright: ignore[reportArgumentType]
             self._flights, self._metadata = self._dispatcher.start_dispatch(rows, probs, metadata)
         return (h_SBH, shared_SBH, *(flight.ticket for flight in self._flights))
 

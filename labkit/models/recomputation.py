@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import CheckpointWithoutOutput, checkpoint
 
 Layer = Callable[..., Tensor]
+Made = TypeVar("Made", Tensor, tuple[Any, ...])
 
 
 class Recomputation:
@@ -47,14 +48,18 @@ class Recomputation:
             return self._checkpoint(function, *args, rng=self._rng)
         return function(*args)
 
-    def norm(self, norm: Layer, x_SBH: Tensor, consumer: Layer) -> Tensor:
-        """Return `consumer(norm(x))`. If `layernorm` is selected, the norm's output is dropped and made again."""
+    def norm(self, norm: Layer, x_SBH: Tensor, consumer: Callable[[Tensor], Made]) -> Made:
+        """Return `consumer(norm(x))`. If `layernorm` is selected, the norm's output is dropped and made again.
+
+        A consumer may return several things; the gradient of any of their tensors brings the norm's output back.
+        """
         if not (self.active and self.selects("layernorm")):
             return consumer(norm(x_SBH))
         dropped = CheckpointWithoutOutput()
-        y = consumer(dropped.checkpoint(norm, x_SBH))
-        dropped.discard_output_and_register_recompute(y)
-        return y
+        made = consumer(dropped.checkpoint(norm, x_SBH))
+        given = (made,) if isinstance(made, Tensor) else [y for y in made if isinstance(y, Tensor)]
+        dropped.discard_output_and_register_recompute(*given)
+        return made
 
     def run_layers(self, layers: Iterable[Layer], x_SBH: Tensor, *context: Any) -> Tensor:
         """Run one layer after the other, `x = layer(x, *context)`. Tensors of `context` may want gradients.

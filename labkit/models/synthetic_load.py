@@ -209,6 +209,48 @@ class SleepingExperts(nn.Module):
         return tokens_NH * probs_N.unsqueeze(-1)
 
 
+class _Slept(torch.autograd.Function):
+    """y = x after a sleep; dx = dy after a sleep of twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = 2 * seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+class SleepingParts:
+    """Observer of a training run: each attention and each set of experts sleeps after its own computation.
+
+    The other observations are ignored.
+
+    Args:
+        seconds: sleep of a forward; a backward sleeps twice as long. With 0 nothing is changed.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
+        """Give the modules their sleep."""
+        if self.seconds:
+            ends = (".attention", ".experts")
+            modules = [module for chunk in chunks for name, module in chunk.named_modules() if name.endswith(ends)]
+            for module in modules:
+                module.register_forward_hook(lambda _, __, y: _Slept.apply(y, self.seconds))
+
+    def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        """Nothing to see."""
+
+    def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        """Nothing to see."""
+
+
 def zipf_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
     """Return logits [T, E], float64, whose top-k draws experts without replacement.
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from labkit.moe.experts import SequentialExperts as SequentialExperts
     from labkit.moe.layer import MoELayer as MoELayer
     from labkit.moe.layer import build_dispatcher as build_dispatcher
-    from labkit.moe.logit_record import LogitRecord as LogitRecord
     from labkit.moe.replay import RoutingReplay as RoutingReplay
     from labkit.moe.router import TopKRouter as TopKRouter
     from labkit.moe.router import finish_router_step as finish_router_step

@@ -185,6 +185,12 @@ class MoELayer(nn.Module):
         with comm_scope(layer=self.shared_experts.name):
             return self._part("shared_experts", self.shared_experts, x_SBH)
 
+    def before_dispatch(self, x_SBH: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Metadata]:
+        """Run the first three steps, for a merged pair; return (the shared experts' output, *`preprocess`)."""
+        with comm_scope(layer=self.name):
+            shared_SBH = self.shared_experts_compute(x_SBH)
+            return shared_SBH, *self.preprocess(x_SBH, *self.route(x_SBH))
+
     # Each step is a method, because a partial CUDA graph ends after one of the first two (`graphs/partial_moe.py`).
 
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:

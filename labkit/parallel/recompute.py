@@ -301,17 +301,22 @@ class CheckpointWithoutOutput:
             raise ValueError("the output shares its memory with another tensor, so it cannot be dropped")
         return output
 
-    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Free the output. It is filled again when the gradient of `hook_tensor`, made from it, arrives.
+    def discard_output_and_register_recompute(self, *hook_tensors: Tensor) -> None:
+        """Free the output. It is filled again when the first gradient of `hook_tensors`, made from it, arrives.
 
         Nobody may use the output's values in between. Outside grad mode this does nothing.
         """
         assert self._output is not None, "call checkpoint first"
-        if not torch.is_grad_enabled() or not hook_tensor.requires_grad or active_capture() is not None:
-            self._forget()  # an emulated graph's memory cannot shrink: it keeps the output, and the values are the same
-            return
-        self._output.untyped_storage().resize_(0)
-        hook_tensor.register_hook(self._fill)
+        hooked = False
+        if torch.is_grad_enabled() and active_capture() is None:
+            for x in hook_tensors:
+                if x.requires_grad:
+                    x.register_hook(self._fill)
+                    hooked = True
+        if hooked:
+            self._output.untyped_storage().resize_(0)
+        else:  # an emulated graph's memory cannot shrink: it keeps the output, and the values are the same
+            self._forget()
 
     def _fill(self, _: Tensor) -> None:
         if self._again is None or self._output is None:

@@ -316,7 +316,7 @@ def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) 
     """Return part (`PARTS`, with experts `MOE_PARTS`) -> bytes that one layer keeps, recomputed as `model` says."""
     if model.recompute_granularity == "full":
         return {"inputs of norms": layer_input_bytes(model, share)}
-    saved, parts = _kept(model, share, moe), PARTS if moe is None else MOE_PARTS
+    saved, parts = layer_kept(model, share, moe), PARTS if moe is None else MOE_PARTS
     return {part: sum(saved.get(name, 0) for name in names) for part, names in parts.items()}
 
 
@@ -324,10 +324,10 @@ def layer_activation_bytes(
     model: ModelConfig, share: Share | None = None, moe: MoEConfig | None = None, parts: str = "*-"
 ) -> int:
     """Return the bytes that one layer keeps with `model`'s selective recomputation; for full: `layer_input_bytes`."""
-    return sum(_kept(model, share or Share(), moe, parts).values())
+    return sum(layer_kept(model, share or Share(), moe, parts).values())
 
 
-def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None, parts: str = "*-") -> dict[str, int]:
+def layer_kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None, parts: str = "*-") -> dict[str, int]:
     """Return `layer_saved` without the tensors that selective recomputation drops."""
     saved = layer_saved(model, share, moe, parts)
     modules = model.recompute_modules if model.recompute_granularity == "selective" else ()

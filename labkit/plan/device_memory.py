@@ -91,7 +91,7 @@ def gpu_memory(workload: Workload, pp_rank: int | None = None, schedule: Schedul
         Term("weights", state.weights, _state_text("weights", state.weights, dense, experts)),
         Term("gradients", state.gradients, _state_text("gradients", state.gradients, dense, experts)),
         Term("optimizer", optimizer, _state_text("optimizer", optimizer, dense, experts)),
-        fp8_weights(config, workload.libraries, list(stages.values())),
+        fp8_weights(workload, list(stages.values())),
         placeholders(workload, list(stages.values())),
         *workspaces(config, workload.libraries),
         Term("masters' gradients", state.update, "float32 copies of narrower gradients, until the next step begins"),

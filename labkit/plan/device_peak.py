@@ -99,7 +99,7 @@ def _kept(workload: Workload, config: RunConfig, share: Share, holds: StageConte
         + extra_bytes(
             config.model, share, workload.extras, holds.layers, config.moe, megatron=workload.libraries.megatron
         )
-        + saved_bytes(config, share, holds.layers)
+        + saved_bytes(workload, config, share, holds.layers)
         + depth_bytes(workload, config, share, holds)
     )
 

@@ -2,12 +2,17 @@
 
 A rank's T' tokens leave as T' k rows; ep ranks share the experts, and etp ranks each expert. A rank's experts work on
 T' k etp rows on average, and the busiest rank on `routing_skew` times as many. Everybody waits for it.
+
+With fp8 operands the rows of each expert are filled up to a multiple of 16 before the first product, and what was added
+is removed after the second: a copy each. Rows travel in 16 bits. Casts of rows are those of any linear layer; those of
+weights, once per step, are left out.
 """
 
 from __future__ import annotations
 
 from labkit.config import MoEConfig
 from labkit.plan.collectives import Group
+from labkit.plan.float8 import PADDING_ROWS
 from labkit.plan.pieces import Pieces
 from labkit.plan.sizes import expert_width, gate_and_up
 from labkit.plan.terms import Term
@@ -32,10 +37,14 @@ def add_experts(pieces: Pieces, moe: MoEConfig) -> None:
     rows = int(sent * layout.etp.size * skew)
     experts = max(1, moe.num_experts // layout.ep.size)
     width = expert_width(model, moe) // layout.etp.size
-    each = max(1, rows // experts)
     if experts > 1:
         for where in (pieces.forward, pieces.input_grad):
             pieces.moves(where, "rows sorted by expert", rows * h, 4 * e, part="moe", launches=2)
+    if layout.linear_precision == "fp8":
+        rows += round(PADDING_ROWS * experts)
+        for where in (pieces.forward, pieces.input_grad):
+            pieces.moves(where, "rows filled up for fp8", rows * h, 4 * e, part="moe", launches=2)
+    each = max(1, rows // experts)
     pieces.linear("experts fc1", each, width * gate_and_up(model), h, part="moe", groups=experts)
     pieces.activation(rows * width, part="moe")
     pieces.linear("experts fc2", each, h, width, part="moe", groups=experts)

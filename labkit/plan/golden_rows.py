@@ -130,7 +130,8 @@ class Configuration:
         if family in _ENGINES and config.model.transformer_impl == "local":
             words.append("local layers")
         words += ["fp16"] if family in _ENGINES and config.optim.precision == "fp16" else []
-        words += ["fp8 parameters"] if config.optim.fp8 != "none" else []
+        if config.optim.fp8 != "none":
+            words.append("fp8 parameters" if self.workload.libraries.float8_parameters else "fp8")
         words += [f"fully sharded, {self.workload.libraries.gpu.upper()}"] if self.workload.fsdp else []
         return ", ".join(words)
 

@@ -16,6 +16,7 @@ from labkit.config import RunConfig
 from labkit.plan.action_times import embedding_passes, loss_passes, stage_transfer
 from labkit.plan.activations import end_activation_bytes, layers_activation_bytes
 from labkit.plan.collectives import collective_seconds
+from labkit.plan.float8 import is_float8, saved_bytes
 from labkit.plan.layer_times import attention_half, mlp_half, repeated_terms
 from labkit.plan.layout import Layout, layout_of
 from labkit.plan.layouts import RECOMPUTATIONS, SCHEDULE_NAMES
@@ -211,8 +212,13 @@ def kept_by_pieces(base: Workload, device: Literal["cpu", "cuda"], rows: np.ndar
     models = [replace(base.config.model, recompute_granularity=name) for name in RECOMPUTATIONS]
     found = np.zeros((len(rows), len(kinds) + 1))
     for number, row in enumerate(rows):
-        share, model = share_of(_split_alone(base, row), device, base.expert_load), models[row["recompute"]]
+        config, model = _split_alone(base, row), models[row["recompute"]]
+        share = share_of(config, device, base.expert_load)
         found[number, :-1] = [layers_activation_bytes(model, share, range(index, index + 1), moe) for index, _ in kinds]
+        if device == "cuda" and is_float8(config):
+            parallel = replace(config.parallel, ep=max(1, moe.num_experts))  # one expert: the fewest zeros
+            config = replace(config, model=model, parallel=parallel)
+            found[number, :-1] += [saved_bytes(base, config, share, [index]) for index, _ in kinds]
         found[number, -1] = end_activation_bytes(model, share, pre_process=False, post_process=True)
         if number % _EVERY == 0:
             progress("activations of layers", number, len(rows))

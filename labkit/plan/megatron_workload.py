@@ -93,8 +93,6 @@ def _missing(flags: Mapping[str, Any], family: str) -> str:
             return why
     if family in FAMILIES_OF_IMAGES:
         return "a model of images and text is not modelled"
-    if flags.get("--fp8-format") and flags.get("--num-experts"):
-        return "experts in fp8 are not modelled"
     if many := too_many_layers(whole("--num-layers", flags.get("--num-layers") or 0)):
         return many
     optimizer = flags.get("--optimizer", "adam")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from labkit.config import RunConfig
 from labkit.plan.activations import Share, end_activation_bytes, layers_activation_bytes, norm_bytes
 from labkit.plan.engine_activations import extra_bytes, extra_parameters
+from labkit.plan.float8 import is_float8, saved_bytes
 from labkit.plan.parameters import expert_parameters, layer_parameters, norm_parameters
 from labkit.plan.sizes import padded_vocab
 from labkit.plan.stage_activations import most_that_is_kept
@@ -56,7 +57,9 @@ def depth_bytes(workload: Workload, config: RunConfig, share: Share, holds: Stag
     model, last = config.model, _last(config)
     layer = layers_activation_bytes(model, share, last, most_that_is_kept(config.moe))
     layer += extra_bytes(model, share, workload.extras, last, config.moe, megatron=workload.libraries.megatron)
-    joined = 2 * norm_bytes(model, share) + 2 * share.tokens_between(model) * model.hidden * share.element_bytes
+    layer += saved_bytes(workload, config, share, last)
+    width = 1 if is_float8(config) else share.element_bytes
+    joined = 2 * norm_bytes(model, share) + 2 * share.tokens_between(model) * model.hidden * width
     loss = end_activation_bytes(model, share, pre_process=False)
     return workload.extras.depths * (layer + joined + loss)
 

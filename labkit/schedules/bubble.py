@@ -130,7 +130,7 @@ def _split(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> BubbleSpli
         free_start, free_end, finish = start, end, end.max()
     parts = np.zeros((3, schedule.pp))
     for rank in range(schedule.pp):
-        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        row = schedule.span(rank)
         gaps = np.append(free_start[row], finish) - np.concatenate([[0.0], free_end[row]])
         gaps[:-1][schedule.merged[row]] = 0.0  # inside a merged pair
         warm, cool = _phases(schedule.kinds[row])
@@ -217,7 +217,7 @@ def explain_gap(predicted: Timeline, measured: Iterable[Event]) -> Gap:
     makespans, difference = (predicted.makespan, float(end.max())), float(differences[part][rank])
     if part != "computation":
         return Gap(*makespans, part, rank, difference)
-    row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+    row = schedule.span(rank)
     by_stage = np.zeros((len(KINDS), schedule.num_stages))
     np.add.at(by_stage, (schedule.kinds[row], schedule.stages[row]), longer[row])
     kind, stage = np.unravel_index(np.argmax(by_stage * np.sign(difference)), by_stage.shape)

@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from labkit.schedules.ir import KINDS, Action, Schedule, ScheduleError, grid
+from labkit.schedules.ir import Action, Schedule, ScheduleError, grid
 
 _F, _B, _I, _W = range(4)
 _MOST_NAMED = 10
@@ -168,7 +168,7 @@ def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:
     marks: dict[tuple[int, int], str] = {}
     for bad, sentence in sentences:
         for index in np.flatnonzero(bad)[:_MOST_NAMED].tolist():
-            marks.setdefault(schedule.locate(index), f"{_action(schedule, index)} {sentence}")
+            marks.setdefault(schedule.locate(index), f"{schedule.action(index)} {sentence}")
     return marks
 
 
@@ -190,11 +190,11 @@ def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) ->
     marks = {}
     for rank in circle:
         other, mine = int(schedule.ranks[wanted[rank]]), int(heads[rank])
-        sentence = f"{_action(schedule, mine)} waits for {_action(schedule, wanted[rank])}"
+        sentence = f"{schedule.action(mine)} waits for {schedule.action(wanted[rank])}"
         head = int(heads[other])
         first = head - int(schedule.merged[head])
         cell = range(first, first + 1 + int(schedule.merged[first + 1 : first + 2].any()))
-        why = "itself waits to run" if wanted[rank] in cell else f"runs after {_action(schedule, head)}"
+        why = "itself waits to run" if wanted[rank] in cell else f"runs after {schedule.action(head)}"
         if wanted[rank] == mine - 1 and schedule.merged[mine]:
             why = "runs in the same pair"
         marks[schedule.locate(mine)] = f"{sentence}, which rank {other} {why}"
@@ -207,7 +207,3 @@ def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) ->
         else f"rank {circle[0]} waits for a later action of its own"
     )
     return "\n".join([f"{schedule.name} cannot run, {why}", grid(schedule, marks)])
-
-
-def _action(schedule: Schedule, index: int) -> Action:
-    return Action(int(schedule.stages[index]), KINDS[schedule.kinds[index]], int(schedule.microbatches[index]))

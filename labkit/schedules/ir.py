@@ -232,15 +232,19 @@ class Schedule:
         """Return the action at `index` of the columns."""
         return Action(int(self.stages[index]), KINDS[self.kinds[index]], int(self.microbatches[index]))
 
+    def span(self, rank: int) -> slice:
+        """Return where the row of `rank` is in the columns."""
+        return slice(self.offsets[rank], self.offsets[rank + 1])
+
     def _iterate(self, rank: int) -> Iterator[Action]:
-        part = slice(self.offsets[rank], self.offsets[rank + 1])
+        part = self.span(rank)
         columns = (self.stages[part].tolist(), self.kinds[part].tolist(), self.microbatches[part].tolist())
         return (Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in zip(*columns, strict=True))
 
     def cells(self, rank: int) -> list[tuple[Action, ...]]:
         """Return the row of `rank` by cells: two merged actions together, every other action alone."""
         cells: list[tuple[Action, ...]] = []
-        merged = self.merged[self.offsets[rank] : self.offsets[rank + 1]].tolist()
+        merged = self.merged[self.span(rank)].tolist()
         for action, joins in zip(self._iterate(rank), merged, strict=True):
             cells[-1:] = [(*cells[-1], action)] if joins else [*cells[-1:], (action,)]
         return cells
@@ -282,7 +286,7 @@ class Schedule:
         The weight gradient of a split backward is its input gradient's number minus one half.
         """
         self._require_rank(rank)
-        part = slice(self.offsets[rank], self.offsets[rank + 1])
+        part = self.span(rank)
         weights = self.kinds[part] == KINDS.index("W")
         numbers = zip(self.signed_chunks[part].tolist(), weights.tolist(), strict=True)
         return [number - 0.5 if weight else number for number, weight in numbers]

@@ -265,7 +265,7 @@ def lower(
 
 def _cells(schedule: Schedule, rank: int) -> list[range]:
     """Return the positions of the row's actions by cells."""
-    starts = np.flatnonzero(~schedule.merged[schedule.offsets[rank] : schedule.offsets[rank + 1]]).tolist()
+    starts = np.flatnonzero(~schedule.merged[schedule.span(rank)]).tolist()
     ends = [*starts[1:], int(schedule.offsets[rank + 1] - schedule.offsets[rank])]
     return [range(start, end) for start, end in zip(starts, ends, strict=True)]
 
@@ -432,7 +432,7 @@ def receive_slots(
 
     The slot lies before the first action that starts at or after the moment. producer: as from `producers`.
     """
-    row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+    row = schedule.span(rank)
     made = producer[row]
     positions = np.flatnonzero((made >= 0) & (schedule.ranks[made] != rank))
     moments = timeline.end[made[positions]]

@@ -107,9 +107,7 @@ class PipelineRuntime:
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
         chunks, rank = chunks_of(model_chunks), groups.pp.rank
         count = num_microbatches_with_partial_activation_checkpoints
-        _check_fit(schedule, groups, chunks, recomputes=count is not None)
-        if delay_wgrad_compute and not schedule.has_pairs:
-            raise ValueError(f"delay_wgrad_compute is about merged pairs, and {schedule.name} has none: leave it out")
+        _check_fit(schedule, groups, chunks, recomputes=count is not None, delays=delay_wgrad_compute)
         self.sync_functions: dict[str, Any] = {
             "no_sync_func": no_sync_func,
             "grad_sync_func": grad_sync_func,
@@ -226,10 +224,12 @@ class PipelineRuntime:
         return [losses.reports[microbatch] for microbatch in sorted(losses.reports)]
 
 
-def _check_fit(schedule: Schedule, groups: ParallelGroups, chunks: Sequence[Any], *, recomputes: bool) -> None:
+def _check_fit(
+    schedule: Schedule, groups: ParallelGroups, chunks: Sequence[Any], *, recomputes: bool, delays: bool
+) -> None:
     """Raise ValueError if `schedule` does not fit the pipeline of `groups`, or the model chunks of this rank.
 
-    recomputes: chunks must be able to leave out recomputation.
+    recomputes: chunks must be able to leave out recomputation. delays: the schedule must have merged pairs.
     """
     rank = groups.pp.rank
     schedule.check_pp(groups.pp.size)
@@ -251,6 +251,8 @@ def _check_fit(schedule: Schedule, groups: ParallelGroups, chunks: Sequence[Any]
             )
         if recomputes and not hasattr(chunk, "set_activation_checkpointing"):
             raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep microbatches whole")
+    if delays and not schedule.has_pairs:
+        raise ValueError(f"delay_wgrad_compute is about merged pairs, and {schedule.name} has none: leave it out")
 
 
 def _is_plain(schedule: Schedule) -> bool:

@@ -256,7 +256,7 @@ class Timeline:
 
     def _curve(self, rank: int, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the running sum of `changes`, by kind and stage, over the row of `rank`."""
-        row = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
+        row = self.schedule.span(rank)
         kinds = self.schedule.kinds[row]
         times = np.where(kinds == _F, self.start[row], self.end[row])
         steps = changes[kinds, self.schedule.stages[row]]

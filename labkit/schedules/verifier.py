@@ -101,7 +101,7 @@ def _require_order(schedule: Schedule) -> None:
     if schedule.forward_only:
         return
     for rank in range(schedule.pp):
-        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        row = schedule.span(rank)
         stages, changes = schedule.stages[row], _CHANGE[schedule.kinds[row]]
         for chunk, stage in enumerate(schedule.stages_of(rank), start=1):
             own = np.flatnonzero(stages == stage)
@@ -150,7 +150,7 @@ def _follows_table(schedule: Schedule, n: int, chunks: int) -> bool:
     microbatches = np.concatenate([np.tile(group, chunks) for group in groups])
     chunk_ids = np.concatenate([np.repeat(np.arange(chunks), len(group)) for group in groups])
     for rank in range(schedule.pp):
-        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        row = schedule.span(rank)
         forward = schedule.kinds[row] == KINDS.index("F")
         if not (
             np.array_equal(schedule.stages[row][forward], chunk_ids * schedule.pp + rank)
@@ -174,7 +174,7 @@ def _require_memory(schedule: Schedule, limits: Sequence[int]) -> None:
         return  # nothing waits for a backward
     marks = {}
     for rank, limit in enumerate(limits):
-        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        row = schedule.span(rank)
         over = np.flatnonzero(np.cumsum(_CHANGE[schedule.kinds[row]], dtype=np.int32) > limit)
         if len(over):
             action = schedule.action(int(row.start + over[0]))
@@ -192,7 +192,7 @@ def certificate(schedule: Schedule, timeline: Timeline) -> bool:
     """
     producer = producers(schedule)
     for rank in range(schedule.pp):
-        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        row = schedule.span(rank)
         starts = np.concatenate([[-np.inf], timeline.start[row], [np.inf]])  # slot j lies between j and j + 1 of these
         positions, slots, moments = receive_slots(schedule, timeline, producer, rank)
         received = (starts[slots] < moments) & (moments <= starts[slots + 1]) & (slots <= positions)

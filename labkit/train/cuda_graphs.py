@@ -227,7 +227,11 @@ def build_graphs(
     if captures_layers(graph):
         release_cudagraphs(chunks)  # of a pipeline with another number of microbatches
         length, batch = config.model.seq_length, train.micro_batch_size
-        helper = CudaGraphHelper(chunks, graph, length, batch, schedule=schedule, pp_rank=groups.pp.rank)
+        delays = config.schedule.delay_wgrad_compute
+        rank = groups.pp.rank
+        helper = CudaGraphHelper(
+            chunks, graph, length, batch, schedule=schedule, pp_rank=rank, delay_wgrad_compute=delays
+        )
         varies = config.schedule.variable_seq_lengths or groups.world.size == 1
         return LayerGraphs(run, helper, graph.cuda_graph_warmup_steps, groups=groups, captures_anew=varies)
     inside = groups.tp, groups.cp, groups.dp, groups.ep, groups.etp

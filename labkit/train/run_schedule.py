@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from labkit.config import RunConfig
 from labkit.config.errors import counted
-from labkit.graphs.order_table import capture_order
+from labkit.config.graph_rules import defers_weight_gradients
+from labkit.graphs.order_table import capture_order, merged_capture_order
 from labkit.graphs.scope import captures_layers
 from labkit.plan.stages import configured_schedule, stage_contents
 from labkit.schedules.builders import without_backward
@@ -61,8 +62,17 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
     if config.graph.cuda_graph_impl != "none" and captures_layers(config.graph):
         for rank in range(schedule.pp):
             split = config.graph.cuda_graph_impl != "transformer_engine"
-            capture_order(schedule, rank, weight_gradients=split)
+            if schedule.has_pairs:
+                _check_order_of_pairs(schedule, rank, config)
+            else:
+                capture_order(schedule, rank, weight_gradients=split)
     stage_contents(config, schedule.num_stages)
+
+
+def _check_order_of_pairs(schedule: Schedule, rank: int, config: RunConfig) -> None:
+    defers = defers_weight_gradients(config.graph.cuda_graph_modules, config.moe.shared_expert_ffn_hidden)
+    delay, of_no_layers = config.schedule.delay_wgrad_compute, [()] * len(schedule.stages_of(rank))
+    merged_capture_order(schedule, rank, of_no_layers, weight_gradients=defers, delay_wgrad=delay)
 
 
 def schedule_problem(config: RunConfig, world_size: int) -> str:

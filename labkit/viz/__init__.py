@@ -44,12 +44,11 @@ if TYPE_CHECKING:
     from labkit.viz.experts.router_balance import price_of_balance as price_of_balance
     from labkit.viz.experts.router_lab import replay as replay
     from labkit.viz.experts.router_lab import replay_policies as replay_policies
-    from labkit.viz.experts.router_lab import skewed_logits as skewed_logits
     from labkit.viz.experts.router_lab import standard_policies as standard_policies
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.goodput_explorer import explore_goodput as explore_goodput
+    from labkit.viz.graphs.buffer_lives import buffer_lives as buffer_lives
     from labkit.viz.graphs.gradient_errors import gradient_errors as gradient_errors
-    from labkit.viz.graphs.graph_pool import buffer_lives as buffer_lives
     from labkit.viz.graphs.graph_pool import explore_pool as explore_pool
     from labkit.viz.graphs.graph_pool import pool_blocks as pool_blocks
     from labkit.viz.graphs.graph_pool import pool_collisions as pool_collisions

@@ -26,7 +26,7 @@ from labkit.parallel.context.ring_plan import (
     ring_time,
 )
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, color, hatch, name_rows, new_figure, styled, text_color
+from labkit.viz.style import INK, SEQUENCE, color, hatch, name_rows, new_figure, nth_color, styled, text_color
 
 NAMES: dict[Layout, str] = {"contiguous": "plain cut", "zigzag": "zigzag"}
 """Titles of the two ways to cut a sequence."""
@@ -35,10 +35,6 @@ MOST_LETTERED = 8
 """Largest number of ranks at which cells and bars show their numbers."""
 
 assert set(_ORDER) == set(LAYOUTS)
-
-
-def _shade(rank: int) -> str:
-    return SEQUENCE[rank % len(SEQUENCE)]
 
 
 def context_mask(seq_length: int, cp: int) -> Figure:
@@ -58,7 +54,7 @@ def context_mask(seq_length: int, cp: int) -> Figure:
             axes.set_title(NAMES[layout], loc="left")
         fig.legend(
             handles=[
-                Rectangle((0, 0), 1, 1, facecolor=_shade(rank), edgecolor=INK, linewidth=0.5, label=f"rank {rank}")
+                Rectangle((0, 0), 1, 1, facecolor=nth_color(rank), edgecolor=INK, linewidth=0.5, label=f"rank {rank}")
                 for rank in range(min(cp, len(SEQUENCE)))
             ],
             loc="outside lower center",
@@ -72,7 +68,7 @@ def _draw_mask(axes: Any, cp: int, layout: Layout, length: int) -> None:
     holder = {chunk: rank for rank in range(cp) for chunk in chunks_of_rank(cp, rank, layout)}
     for query in range(2 * cp):
         for key in range(query + 1):
-            shade = _shade(holder[query])
+            shade = nth_color(holder[query])
             corners = [(key, query), (key, query + 1), (key + 1, query + 1)]
             corners += [(key + 1, query)] if key < query else []
             axes.fill(*zip(*corners, strict=True), facecolor=shade, edgecolor="white", linewidth=0.8)
@@ -133,7 +129,7 @@ def _draw_strip(axes: Any, cut: Sequence[Sequence[int]]) -> None:
     start = 0
     for place, (_, rank) in enumerate(holder):
         if place + 1 == len(holder) or holder[place + 1][1] != rank:
-            axes.barh(0, place + 1 - start, left=start, height=1, color=_shade(rank), edgecolor=INK, linewidth=0.3)
+            axes.barh(0, place + 1 - start, left=start, height=1, color=nth_color(rank), edgecolor=INK, linewidth=0.3)
             start = place + 1
     axes.set(xlim=(0, 2 * len(holder)), ylim=(-0.5, 0.5))  # half the width: this is no axis of time
     axes.set_xticks([0.5, len(holder) - 0.5], ["0", str(len(holder) - 1)])
@@ -159,7 +155,7 @@ def _draw_steps(axes: Any, load: Sequence[Sequence[int]]) -> None:
 def _bar(axes: Any, row: int, start: float, length: float, source: int, text: str) -> None:
     if length <= 0:
         return
-    face = _shade(source)
+    face = nth_color(source)
     axes.barh(row, length, left=start, height=0.72, color=face, edgecolor=INK, linewidth=0.4)
     if text:
         axes.text(start + length / 2, row, text, ha="center", va="center", fontsize=7, color=text_color(face))

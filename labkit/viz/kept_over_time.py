@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, new_figure, styled
+from labkit.viz.style import INK, new_figure, nth_color, styled
 
 Moments = Sequence[tuple[str, Sequence[str]]]
 
@@ -24,7 +24,7 @@ def tensor_lifetimes(ways: Mapping[str, Moments], labels: Sequence[str], forward
         for axes, (title, moments) in zip(panels, ways.items()):
             for place, (_, here) in enumerate(moments):
                 for level, name in enumerate(sorted(here, key=names.index)):
-                    shade = SEQUENCE[names.index(name) % len(SEQUENCE)]
+                    shade = nth_color(names.index(name))
                     axes.bar(place, 1.0, 1.0, bottom=level, color=shade, label=name)
             axes.axvline(forward - 0.5, color=INK, lw=1.2, ls=":", zorder=5)
             axes.set(xlim=(-0.5, len(labels) - 0.5), ylim=(0, most + 0.1), yticks=range(most + 1))

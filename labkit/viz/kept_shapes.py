@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, box, new_figure, styled
+from labkit.viz.style import ALERT, SEQUENCE, box, new_figure, styled
 
 Shape = Sequence[int]
-_RED, _SIDE = "#D40000", 0.8
+_SIDE = 0.8
 
 
 def compare_shapes(
@@ -26,7 +26,7 @@ def compare_shapes(
         axes = fig.subplots()
         for place, name in enumerate(right):
             axes.text(place + _SIDE / 2, 2.3, name, ha="center", fontsize=9)
-            _draw_part(axes, place, 1.25, yours[name], whole[name], _RED if name in wrong else "")
+            _draw_part(axes, place, 1.25, yours[name], whole[name], ALERT if name in wrong else "")
             _draw_part(axes, place, 0.0, right[name], whole[name], "")
         for height, words in ((1.65, "yours"), (0.4, "right")):
             axes.text(-0.1, height, words, ha="right", va="center", fontsize=9)

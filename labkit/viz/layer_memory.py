@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, box, handle, name_rows, new_figure, styled
+from labkit.viz.style import ALERT, INK, SEQUENCE, box, handle, name_rows, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_RED = "#D40000"
 Moments = Sequence[tuple[float, float]]
 """(operations so far, bytes that are kept) at each moment."""
 
@@ -49,14 +48,14 @@ def layer_areas(tensors: Sequence[TensorArea], kept: Collection[str], right: Col
             high = 0.42 * each.bytes
             look: dict[str, Any] = {} if each.name in kept else {"linestyle": ":", "linewidth": 1.0}
             if each.name in wrong:
-                look |= {"edgecolor": _RED, "linewidth": 2.2}
+                look |= {"edgecolor": ALERT, "linewidth": 2.2}
             fill = colors[each.inside] if each.name in kept else "#FFFFFF"
             box(axes, (0.0, place + 0.5 - high / 2), each.width, high, fill, **look)
             words = f"{each.size:g}" if each.name in kept else f"({each.size:g})"
             if each.name in wrong:
                 words += " is not kept" if each.name in kept else " is missing"
             axes.text(each.width + 0.012 * most, place + 0.5, words, va="center", fontsize=8,
-                      color=_RED if each.name in wrong else INK)  # fmt: skip
+                      color=ALERT if each.name in wrong else INK)  # fmt: skip
         name_rows(axes, [each.name for each in tensors])
         axes.set(xlim=(0, 1.2 * most), xlabel="numbers per token / h; height: bytes per number (2, or 1 for a mask)")
         axes.spines["left"].set_visible(False)
@@ -100,7 +99,7 @@ def memory_over_time(
             _draw_moments(axes, moments, predicted.get(name), room, forward)
             fits, extra = peaks[name] <= room, moments[-1][0] / forward / 3 - 1
             words = f"{'fits' if fits else 'does not fit'}, peak {peaks[name] / 1e9:.1f} GB, operations {extra:+.1%}"
-            axes.set_title(f"{name}: {words}", loc="left", color=INK if fits else _RED)
+            axes.set_title(f"{name}: {words}", loc="left", color=INK if fits else ALERT)
             if name in close:
                 at = next(done for done, size in moments if size == peaks[name])
                 axes.plot(at / forward, peaks[name] / 1e9 + 0.04 * top, "v", color=INK, ms=4)
@@ -124,11 +123,11 @@ def _draw_moments(axes: Axes, moments: Moments, outline: Moments | None, room: f
     axes.fill_between(x, y, step="post", color=SEQUENCE[5], lw=0, label="counted")
     over = [size > room / 1e9 for size in y]
     if any(over):
-        axes.fill_between(x, room / 1e9, y, where=over, step="post", color=_RED, lw=0, label="no room")
+        axes.fill_between(x, room / 1e9, y, where=over, step="post", color=ALERT, lw=0, label="no room")
     if outline is not None:
         axes.plot([done / forward for done, _ in outline], [size / 1e9 for _, size in outline], color=INK, lw=1.3,
                   label="predicted")  # fmt: skip
-    axes.axhline(room / 1e9, color=_RED, lw=1.2, ls="--", label="room")
+    axes.axhline(room / 1e9, color=ALERT, lw=1.2, ls="--", label="room")
 
 
 def _enlarge_peak(axes: Axes, moments: Moments, outline: Moments | None, room: float, forward: float) -> None:
@@ -138,4 +137,4 @@ def _enlarge_peak(axes: Axes, moments: Moments, outline: Moments | None, room: f
     at = [done / forward for done, size in moments if size == peak]
     axes.set(xlim=(at[0] - 0.15, at[0] + 0.15), ylim=(0.9 * room / 1e9, 1.04 * room / 1e9))
     words = f"{abs(peak - room) / 1e9:.2f} GB {'to spare' if peak <= room else 'too much'}"
-    axes.set_title(words, loc="left", color=INK if peak <= room else _RED)
+    axes.set_title(words, loc="left", color=INK if peak <= room else ALERT)

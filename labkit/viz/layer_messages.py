@@ -23,6 +23,8 @@ _BETWEEN = SEQUENCE[0]
 _MESSAGE = color("collective"), hatch("collective")
 _NARROW = 0.28
 """Inches from which on a bar has letters."""
+_LETTERS = 0.15
+"""The same for one or two letters."""
 _UPRIGHT = 0.088
 """Inches from which on a product's bar has letters that run upwards."""
 _GAP = "#D9D9D9"
@@ -31,14 +33,14 @@ _PASSES = {", input gradient": " dx", ", weight gradient": " dW"}
 """End of a kernel's name -> what its bar says."""
 
 
-def layer_timelines(lines: Mapping[str, Sequence[Event]]) -> Figure:
+def layer_timelines(lines: Mapping[str, Sequence[Event]], *, unit: str = "ms") -> Figure:
     """Draw timelines of a layer one above the other on one axis, predicted or measured.
 
     lines: name -> Events of one rank, of `labkit.plan.layer_timeline` or recorded. Times are counted from the first
-    start of each line, and its waits are left out: they are the gaps. In lines with a forward and a backward a dotted
-    line is the end of the forward. The sentence gives for each line the milliseconds of the layer and those in which
-    the rank only waits for a message. A message with a thick outline has nothing beside it. In backward, `fc1 dx` is
-    the gradient of fc1's input, `fc1 dW` that of its weight.
+    start of each line, and its waits are left out: they are the gaps. In lines with a backward after the forward a
+    dotted line is the end of the forward. The sentence gives for each line the milliseconds of the layer and those in
+    which the rank only waits for a message. A message with a thick outline has nothing beside it. In backward, `fc1 dx`
+    is the gradient of fc1's input, `fc1 dW` that of its weight. unit: what a thousandth of a second stands for.
     """
     lines = {name: _from_zero(events) for name, events in lines.items()}
     end = max(event.end for events in lines.values() for event in events) * 1e3
@@ -51,21 +53,24 @@ def layer_timelines(lines: Mapping[str, Sequence[Event]]) -> Figure:
             waited = unhidden(events)
             for event in events:
                 _draw(axes, event, end, outlined=event in waited)
-            if {"forward", "backward"} <= {event.kind for event in events}:
-                turn, turned = max(event.end for event in events if event.kind == "forward"), True
+            turn = max((event.end for event in events if event.kind == "forward"), default=0.0)
+            if turn <= min((event.start for event in events if event.kind == "backward"), default=-1.0):
+                turned = True
                 axes.axvline(turn * 1e3, color=INK, linewidth=1.2, linestyle=":")
             axes.set(xlim=(0, 1.01 * end), ylim=(2.05, -0.05), yticks=(0.5, 1.5), yticklabels=("computes", "messages"))
             axes.set_title(name, loc="left")
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)
-        panels[-1].set_xlabel("time (ms)" + ("; the dotted line is the end of the forward" if turned else ""))
+        panels[-1].set_xlabel(f"time ({unit})" + ("; the dotted line is the end of the forward" if turned else ""))
         handles = legend_patches([kind for kind in kinds if kind != "collective"])
         between = any(is_between(event) for events in lines.values() for event in events)
         handles += [handle("norm, residual", _BETWEEN)] * between
-        handles.append(handle("message: AR all-reduce, AG all-gather, RS reduce-scatter", *_MESSAGE))
+        short = any(_operation(event) in _SHORT for events in lines.values() for event in events)
+        words = "message: AR all-reduce, AG all-gather, RS reduce-scatter" if short else "message"
+        handles.append(handle(words, *_MESSAGE))
         handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.4, label="nothing beside it"))
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    return Figure(fig, "; ".join(f"{name}: {_words(events)}" for name, events in lines.items()) + ".")
+    return Figure(fig, "; ".join(f"{name}: {_words(events, unit)}" for name, events in lines.items()) + ".")
 
 
 def _from_zero(events: Sequence[Event]) -> list[Event]:
@@ -83,7 +88,7 @@ def _draw(axes: Any, event: Event, end: float, *, outlined: bool) -> None:
     edge = INK if outlined else _GAP if inches > 0.05 else fill
     axes.broken_barh([(start, width)], (top, 0.9), facecolor=fill, edgecolor=edge, linewidth=1.4 if outlined else 0.6,
                      hatch=hatch(event.kind) if is_message else "")  # fmt: skip
-    text = _SHORT[event.name.partition(" ")[0]] if is_message else _label(event)
+    text = _SHORT.get(_operation(event), event.name) if is_message else _label(event)
     size, angle = _lettering(text, inches, upright=not is_message and not is_between(event))
     if size:
         pad = {"facecolor": fill, "edgecolor": "none", "pad": 0.8} if is_message else None
@@ -94,7 +99,7 @@ def _draw(axes: Any, event: Event, end: float, *, outlined: bool) -> None:
 def _lettering(text: str, inches: float, *, upright: bool) -> tuple[float, int]:
     """Return size and angle of a bar's letters; size 0 where they have no room."""
     for size, room in ((7.5, 0.075), (6.5, 0.054)):
-        if inches >= max(_NARROW, room * len(text)):
+        if inches >= max(_NARROW if len(text) > 2 else _LETTERS, room * len(text)):
             return size, 0
     return (6.0, 90) if upright and inches >= _UPRIGHT and len(text) <= 7 else (0.0, 0)
 
@@ -106,9 +111,13 @@ def _label(event: Event) -> str:
     return name.removesuffix(end) + _PASSES[end] if end else name.partition(",")[0]
 
 
-def _words(events: Sequence[Event]) -> str:
+def _operation(event: Event) -> str:
+    return event.name.partition(" ")[0]
+
+
+def _words(events: Sequence[Event], unit: str) -> str:
     whole = max(event.end for event in events)
-    return f"{whole * 1e3:.1f} ms, of which {_exposed(events) * 1e3:.1f} only waiting"
+    return f"{whole * 1e3:.1f} {unit}, of which {_exposed(events) * 1e3:.1f} only waiting"
 
 
 def _exposed(events: Sequence[Event]) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, box, new_figure, styled
+from labkit.viz.style import INK, box, new_figure, nth_color, styled
 
 _CELL = 0.33
 """Inches across a cell."""
@@ -49,7 +49,7 @@ def _draw(axes: Any, matrix: np.ndarray, ranks: int, high: int) -> None:
     for row in range(rows):
         for column in range(columns):
             sender = column * ranks // columns
-            fill = SEQUENCE[sender % len(SEQUENCE)] if matrix[row, column] else "#FFFFFF"
+            fill = nth_color(sender) if matrix[row, column] else "#FFFFFF"
             box(axes, (column, row), 1, 1, fill, f"{int(matrix[row, column])}", edgecolor="#BBBBBB")
     for side, count in ((0, columns), (1, rows)):
         for rank in range(ranks):

@@ -18,7 +18,7 @@ from labkit.comm.motion_clock import Arrow, Movement, movement
 from labkit.config.errors import counted
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import INK, box, color, hatch, mixed, new_figure, nth_style, styled, text_color
+from labkit.viz.style import INK, box, color, hatch, mixed, new_figure, nth_color, nth_style, styled, text_color
 
 ON_PAPER = 4
 """Most steps of a picture that stands still."""
@@ -182,7 +182,7 @@ class _Picture:
         activities = [each for each in held.colors if isinstance(each, str)] if held else []
         if self.arrows == "content" and held and len(held.colors) == 1:
             return _look(held.colors[0])[0]
-        return color(activities[0]) if len(activities) == 1 else nth_style(arrow.source)[0]
+        return color(activities[0]) if len(activities) == 1 else nth_color(arrow.source)
 
     def _middle(self, rank: int, slot: str | None) -> float:
         """Return the height of the middle of a slot, or of all slots of the rank."""

@@ -15,7 +15,7 @@ from matplotlib.patheffects import Normal, Stroke
 from numpy.typing import NDArray
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, name_cells, new_figure, styled, text_color
+from labkit.viz.style import ALERT, name_cells, new_figure, nth_color, styled, text_color
 
 State = Sequence[Any]
 """An array [cells, ranks, chunks] per rank. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
@@ -25,7 +25,7 @@ _CELL = 0.29
 """Inches across a cell."""
 _MARGIN, _HEAD = 0.55, 0.42
 """Inches next to and above the cells of a panel."""
-_EMPTY, _MIXED, _COMPLETE = "#F0F0F0", "#D40000", "#000000"
+_EMPTY, _MIXED, _COMPLETE = "#F0F0F0", ALERT, "#000000"
 
 
 def before_and_after(operations: Mapping[str, tuple[State, State]]) -> Figure:
@@ -102,14 +102,14 @@ def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> No
     shares = [owner for owner, count in enumerate(cell.sum(axis=1).astype(int)) for _ in range(count)]
     for place, owner in enumerate(shares):
         stripe = (column, rank + place / len(shares)), 1, 1 / len(shares)
-        axes.add_patch(Rectangle(*stripe, facecolor=SEQUENCE[owner % len(SEQUENCE)], linewidth=0))
+        axes.add_patch(Rectangle(*stripe, facecolor=nth_color(owner), linewidth=0))
     edge = _MIXED if _is_mixed(cell) else _COMPLETE if _is_complete(cell) else "#FFFFFF"
     inset = 0.0 if edge == "#FFFFFF" else 0.05
     frame = (column + inset, rank + inset), 1 - 2 * inset, 1 - 2 * inset
     axes.add_patch(Rectangle(*frame, fill=False, edgecolor=edge, linewidth=1.0 if inset == 0 else 1.3))
     several = len(shares) > 1
     around = [Stroke(linewidth=2.2, foreground="#FFFFFF"), Normal()] if several else None
-    ink = "#000000" if several or not shares else text_color(SEQUENCE[shares[0] % len(SEQUENCE)])
+    ink = "#000000" if several or not shares else text_color(nth_color(shares[0]))
     axes.text(column + 0.5, rank + 0.5, "+".join(map(str, _chunks_in(cell))), ha="center", va="center", fontsize=size,
               color=ink, path_effects=around)  # fmt: skip
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from labkit.train.reporting.run_records import RunRecords, names_of, pause, runs_in
 from labkit.viz.figure import Figure
 from labkit.viz.live import is_live
-from labkit.viz.style import LINES, SEQUENCE, new_figure, styled
+from labkit.viz.style import LINES, new_figure, nth_color, styled
 
 _PANELS = {
     "loss": "training loss, nats per token",
@@ -110,7 +110,7 @@ def _figure(runs: Sequence[RunRecords]) -> Figure:
 def _draw(axes: Any, panel: str, runs: Sequence[RunRecords], names: Sequence[str]) -> None:
     """Draw one panel; the first also has the validation losses."""
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        style = {"color": SEQUENCE[number % len(SEQUENCE)], "ls": LINES[number % len(LINES)]}
+        style = {"color": nth_color(number), "ls": LINES[number % len(LINES)]}
         points = run.series.get(panel, [])
         axes.plot([s for s, _ in points], [v for _, v in points], lw=1.4, label=name,
                   marker="." if len(points) == 1 else None, **style)  # fmt: skip

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, new_figure, styled
+from labkit.viz.style import INK, SEQUENCE, new_figure, nth_color, styled
 
 _LINES = ("-", "--", ":", "-.")
 _DIFFERENT = "#E6E6E6"
@@ -36,7 +36,7 @@ def band_curves(
         axes = fig.subplots()
         axes.axvspan(threshold, 1, color="#EEEEEE", lw=0, label="must be found")
         for place, (name, (bands, rows)) in enumerate(curves.items()):
-            line, color = _LINES[place % len(_LINES)], SEQUENCE[place % len(SEQUENCE)]
+            line, color = _LINES[place % len(_LINES)], nth_color(place)
             label = f"{name}: {bands} x {rows}"
             axes.plot(similarity, _share(similarity, bands, rows), line, lw=2, color=color, label=label)
         if measured:

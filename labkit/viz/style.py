@@ -62,6 +62,10 @@ LINES = ("-", "--", "-.", ":")
 """Line styles of curve 0, 1, ...; they repeat after four."""
 INK = "#333333"
 """Colour of edges and other lines."""
+ALERT = "#D40000"
+"""Colour of what is wrong, and of a limit."""
+PADDING: dict[str, Any] = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
+"""Look of a box of padding."""
 
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -109,6 +113,11 @@ def hatch(name: str) -> str:
 def label(name: str) -> str:
     """Return the name of an activity or an axis in a legend."""
     return meaning(name)[2]
+
+
+def nth_color(number: int) -> str:
+    """Return the colour of thing 0, 1, ...: eight colours, which then come again."""
+    return SEQUENCE[number % len(SEQUENCE)]
 
 
 def nth_style(number: int) -> tuple[str, str]:

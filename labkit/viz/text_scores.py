@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, mixed, name_rows, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, mixed, name_rows, new_figure, nth_color, styled, text_color
 
 _READ, _SCORED = "#D9D9D9", SEQUENCE[0]
 _LEVEL = "#777777"
@@ -151,7 +151,7 @@ def named_curves(
         fig = new_figure(7.2, 3.0)
         axes = fig.subplots()
         for number, (name, points) in enumerate(curves.items()):
-            style: dict[str, Any] = {"color": SEQUENCE[number % len(SEQUENCE)], "marker": "os^Dv"[number % 5]}
+            style: dict[str, Any] = {"color": nth_color(number), "marker": "os^Dv"[number % 5]}
             axes.plot(*zip(*points), lw=1.8, ms=4, label=name, ls=("-", "--", "-.", ":")[number % 4], **style)
         for name, level in (levels or {}).items():
             axes.axhline(level, color=_LEVEL, lw=1.4, ls="--", label=name, zorder=1)

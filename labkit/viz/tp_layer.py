@@ -11,7 +11,7 @@ from typing import Any
 
 from labkit.comm.ledger import CommRecord
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, box, color, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, box, color, new_figure, nth_color, styled, text_color
 
 PARTS = (("attention", ("qkv", "heads", "proj")), ("mlp", ("fc1", "act", "fc2")))
 """Sub-layers of a block, and the computations of a rank in each, in their order."""
@@ -69,7 +69,7 @@ def _draw_part(
     axes.text(x + 2 * _STEP, height + 0.15, part, ha="center", va="bottom", fontsize=10)
     for position, name in enumerate(boxes, start=1):
         for lane, rank in enumerate(lanes):
-            shade = SEQUENCE[lane % len(SEQUENCE)]
+            shade = nth_color(lane)
             corner = (x + position * _STEP - 0.42, height - 1 - lane + 0.14)
             box(axes, corner, 0.84, 0.72, shade, f"{name} {rank}")
     for operator, position, name in (("f", 0, boxes[0]), ("g", len(boxes) + 1, boxes[-1])):

@@ -11,16 +11,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, box, name_cells, new_figure, styled, text_color
+from labkit.viz.style import ALERT, INK, PADDING, box, name_cells, new_figure, nth_color, styled, text_color
 
 _WIDTH = 7.4
-_PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
 _OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": "#333333", "linestyle": (0, (4, 2))}
 _FOREIGN = "#F0F0F0"
-
-
-def _shade(rank: int) -> str:
-    return SEQUENCE[rank % len(SEQUENCE)]
 
 
 # ---- owners of ids ----
@@ -45,18 +40,18 @@ def vocabulary_shards(vocab_size: int, rows: int, ranks: int, ids: Sequence[int]
         _draw_table(table, vocab_size, rows, ranks)
         _draw_owners(owners, rows, ranks, ids)
         if rows * ranks > vocab_size:
-            fig.legend(handles=[Patch(**_PADDING, label="padding")], loc="outside upper right")
+            fig.legend(handles=[Patch(**PADDING, label="padding")], loc="outside upper right")
     return Figure(fig, _shards_sentence(vocab_size, rows, ranks, ids))
 
 
 def _draw_table(axes: Any, vocab_size: int, rows: int, ranks: int) -> None:
     for rank in range(ranks):
         first, end = rank * rows, min((rank + 1) * rows, vocab_size)
-        shade = _shade(rank)
+        shade = nth_color(rank)
         box(axes, (first, 0), rows, 1, shade, edgecolor="#FFFFFF", linewidth=1.0)
         if end < first + rows:
             start = max(first, end)
-            axes.add_patch(Rectangle((start, 0), first + rows - start, 1, **_PADDING))
+            axes.add_patch(Rectangle((start, 0), first + rows - start, 1, **PADDING))
         axes.text(first + max(end - first, 0) / 2, 0.5, f"rank {rank}", ha="center", va="center", fontsize=8,
                   color=text_color(shade))  # fmt: skip
     axes.set(xlim=(0, rows * ranks), ylim=(0, 1), yticks=[])
@@ -70,7 +65,7 @@ def _draw_owners(axes: Any, rows: int, ranks: int, ids: Sequence[int]) -> None:
     for column, each in enumerate(ids):
         for rank in range(ranks):
             own = each // rows == rank
-            shade = _shade(rank) if own else _FOREIGN
+            shade = nth_color(rank) if own else _FOREIGN
             text, ink = (f"{each}", "") if own else ("0", "#777777")
             box(axes, (column, rank), 1, 1, shade, text, size=7.5, ink=ink, edgecolor="#FFFFFF", linewidth=1.0)
     name_cells(axes, [""] * max(1, len(ids)), [f"rank {rank}" for rank in range(ranks)])
@@ -115,13 +110,13 @@ def split_softmax(logits: Sequence[float], ranks: int, label: int) -> Figure:
         _draw_columns(below, gradient, ranks, label)
         above.set_ylabel("logit")
         below.set(ylabel="gradient", xlabel="column of the vocabulary")
-        handles = [Patch(facecolor=_shade(rank), label=f"rank {rank}") for rank in range(ranks)]
+        handles = [Patch(facecolor=nth_color(rank), label=f"rank {rank}") for rank in range(ranks)]
         fig.legend(handles=handles, loc="outside upper center", ncols=min(8, ranks))
     return Figure(fig, _softmax_sentence(parts, sums, label, gradient))
 
 
 def _draw_columns(axes: Any, values: Any, ranks: int, label: int) -> None:
-    shades = [_shade(column * ranks // len(values)) for column in range(len(values))]
+    shades = [nth_color(column * ranks // len(values)) for column in range(len(values))]
     bars = axes.bar(range(len(values)), values, width=0.8, color=shades)
     bars[label].set(edgecolor="#000000", linewidth=1.6)
     below = values[label] >= 0  # on the side of the axis where the bar is not
@@ -136,7 +131,7 @@ def _draw_maxima(axes: Any, parts: Any) -> None:
     """Draw a dash over the columns of each rank at its maximum, and a line through all of them at the largest."""
     each = parts.shape[1]
     for rank, most in enumerate(parts.max(axis=1)):
-        axes.hlines(most, rank * each - 0.5, (rank + 1) * each - 0.5, color=_shade(rank), linewidth=1.6, zorder=3)
+        axes.hlines(most, rank * each - 0.5, (rank + 1) * each - 0.5, color=nth_color(rank), linewidth=1.6, zorder=3)
     axes.axhline(parts.max(), color="#333333", linewidth=0.9, linestyle=(0, (6, 2)))
     axes.annotate("largest of all ranks", (1, parts.max()), xycoords=("axes fraction", "data"), xytext=(-2, 3),
                   textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
@@ -172,8 +167,8 @@ def added_rows(yours: Sequence[Sequence[int]], ids: Sequence[int], rows: int) ->
                 for column, row in enumerate(line):
                     look: dict[str, Any] = {"edgecolor": "#FFFFFF", "linewidth": 1.0}
                     if row != right[rank][column]:
-                        look = {"edgecolor": "#D40000", "linewidth": 2.0, "zorder": 3}
-                    shade, ink = (_FOREIGN, "#777777") if row < 0 else (_shade(rank), "")
+                        look = {"edgecolor": ALERT, "linewidth": 2.0, "zorder": 3}
+                    shade, ink = (_FOREIGN, "#777777") if row < 0 else (nth_color(rank), "")
                     box(axes, (column, rank), 1, 1, shade, f"{max(row, 0)}", size=8, ink=ink, **look)
             name_cells(axes, [f"{each}" for each in ids], [f"rank {rank}" for rank in range(len(yours))])
             axes.set_title(f"{title}: row that is added, by id", loc="left", fontsize=9)
@@ -207,7 +202,7 @@ def memory_of_losses(
             peak = max(*moments, predicted[name])
             views = [axes, axes.inset_axes((0.2, 0.25, 0.78, 0.6))] if peak < _SMALL * highest else [axes]
             for view in views:
-                view.fill_between(range(len(moments)), moments, step="post", color=_shade(number), linewidth=0)
+                view.fill_between(range(len(moments)), moments, step="post", color=nth_color(number), linewidth=0)
                 view.add_patch(Rectangle((0, 0), len(moments), predicted[name], linewidth=1.2, **_OUTLINE))
                 view.set(xlim=(0, len(moments)), xticks=[])
             for inset in views[1:]:

@@ -81,6 +81,12 @@ def _errors_of_1_5b() -> str:
     return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
 
 
+def _gain_of_float8(*, measured: bool) -> str:
+    wide, narrow = (timed_rows()[f"fold_t2_MCore folding_{precision}"] for precision in ("bf16", "fp8 delayed"))
+    gain = wide.measured / narrow.measured if measured else wide.step.seconds / narrow.step.seconds
+    return f"{gain:.2f}"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -126,6 +132,8 @@ def numbers() -> dict[str, Callable[[], str]]:
         "PFLOP/s without": lambda: f"{_petaflops(recompute=False):.1f}",
         "days at 15.1": lambda: f"{_days_at_15_1(recompute=True):.2f}",
         "days at 15.1 without": lambda: f"{_days_at_15_1(recompute=False):.2f}",
+        "fp8 gain": lambda: _gain_of_float8(measured=True),
+        "predicted fp8 gain": lambda: _gain_of_float8(measured=False),
         "room": lambda: f"{room() / 1e9:.1f}",
         "2401 left out": lambda: str(left_out("zb_")),
         "2504 left out": lambda: str(left_out("fold_t4_")),

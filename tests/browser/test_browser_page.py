@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -18,14 +17,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sphinx", reason="the site needs the extra docs")
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docs" / "_static" / "browser"), str(Path(__file__).parent)]
+import answers
+import make_docs
+from chromium import executable, why_not
+from site_pages.browser import runtime
+from site_pages.links import for_site
 
-import answers  # noqa: E402
-import make_docs  # noqa: E402
-from chromium import executable, why_not  # noqa: E402
-from site_pages.browser import runtime  # noqa: E402
-from site_pages.links import for_site  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 PAGE = "docs/start/in_the_browser.md"
 FIRST, EDIT = 10.0, 0.5

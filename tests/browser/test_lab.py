@@ -14,9 +14,6 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from chromium import executable, free_port, own_settings, why_not
 
 from labkit.check.chapter_copies import CHAPTERS

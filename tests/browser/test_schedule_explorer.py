@@ -16,9 +16,6 @@ from typing import Any
 
 import nbformat
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from chromium import executable, free_port, own_settings, why_not
 
 TOKEN = "explorer"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sphinx", reason="the site needs the extra docs")
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(Path(__file__).parent)]
+import make_docs
+from chromium import executable, why_not
 
-import make_docs  # noqa: E402
-from chromium import executable, why_not  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.sweep
 in_a_browser = pytest.mark.skipif(bool(why_not()), reason=why_not() or "everything is there")

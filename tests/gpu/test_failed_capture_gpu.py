@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import Machine, stack
 from graph_rules_changes import *  # noqa: F403
 

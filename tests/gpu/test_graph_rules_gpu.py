@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import *  # noqa: F403
 from graph_rules import FAILS_CAPTURE, Body, Machine, stack
 from graph_rules_numbers import *  # noqa: F403

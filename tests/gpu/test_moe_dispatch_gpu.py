@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from host_waits import no_waiting
 from torch import Tensor
 
 from labkit.config import MoEConfig, ParallelConfig
@@ -19,17 +17,6 @@ from labkit.parallel import initialize_model_parallel, single_process_groups
 pytestmark = pytest.mark.gpu
 
 EXPERTS, TOP_K = 8, 3
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Operations of torch that make the host wait for the GPU raise an error."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def routed(seed: int, *, padded: bool = False, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

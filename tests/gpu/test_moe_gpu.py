@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from host_waits import no_waiting
 from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
@@ -122,17 +121,6 @@ def test_an_expert_without_rows_has_zeros_for_a_gradient_whatever_the_memory_hel
         del dirt  # its memory goes to the next tensor of this size
         found = grouped_weight_gradient(grad_NO, x_NI, counts)
         assert found is not None and not found[[0, 2]].any() and found.isfinite().all()
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """An error for every operation that holds the host until the GPU has caught up."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("counts_on", ["cpu", "cuda"])

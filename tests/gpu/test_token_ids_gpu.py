@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
 import pytest
 import torch
+from host_waits import no_waiting
 from torch import Tensor
 
 from labkit.config import RunConfig, presets
@@ -38,17 +38,6 @@ def made(**changes: Any) -> tuple[Pipeline, Any, Iterator[dict[str, Tensor]]]:
     return pipeline, optimizer, build_data_iterators(run).train(0)
 
 
-@contextmanager
-def waits_are_errors() -> Iterator[None]:
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 @pytest.mark.parametrize("changes", [{}, FULL], ids=["eager", "full iteration"])
 def test_no_microbatch_makes_the_host_wait(changes: dict[str, Any]) -> None:
     """The data iterator's copies included."""
@@ -57,14 +46,14 @@ def test_no_microbatch_makes_the_host_wait(changes: dict[str, Any]) -> None:
         train_step(pipeline, optimizer, Timers(0), batches, step=step, lr=1e-3, clip_grad=1.0)
     for chunk in pipeline.chunks:
         chunk.zero_grad_buffer()
-    with token_ids_checked_late("cuda") as ids, waits_are_errors():
+    with token_ids_checked_late("cuda") as ids, no_waiting():
         pipeline.forward_backward(batches)
         pipeline.finalize_grads()
     ids.look()
-    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), waits_are_errors():
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), no_waiting():
         torch.ones(1, device="cuda").item()  # the mode sees what it is to see
     if not changes:
-        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), waits_are_errors():
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), no_waiting():
             pipeline.forward_backward(batches)  # outside the block every check waits
 
 

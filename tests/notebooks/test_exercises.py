@@ -11,7 +11,6 @@ import pytest
 from labkit.check import exercises
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
 import make_exercises  # noqa: E402
 

@@ -247,6 +247,15 @@ CASES = {
         {"layers": 32},
         {"49 norms in 24 layers": "65 norms in 32 layers", "passes 49 of them": "passes 65 of them"},
     ),
+    # merged 1F1B keeps 2 (p - r) microbatches where 1F1B keeps p - r; its bubble is (p - 1)/(m + p - 1) for m = 3 p
+    "25_overlap": Case(
+        {"stages": 3, "unit_ms": 5},
+        {
+            "merged 1F1B, 4 stages, 12 microbatches: bubble 20.0%, ranks keep 8, 6, 4, 2": (
+                "merged 1F1B, 3 stages, 9 microbatches: bubble 18.2%, ranks keep 6, 4, 2"
+            ),
+        },
+    ),
     # 8 stages of one layer: the decoder's first is stage 2, and its last, which scores the words, is stage 7
     "24_encoder_decoders": Case(
         {"world_size": 8, "split": 2},
@@ -448,6 +457,8 @@ EXTREMES = [
     ("19_bert_and_layernorm", {"world_size": 4, "layers": 32, "steps": 200, "rate": 0.006, "fault": 99}),
     ("24_encoder_decoders", {"world_size": 4, "split": 1, "fault": 0}),
     ("24_encoder_decoders", {"world_size": 8, "split": 4, "fault": 99}),
+    ("25_overlap", {"world_size": 2, "unit_ms": 5, "stages": 2, "fault": 0}),
+    ("25_overlap", {"world_size": 4, "unit_ms": 20, "stages": 6, "fault": 99}),
     ("26_eight_bits", {"world_size": 2, "steps": 100, "fault": 0}),
     ("26_eight_bits", {"world_size": 4, "steps": 1000, "fault": 99}),
     (

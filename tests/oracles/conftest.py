@@ -1,7 +1,4 @@
-"""Makes `benchmarks/megatron_on_cpu.py` importable for the oracle tests, here and in the ranks that they launch.
-
-Also the way of a model of transformers through a checkpoint of ours and back.
-"""
+"""The way of a model of transformers through a checkpoint of ours and back; nobody patches torch in this process."""
 
 from __future__ import annotations
 
@@ -17,10 +14,6 @@ from labkit.launch import preload
 
 # Every optimizer of torch imports the one, megatron-core the other: two seconds in each rank, or once in the server.
 preload("torch._dynamo", "torch._inductor.compile_fx")
-
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-if BENCHMARKS not in sys.path:
-    sys.path.append(BENCHMARKS)
 
 
 @pytest.fixture(autouse=True)

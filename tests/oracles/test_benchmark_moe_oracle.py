@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +12,6 @@ CASE = "h256, 32 experts of 128, top 4"
 
 
 def _measured(ep: int):
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     import moe
 
     return moe.measure_layer(CASE, ep, 1, 2.0)  # raises where outputs or gradients differ
@@ -32,7 +28,6 @@ def test_megatrons_layer_computes_the_same_and_only_what_must_travels() -> None:
 
 
 def test_the_loads_of_the_experts_have_all_rows() -> None:
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     import moe
 
     for experts in moe.EXPERTS.values():

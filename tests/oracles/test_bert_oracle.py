@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from their_weights import ours_from, read_of
 from torch import Tensor
 
 from labkit.config import ParallelConfig, RunConfig, TrainConfig
@@ -26,7 +26,7 @@ from labkit.models import (
     model_config_from_hugging_face,
 )
 from labkit.models.bert.hugging_face_bert import DECODER
-from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.parallel import initialize_model_parallel
 from labkit.train.bert_step import bert_forward_step
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -59,18 +59,6 @@ def hugging_face(kind: str, **options: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
-
-
-def read_of(model: Any) -> dict[str, Any]:
-    return json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
-
-
-def ours_from(model: Any) -> BertModel:
-    """Our model with the same weights, by way of what a checkpoint folder holds: config.json and tensors."""
-    config, groups = model_config_from_hugging_face(read_of(model)), single_process_groups()
-    ours = BertModel(config, groups, layers=range(config.layers), seed=1, dtype=torch.float64)
-    load_full_state([ours], full_state_from_hugging_face(config, model.state_dict()), groups)
-    return ours
 
 
 def batch() -> dict[str, Tensor]:
@@ -111,7 +99,7 @@ def their_loss(model: Any, given: dict[str, Tensor]) -> Tensor:
 def test_logits_equal_hugging_face(kind: str, options: dict[str, Any]) -> None:
     theirs, given = hugging_face(kind, **options), batch()
     expected = theirs(**their_inputs(given))
-    logits, order = ours_from(theirs)(given["tokens_BS"], given["types_BS"], given["padding_mask_BS"])
+    logits, order = ours_from(theirs, BertModel)(given["tokens_BS"], given["types_BS"], given["padding_mask_BS"])
     assert expected.prediction_logits.abs().max() > 1  # the weights are not so small that anything would agree
     real = given["padding_mask_BS"].bool()
     found = logits.transpose(0, 1)[..., :99]
@@ -122,7 +110,7 @@ def test_logits_equal_hugging_face(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_loss_and_gradients_equal_hugging_face(kind: str, options: dict[str, Any]) -> None:
     theirs, given = hugging_face(kind, **options), batch()
-    ours = ours_from(theirs)
+    ours = ours_from(theirs, BertModel)
     expected = their_loss(theirs, given)
     expected.backward()
     output, loss_of = bert_forward_step(iter([given]), ours)

@@ -43,6 +43,7 @@ GROUPS = {
     "dense, fully sharded, B200": (1, (0.5, 0.5), (0.1, 0.1)),
     "dense, fp8 parameters": (4, (0.8, 1.5), (1.5, 4.0)),
     "experts": (35, (0.8, 4.5), (3.0, 20.0)),
+    "experts, fp8": (1, (2.5, 2.5), (2.0, 2.0)),
     "experts, local layers": (9, (0.2, 0.5), (2.0, 2.5)),
     "Mamba with attention": (5, (0.6, 2.5), (0.4, 1.5)),
     "BERT": (6, (0.6, 2.0), (3.0, 6.0)),

@@ -1,14 +1,10 @@
 """When gradients are synchronised and parameters gathered: our step beside megatron-core's own, recorded."""
 
-import sys
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from pipeline_stages import SHAPE, Stage, forward_step, microbatches
 
 from labkit.config import ParallelConfig

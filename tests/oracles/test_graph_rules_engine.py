@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import te_source
+import torch
 from graph_rules import *  # noqa: F403
 from graph_rules import INTERLEAVED, ONE_CHUNK, Body, Machine, stack
 from graph_rules_numbers import *  # noqa: F403
+from torch import Tensor
 
 from labkit.graphs import GraphCaptureError, capture, plan_buffers, sample_index
 from labkit.graphs.cuda import te_adaptor

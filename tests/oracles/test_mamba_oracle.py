@@ -7,13 +7,13 @@ and `torch.float32` mean float64 inside their module, so that rounding does not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from their_weights import ours_from
 from torch import Tensor
 
 from labkit.models import (
@@ -21,7 +21,6 @@ from labkit.models import (
     full_state_from_hugging_face,
     full_state_to_hugging_face,
     gather_full_state,
-    load_full_state,
     model_config_from_hugging_face,
 )
 from labkit.models.mamba.mamba_model import MambaModel
@@ -69,23 +68,11 @@ def hugging_face(**options: Any) -> Any:
     return model.eval()
 
 
-def read_of(model: Any) -> dict[str, Any]:
-    return json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
-
-
-def ours_from(model: Any) -> MambaModel:
-    """Our model with the same weights, by way of what a checkpoint folder holds: config.json and tensors."""
-    config, groups = model_config_from_hugging_face(read_of(model)), single_process_groups()
-    ours = MambaModel(config, groups, layers=range(config.layers), seed=1, dtype=torch.float64)
-    load_full_state([ours], full_state_from_hugging_face(config, model.state_dict()), groups)
-    return ours
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_gradients_equal_hugging_face(case: str, double: None) -> None:
     """Of 150 tokens: two of our chunks of 128, ten of theirs of 16."""
     theirs = hugging_face(**CASES[case])
-    ours = ours_from(theirs)
+    ours = ours_from(theirs, MambaModel)
     tokens, labels = torch.randint(0, 99, (2, 2, 150), generator=torch.Generator().manual_seed(5))
     expected = theirs(input_ids=tokens, use_cache=False).logits
     assert expected.dtype == torch.float64 and expected.abs().max() > 1
@@ -107,7 +94,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(case: str, double: None) -
 @pytest.mark.parametrize("case", CASES)
 def test_weights_there_and_back(case: str) -> None:
     theirs = hugging_face(**CASES[case])
-    ours, state = ours_from(theirs), theirs.state_dict()
+    ours, state = ours_from(theirs, MambaModel), theirs.state_dict()
     back = full_state_to_hugging_face(ours.config, gather_full_state([ours], single_process_groups()))
     tied = {"lm_head.weight"} if theirs.config.tie_word_embeddings else set()
     assert set(back) == set(state) - tied

@@ -1,12 +1,7 @@
 """Several stages a rank and split backwards against torch.distributed.pipelining: losses and gradients."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from pipeline_stages import Stage, microbatches, run_stages
 
 from labkit.launch import run

@@ -3,7 +3,6 @@ rank, tp 2 and pp 2 (`split_rank` 1); weights there and back. And against megatr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from their_weights import ours_from, read_of
 from torch import Tensor
 
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -68,18 +68,6 @@ def in_float64(norm: Any, x: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def read_of(model: Any) -> dict[str, Any]:
-    return json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
-
-
-def ours_from(model: Any) -> T5Model:
-    """Our model with the same weights, by way of what a checkpoint folder holds: config.json and tensors."""
-    config, groups = model_config_from_hugging_face(read_of(model)), single_process_groups()
-    ours = T5Model(config, groups, layers=range(5), seed=1, dtype=torch.float64)
-    load_full_state([ours], full_state_from_hugging_face(config, model.state_dict()), groups)
-    return ours
-
-
 def batch() -> dict[str, Tensor]:
     """Four samples; the texts of two end in padding, and the decoder's of one."""
     generator = torch.Generator().manual_seed(5)
@@ -101,7 +89,7 @@ def their_output(model: Any, given: dict[str, Tensor]) -> Any:
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_logits_loss_and_gradients_equal_hugging_face(options: dict[str, Any]) -> None:
     theirs, given = hugging_face(**options), batch()
-    ours, expected = ours_from(theirs), their_output(theirs, given)
+    ours, expected = ours_from(theirs, T5Model, layers=5), their_output(theirs, given)
     logits = ours(given["text_enc"], given["text_dec"], given["enc_mask"])
     assert expected.logits.abs().max() > 1  # the weights are not so small that anything would agree
     torch.testing.assert_close(logits.transpose(0, 1)[..., :99], expected.logits, rtol=1e-9, atol=1e-9)
@@ -121,7 +109,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(options: dict[str, Any]) -
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
 def test_both_kernels_give_their_logits(backend: str) -> None:
     theirs, given = hugging_face(), batch()
-    ours = ours_from(theirs)
+    ours = ours_from(theirs, T5Model, layers=5)
     for module in ours.modules():
         if isinstance(module, CoreAttention):
             module.backend = backend

@@ -1,14 +1,10 @@
 """A sent activation takes no memory until its backward: what is left of it when the next action begins."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
-from torch.multiprocessing.reductions import StorageWeakRef
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import SHAPE, Stage, forward_step, microbatches
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from labkit.config import ParallelConfig
 from labkit.parallel import initialize_model_parallel

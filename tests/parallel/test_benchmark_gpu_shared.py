@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_shared
 
 TINY = replace(gpu_shared.SHARED, hidden=32, heads=4, vocab_size=128, seq_length=16)

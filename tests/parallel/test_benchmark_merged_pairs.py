@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import merged_pairs
 import pytest
 
 from labkit.schedules import merged_one_f_one_b
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import merged_pairs
 
 
 def test_the_model_waits_for_what_runs_alone_and_for_what_is_too_long_for_its_part() -> None:

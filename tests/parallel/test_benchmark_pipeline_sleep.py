@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import pipeline_sleep
 import pytest
+from pipeline_sleep import BUILDERS, BY_HAND, TORCH, Case, Quiet
 
 from labkit.events import Event
 from labkit.schedules import simulate
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import pipeline_sleep
-from pipeline_sleep import BUILDERS, BY_HAND, TORCH, Case, Quiet
 
 
 @pytest.mark.parametrize("case", pipeline_sleep.cases([2, 4, 8], list(BUILDERS)), ids=str)

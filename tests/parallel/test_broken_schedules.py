@@ -9,11 +9,8 @@ Each schedule runs twice. Once sends run behind, and every message has a tag. On
 when the other side receives) and messages are told apart by their order alone: the `blocking` transport.
 """
 
-import sys
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from broken_schedules import Rank, all_there, broken_schedule, can_run, can_run_blocking, has_backward, parse
 
 from labkit.launch import run

@@ -6,13 +6,10 @@ loss and the norm of its gradients are those of one process that never stopped, 
 """
 
 import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_checkpoint_resume import EXPERTS, LLAMA, PLAIN, ZERO, stored
 
 from labkit.config import RunConfig

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from run_files import read_events
 
 from labkit.cli import main
-from labkit.events import read_jsonl
 from labkit.schedules import Schedule
 from labkit.train.reporting.measured import follows, pipeline_events
 
@@ -37,7 +37,7 @@ def test_a_table_of_ones_own_trains_in_its_order(text: str, tmp_path: Path, capf
     own = final_losses(["--schedule.path", str(path), "--eval-steps", "1", *written], capfd)
     usual = final_losses(["--eval-steps", "1"], capfd)
     assert own == usual and len(own) == 3
-    events = read_jsonl(output / "events.jsonl")
+    events = read_events(output / "events.jsonl")
     by_rank = [[event for event in events if event.rank == rank] for rank in (0, 1)]
     assert follows(pipeline_events(by_rank), Schedule.from_csv(text))
 

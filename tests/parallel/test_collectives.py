@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from inputs import whole_world
 
 from labkit.comm import collectives as c
 from labkit.events import recording
 from labkit.launch import RankError, Ranks, run
 from labkit.parallel import CommLedger, Group, comm_scope, delayed, dropped
-
-
-def whole_world() -> Group:
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group("tp", tuple(range(size)), rank, torch.distributed.group.WORLD)
 
 
 def check_definitions() -> None:

@@ -1,15 +1,10 @@
 """An encoder-decoder over stages: decoder stages hand on two tensors, and the encoder's output collects gradients from
 all of them. Held against the same layers in one process."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import forward_step as plain_step
+from torch import nn
 
 from labkit.config import ParallelConfig
 from labkit.events import recording

@@ -1,13 +1,9 @@
 """What single arguments of the entry points do: autocast, scales of the loss, divided sequences, data that ends."""
 
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import SHAPE, B, H, S, Stage, forward_step, forward_step_tokens, microbatches, reference
 
 from labkit.config import ParallelConfig

@@ -1,12 +1,7 @@
 """The sources' three entry points: chosen by the layout, against one process, and what they refuse."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import SHAPE, Stage, forward_step, microbatches, reference
 
 from labkit.config import ParallelConfig

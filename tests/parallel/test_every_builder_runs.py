@@ -1,15 +1,10 @@
 """Every builder's schedule on real ranks: the row in order, losses and gradients of one process, memory."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from pipeline_stages import SHAPE, H, Stage, forward_step, microbatches
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pipeline_stages import SHAPE, H, Stage, forward_step, microbatches
 
 from labkit.config import ParallelConfig
 from labkit.events import recording

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from task_folders import write_task
 
 from labkit.comm.groups import ParallelGroups
 from labkit.config import RunConfig, presets
@@ -24,9 +24,6 @@ from labkit.train.checkpoint.rank_state import RankWeights
 from labkit.train.checkpoint.shard_files import Reader
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from task_folders import write_task
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_bounds import random
 from torch import Tensor
 
 from labkit.config import ParallelConfig, RunConfig, presets
@@ -19,10 +20,6 @@ from labkit.train import compare, pretrain
 
 S, B, INNER, OUTER = 8, 2, 32, 64
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
-
-
-def random(*shape: int, seed: int, std: float = 1.0) -> Tensor:
-    return std * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def float8_config(**more: Any) -> RunConfig:

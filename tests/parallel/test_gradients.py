@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inputs import random
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig, ParallelConfig
@@ -27,10 +28,6 @@ from labkit.parallel.data_parallel.gradients import (
 from labkit.parallel.data_parallel.optimizer import Optimizer, parameter_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import make_parameter, tensor_part
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Stage(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from inputs import random, whole_world
 from torch import Tensor
 
 from labkit.comm import collectives
@@ -18,15 +19,6 @@ from labkit.parallel import mappings as m
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 BACKEND = EmulatedBackend()
-
-
-def world(name: str = "tp") -> Group:
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group(name, tuple(range(size)), rank, torch.distributed.group.WORLD)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def swap(x: Tensor, group: Group) -> Tensor:
@@ -74,7 +66,7 @@ CALLS: dict[str, Callable[[Tensor, Group], Tensor]] = {
 
 
 def check_calls() -> None:
-    group = world()
+    group = whole_world()
     for name, call in CALLS.items():
         x, pool = random(8, 4, seed=group.rank), BACKEND.new_pool()
         with comm_scope("layers.3", "forward"), CommLedger() as eager:
@@ -103,7 +95,7 @@ def test_each_call_is_made_again_at_replay(on_ranks, ranks: int) -> None:
 
 def layers_in_graphs() -> None:
     """Column and row layers with sequence parallelism, forward and backward, against the same without graphs."""
-    group = world()
+    group = whole_world()
     cut = {"group": group, "sequence_parallel": True, "dtype": torch.float64}
     up, down = ColumnParallelLinear("up", 8, 16, **cut), RowParallelLinear("down", 16, 8, input_is_parallel=True, **cut)
     parameters = [*up.parameters(), *down.parameters()]
@@ -141,7 +133,7 @@ def test_tensor_parallel_layers_replay_to_the_bit(on_ranks) -> None:
 
 def halves_in_graphs() -> None:
     """An all-to-all in two halves: rows leave and arrive within one graph, gradients within another."""
-    group, pool = world("ep"), BACKEND.new_pool()
+    group, pool = whole_world("ep"), BACKEND.new_pool()
     x = random(8, 3, seed=group.rank).requires_grad_()
     dy = random(8, 3, seed=5 + group.rank)
 
@@ -170,7 +162,7 @@ def test_the_halves_of_an_all_to_all_replay(on_ranks) -> None:
 
 def hooks_at_replay() -> None:
     """A call dropped at a replay is dropped there alone: the graph asks the hooks again each time."""
-    group, pool = world(), BACKEND.new_pool()
+    group, pool = whole_world(), BACKEND.new_pool()
     x = random(4, seed=group.rank)
     with BACKEND.capturing(pool, "sum") as graph:
         y = m.reduce_from_tensor_model_parallel_region(x, group)
@@ -187,7 +179,7 @@ def test_a_dropped_call_is_dropped_at_replay(on_ranks) -> None:
 
 
 def refused() -> list[str]:
-    group, pool, x = world(), BACKEND.new_pool(), random(4, seed=0)
+    group, pool, x = whole_world(), BACKEND.new_pool(), random(4, seed=0)
     before = collectives.all_reduce_async(x, group, in_place=False)
     messages = []
     for what in (

@@ -1,12 +1,8 @@
 """Lengths that vary, on several ranks: the bits of a run without graphs, and captures on all ranks at once."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import FULL, GRAPHS
 
 from labkit.config import RunConfig, presets

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from re import search
 from statistics import median
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from task_folders import write_task
 
 from labkit import schedules, viz
 from labkit.check.hunts.hunting import Planted, hunt_of
@@ -36,7 +35,7 @@ from labkit.finetune.finetuning import prepare, train_and_predict
 from labkit.graphs import make_graphed_callables
 from labkit.launch import RankError, Ranks
 from labkit.models import Footprint, GPTModel, SavedTensors, build_model_chunks, sleep_through
-from labkit.models.synthetic_load import SleepingLayer, sleeping_ring
+from labkit.models.synthetic_load import SleepingLayer, SleepingParts, sleeping_ring
 from labkit.moe import TopKRouter
 from labkit.parallel import (
     DistributedDataParallel,
@@ -51,6 +50,7 @@ from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptim
 from labkit.parallel.data_parallel.optimizer import Optimizer
 from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 from labkit.schedules import Costs, simulate
+from labkit.schedules.merging import MOE_PARTS
 from labkit.train import bert_step, build_optimizer, compare, float64_layer, follows, pretrain, stepping
 from labkit.train.checkpoint.checkpoints import Checkpoints
 from labkit.train.checkpoint.resume import Progress
@@ -59,9 +59,6 @@ from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
 from labkit.train.stepping import train_step
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from task_folders import write_task
 
 CLEAN = "clean"
 SMALL = presets.tiny().override(
@@ -92,6 +89,13 @@ ROUTED = presets.tiny_moe().override(
         "moe.z_loss_coeff": 0.0, "global_batch_size": 8, "train.micro_batch_size": 2, "train.eval_steps": 0,
     }
 )  # fmt: skip
+PAIRED = presets.tiny_moe().override(
+    {
+        "model.layers": 2, "model.hidden": 32, "model.seq_length": 16, "moe.layer_freq": [1], "moe.ffn_hidden": 32,
+        "global_batch_size": 16, "train.micro_batch_size": 1, "train.eval_steps": 0,
+    }
+)  # fmt: skip
+MERGES, DELAYS = {"schedule.overlap_moe_expert_parallel_comm": True}, {"schedule.delay_wgrad_compute": True}
 REPLICAS = {"model.layers": 2, "train.micro_batch_size": 1, "optim.bucket_size": 4096}
 T5 = {"model.hidden": 32, "model.heads": 4, "model.layers": 1, "model.decoder_layers": 3, "train.eval_steps": 0}
 T5 |= {"global_batch_size": 4, "micro_batch_size": 2}
@@ -208,6 +212,10 @@ def of_24(config: RunConfig, observer: Any) -> Any:
     return train_marked("24", config, None, observer)
 
 
+def of_25(config: RunConfig, observer: Any) -> Any:
+    return train_marked("25", config, None, observer)
+
+
 @pytest.mark.parametrize(
     ("chapter", "config", "layout", "steps", "train"),
     [
@@ -227,6 +235,7 @@ def of_24(config: RunConfig, observer: Any) -> Any:
         ("17", SMALL.override({"model.layers": 4, **GRAPHS}), PIPELINE, 3, of_17),
         ("18", PARTIAL, EXPERTS, 3, of_18),
         ("24", presets.t5_tiny().override(T5), {"parallel.pp": 4, "parallel.split_rank": 1}, 1, of_24),
+        ("25", PAIRED, EXPERTS | {"parallel.pp": 2} | MERGES | DELAYS, 1, of_25),
     ],
 )
 def test_the_microscope_names_the_tensor_of_the_verdict_or_none(chapter, config, layout, steps, train) -> None:
@@ -1200,6 +1209,36 @@ def test_23_each_fault_shows_first_in_the_line_that_its_verdict_names(ranks, tmp
     assert found["samples anew"]["next sample"] == (12, 0)
     updates = {name: again / went_on for name, rows in found.items() for went_on, again in [rows["first update"]]}
     assert updates["moments anew"] < 0.9 and updates["updates anew"] > 1.5
+
+
+# ---- 25 ----
+
+SLEEP = 0.02
+"""Seconds of a sleeping part's forward and of an all-to-all."""
+
+
+def pairs_asleep() -> dict[str, float]:
+    """Seconds that each kind of part waits for an all-to-all, in pairs of sleeping layers: the median."""
+    config = PAIRED.override(EXPERTS | MERGES | {"train.steps": 2, "train.keep_event_steps": 2})
+    with delayed(SLEEP, operation="all_to_all", group="ep"):
+        events = [e for e in pretrain(config, observer=SleepingParts(SLEEP)).events if e.step == 2]
+    waits = [event for event in events if event.name.startswith("wait all_to_all")]
+    found: dict[str, list[float]] = {}
+    for event in events:
+        action, _, part = event.name.rpartition(" ")
+        side = "B" if "B" in action else "F"
+        if part in MOE_PARTS and event.microbatch != (0 if side == "F" else 7):
+            inside = [wait.duration for wait in waits if event.start <= wait.start and wait.end <= event.end]
+            found.setdefault(f"{side} {part}", []).append(sum(inside))
+    return {part: median(each) for part, each in found.items()}
+
+
+def test_25_each_silent_fault_shows_in_what_waits(ranks) -> None:
+    found = {name: runs[0] for name, runs in with_each_fault(ranks, "25", pairs_asleep).items()}
+    long = {name: {part for part, wait in waits.items() if wait > 0.7 * SLEEP} for name, waits in found.items()}
+    assert long.pop("at once") == {"F attention", "F experts", "B combine", "B experts"}
+    assert long.pop("other turns") == {"F experts", "B attention"}
+    assert not any(long.values()), long
 
 
 # ---- 26 ----

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from inputs import random, whole_world
 from torch import Tensor
 from torch.autograd import Function
 
@@ -16,21 +17,11 @@ from labkit.events import recording
 from labkit.parallel import CommLedger, Group, all_reduce, comm_scope, dropped
 from labkit.parallel import mappings as m
 
-
-def whole_world(name: str = "ep") -> Group:
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group(name, tuple(range(size)), rank, torch.distributed.group.WORLD)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 # ---- two halves ----
 
 
 def halves_and_whole() -> None:
-    group = whole_world()
+    group = whole_world("ep")
     sent = [[(3 * r + 2 * q) % 4 for q in range(group.size)] for r in range(group.size)]  # rows from r to q, also none
     inputs, outputs = sent[group.rank], [row[group.rank] for row in sent]
     x = random(sum(inputs), 2, seed=group.rank).requires_grad_()
@@ -65,7 +56,7 @@ class Work(Function):
 
 
 def work_between() -> None:
-    group = whole_world()
+    group = whole_world("ep")
     x = torch.ones(4, 2, requires_grad=True)
     worked: list[float] = []
     with recording(group.rank) as recorder, comm_scope(layer="layers.0"), CommLedger() as ledger:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from inputs import random, whole_world
 from torch import Tensor, nn
 
 from labkit.parallel import CommLedger, Group, all_gather
@@ -16,15 +17,6 @@ from labkit.parallel.parameters.parameter_record import Replicated, record_of
 from labkit.parallel.parameters.weights import gather_parameter
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
-
-
-def whole_world() -> Group:
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group("tp", tuple(range(size)), rank, torch.distributed.group.WORLD)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def unsharded(module: nn.Module, group: Group) -> dict[str, Tensor]:

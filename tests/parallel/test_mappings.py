@@ -6,21 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from inputs import random, whole_world
 from torch import Tensor
 
 from labkit.parallel import CommLedger, Group, all_gather, all_reduce, comm_scope
 from labkit.parallel import mappings as m
 
 Operator = Callable[[Tensor, Group], Tensor]
-
-
-def whole_world() -> Group:
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group("tp", tuple(range(size)), rank, torch.distributed.group.WORLD)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def over_ranks(x: Tensor, group: Group) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from inputs import random as draw
 from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
@@ -42,10 +43,6 @@ CASES = [
     Case("one expert takes all", top_k=1, only=EXPERTS - 1),
     Case("every expert takes all", top_k=EXPERTS),
 ]
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Routed(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inputs import random
 from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
@@ -28,10 +29,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 HIDDEN, WIDTH, EXPERTS = 8, 12, 4
 KINDS = {"sequential": SequentialExperts, "grouped": GroupedExperts}
 COUNTS = [5, 0, 7, 1]
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ---- routed experts ----

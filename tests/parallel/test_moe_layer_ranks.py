@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import random
 from torch import Tensor
 
 from labkit import plan
@@ -55,10 +56,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def layout_of(words: str) -> ParallelConfig:
     given = LAYOUTS[words]
     return ParallelConfig(sequence_parallel=given.get("tp", 1) > 1, **given)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ---- the layer alone ----

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import random
 from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
@@ -41,10 +42,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp4": {"tp": 4},
     "dp4": {"dp": 4},
 }
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def groups_of(layout: dict[str, int]) -> ParallelGroups:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from labkit.comm import p2p as p
+from labkit import comm as p
 from labkit.comm import posting_order
 from labkit.config import ParallelConfig
 from labkit.launch import run
@@ -17,7 +17,6 @@ from labkit.parallel.deallocation import custom_backward, deallocate_output_tens
 from labkit.train import Timers
 
 MODES = [(batched, variable) for batched in (True, False) for variable in (True, False)]
-MODE_IDS = [f"{'batched' if b else 'even-odd'}{'-variable' if v else ''}" for b, v in MODES]
 
 
 def _communicator(pp, mode):

@@ -1,14 +1,10 @@
 """Any schedule on real ranks against one process: losses, gradients, order, refusals."""
 
 import random
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import SHAPE, Stage, forward_step, forward_step_tokens, microbatches, reference, run_stages
 
 from labkit.config import ParallelConfig

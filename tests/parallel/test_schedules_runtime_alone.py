@@ -1,11 +1,6 @@
 """The runtime in a process without a launcher, and what it records there."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import Stage, forward_step, microbatches, reference
 
 from labkit.events import active_recorder, recording

@@ -1,15 +1,10 @@
 """Random legal schedules through the runtime, over every transport: none hangs, gradients are those of one process."""
 
-import sys
 from functools import cache
 from itertools import count, islice
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import SHAPE, Stage, forward_step, microbatches, reference
 from random_schedules import random_legal_schedule
 

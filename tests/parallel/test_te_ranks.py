@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from labkit.config import ModelConfig, ParallelConfig
 from labkit.fp8 import Float8Recipe
 from labkit.models import GPTModel
@@ -28,7 +25,6 @@ CONFIG = ModelConfig(
 
 def both(parallel: ParallelConfig, kv_heads: int) -> dict[str, dict[str, Tensor]]:
     """Loss and gradients of both implementations on this rank."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     import te_stub
 
     groups, found = initialize_model_parallel(parallel), {}
@@ -73,7 +69,6 @@ def test_the_engines_layers_equal_ours_over_ranks(
 
 def told(parallel: ParallelConfig, recipe: str) -> None:
     """What the engine is given of our groups."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     import te_stub
 
     groups = initialize_model_parallel(parallel)

@@ -4,10 +4,10 @@ import json
 import math
 
 import pytest
+from run_files import read_events
 
 from labkit.cli.command_line import main
 from labkit.config import RunConfig, presets
-from labkit.events import read_jsonl
 from labkit.launch import RankError, run
 from labkit.schedules import Schedule, gpipe, one_f_one_b
 from labkit.train import pretrain
@@ -39,7 +39,7 @@ def test_files_of_a_whole_world_and_why_its_steps_took_so_long(tmp_path, capsys)
     for name, (least, most) in lines[0]["timers"].items():
         assert 0 < least <= most, name
     assert {"step", "forward-backward", "forward", "backward", "collective"} <= set(lines[0]["timers"])
-    events = read_jsonl(tmp_path / "events.jsonl")
+    events = read_events(tmp_path / "events.jsonl")
     assert [event for result in results for event in result.events] == sorted(events, key=lambda event: event.rank)
     assert {event.rank for event in events} == {0, 1, 2, 3}
     assert [report["step"] for report in seen if "steps" in report] == [1, 2]
@@ -194,4 +194,4 @@ def test_a_test_that_fails_after_training_says_what_is_kept(tmp_path):
     assert "RuntimeError: bad sample" in text
     assert "done: 2 of 2 training steps" in text and str(tmp_path) in text
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    assert {event.rank for event in read_jsonl(tmp_path / "events.jsonl")} == {0, 1}
+    assert {event.rank for event in read_events(tmp_path / "events.jsonl")} == {0, 1}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import whole_world
 from torch import Tensor
 
 from labkit.parallel import CommLedger, Group, TokenIdError, all_gather, check_token_ids
@@ -18,11 +19,6 @@ from labkit.parallel.vocab import vocab_parallel as v
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 ALONE = Group("tp", (0,), 0)
-
-
-def whole_world() -> Group:
-    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group("tp", tuple(range(size)), rank, torch.distributed.group.WORLD)
 
 
 def some_ids(vocab_size: int, seed: int) -> Tensor:

@@ -13,11 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.append(str(Path(__file__).parents[1]))
 import gpu
 import gpu_graphs
 import gpu_moe
@@ -25,7 +20,9 @@ import gpu_plain
 import gpu_precision
 import gpu_steps
 import harness
+import pytest
 import table
+import torch
 from fake_device.parent import verdicts_of
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import gpu_fp8_cast
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_fp8_cast
 from harness import Comparison
 
 from labkit.fp8 import operands as fp8_operands

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_graphs
+import torch
 from gpu_graphs import PARTS, pipeline_pool, same_losses
 from gpu_steps import PLAIN
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import gpu_loss
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_loss
-import harness
 
 from labkit.parallel.vocab.cross_entropy import CHUNKS, ChunkSizes
 

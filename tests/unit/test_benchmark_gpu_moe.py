@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import gpu_moe
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_moe
 from gpu_moe_layers import before_activation
 from gpu_profile import Op
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import harness
 import provenance
+import pytest
 import table
 
 from labkit.launch import run

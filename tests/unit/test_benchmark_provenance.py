@@ -4,15 +4,11 @@ import ast
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import harness
 import provenance
+import pytest
 import table
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

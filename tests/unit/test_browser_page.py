@@ -7,14 +7,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import answers
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "docs" / "_static" / "browser"), str(ROOT / "scripts")]
-
-import answers  # noqa: E402
-
-from labkit.schedules import one_f_one_b, zbv  # noqa: E402
+from labkit.schedules import one_f_one_b, zbv
 
 UNITS = {"forward": "1", "input_grad": "1", "weight_grad": "1"}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import plan_on_cpu
 import pytest
 
 from labkit.cli import main
@@ -25,10 +25,6 @@ from labkit.train.calibration.rank import Samples, Types, of_all_ranks
 from labkit.train.calibration.rounds import best_round
 from labkit.train.calibration.small_steps import middle_config, overhead, small_config
 from labkit.train.calibration.timing import LEAST, Sample, Stopwatch, joined, spread_of
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import plan_on_cpu
 
 HOST = Host("here", "a CPU of 2026", 1, 8 << 30, "cpu", 2, "gloo")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")

@@ -31,7 +31,7 @@ from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS,
 from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.run_command import Chapter
 from labkit.cli.train_command import COMMAND as TRAIN
-from labkit.cli.train_command import output_problems
+from labkit.cli.written_files import output_problems
 from labkit.comm.group_plan import GROUP_KINDS
 from labkit.comm.rank_generator import rank_generators
 from labkit.config import RunConfig, field, presets, yaml_text
@@ -39,7 +39,6 @@ from labkit.config.errors import shown
 from labkit.config.fields import ALIASES, SPECS, resolve
 from labkit.config.sections import SECTIONS
 from labkit.evaluate.records import Records
-from labkit.events import Event, write_jsonl
 from labkit.launch import forkserver
 from labkit.launch import rank_pool as pool
 from labkit.output_files import appearing
@@ -668,7 +667,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "order --csv": ("order.csv", lambda path: main([*ORDER, "--csv", str(path)])),
     "order --trace": ("trace.json", lambda path: main([*ORDER, "--trace", str(path)])),
     "order --plot": ("order.svg", lambda path: main([*ORDER, "--plot", str(path)])),
-    "Events": ("events.jsonl", lambda path: write_jsonl([Event(0, "2F0", "forward", 1.0, 2.0)] * 99, path)),
     "metrics": ("metrics.jsonl", lambda path: many_metrics(path)),
     "kept scores": ("rows.jsonl.partial", lambda path: Records(path.with_suffix("")).keep({}, [0.5] * 999)),
     "a row": ("rows.jsonl", lambda path: Records(path).add({"scores": [0.5] * 999})),

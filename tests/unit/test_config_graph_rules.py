@@ -12,6 +12,7 @@ from labkit.graphs.scope import NOTHING, LayerScope, captures_layers, layer_scop
 GRAPH = {"cuda_graph_impl": "emulated"}
 MOE = {**GRAPH, "num_experts": 8}
 MAMBA = {**GRAPH, "family": "mamba", "mamba_head_dim": 16}
+PAIRS = {**MOE, "overlap_moe_expert_parallel_comm": True, "ep": 2}
 SPLIT = {"pp": 2, "schedule.name": "zero_bubble_h1"}
 PADDED = {**MOE, "capacity_factor": 1.0, "pad_to_capacity": True}
 ROUTER, PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
@@ -112,6 +113,25 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({**GRAPH, **SELECTIVE, "recompute_modules": ["layernorm"]}, ["mlp"], "but a graph has fixed its address"),
     ({**PADDED, **SELECTIVE, "recompute_modules": ["moe"], "input_jitter": 0.1}, ["moe"], "moe.input_jitter = 0.1)"),
     ({**PADDED, **SELECTIVE, "recompute_modules": ["moe"]}, ["moe"], ""),
+    (PAIRS, PREPROCESS, ""),
+    ({**PAIRS, "delay_wgrad_compute": True}, ["attn"], ""),
+    (
+        {**PAIRS, **PADDED},
+        ["attn", "moe"],
+        "runs after the first part of a layer, and moe reaches beyond it; name attn",
+    ),
+    ({**PAIRS, **PADDED}, [], "and the whole layer (no module named) reaches beyond it"),
+    ({**PAIRS, "layer_freq": [1, 0]}, ["mlp"], "and mlp reaches beyond it"),
+    ({**PAIRS, **PADDED}, ["full_iteration"], "and full_iteration reaches beyond it"),
+    (
+        {**PAIRS, "pp": 2, "schedule.name": "dualpipe_v"},
+        ["attn"],
+        "splits some backwards and merges others whole, and graphs need all alike; set schedule.delay_wgrad_compute",
+    ),
+    ({**PAIRS, "pp": 2, "schedule.name": "dualpipe_v", "delay_wgrad_compute": True}, ["attn"], ""),
+    ({**PAIRS, "pp": 2, "schedule.name": "dualpipe_v"}, ["moe_router"], ""),
+    ({**PAIRS, "pp": 2, "schedule.name": "dualpipe_v", "shared_expert_ffn_hidden": 16}, ["moe_router"], "graphs need"),
+    ({**PAIRS, "cuda_graph_impl": "transformer_engine"}, PREPROCESS, ""),
 ]
 
 
@@ -125,6 +145,20 @@ def test_scope(changes: dict[str, Any], scope: list[str], rule: str) -> None:
         config.validate()
     (problem,) = caught.value.problems
     assert problem.startswith("graph.cuda_graph_modules = ") and rule in problem, problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"delay_wgrad_compute": True}, "but schedule.delay_wgrad_compute splits them; leave that out, or set this to"),
+        ({"pp": 2, "schedule.name": "dualpipe_v"}, "but schedule.name = dualpipe_v splits backwards; choose"),
+    ],
+)
+def test_the_engine_captures_merged_pairs_with_whole_backwards(changes: dict[str, Any], rule: str) -> None:
+    engine = {**PAIRS, **changes, "cuda_graph_impl": "transformer_engine", "graph.cuda_graph_modules": ["attn"]}
+    with pytest.raises(ConfigError, match=rule) as caught:
+        presets.tiny().override(engine).validate()
+    assert caught.value.problems[0].startswith("graph.cuda_graph_impl = ")
 
 
 def test_the_engine_computes_both_gradients_of_a_linear_layer_together() -> None:

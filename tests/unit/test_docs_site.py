@@ -5,7 +5,6 @@ What Sphinx makes of it is in tests/browser/test_site.py, since that takes a min
 
 import importlib
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 pytest.importorskip("sphinx", reason="the site needs the extra docs")
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
 import make_docs  # noqa: E402
 from site_pages import chapters, commands, links, presets, python_api  # noqa: E402

@@ -6,14 +6,10 @@ Each group of cases runs in a process of its own. To run one case and see everyt
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_device.cases import CASES, DAILY
 from fake_device.library import Unavailable, built, compiler
 from fake_device.parent import Verdicts, verdicts_of

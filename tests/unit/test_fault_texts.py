@@ -2,13 +2,9 @@
 
 import ast
 import builtins
-import sys
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults import every_fault
 from planting import ROOT, Comparison, Fault
 from symbols import find_symbol, replaced

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from task_folders import write_task
 
 from labkit.cli import main
 from labkit.config import presets
@@ -36,9 +37,6 @@ from labkit.train.checkpoint.exchange import STATE
 from labkit.train.checkpoint.manifest import CheckpointError
 from labkit.train.checkpoint.shard_files import Reader
 from labkit.train.interruption import EXIT_CODE
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from task_folders import write_task
 
 SMALL = presets.bert_tiny().override(
     {"layers": 1, "hidden": 32, "heads": 2, "seq_length": 80, "global_batch_size": 1, "steps": 1}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import hypothesis.extra.numpy as npst
 import numpy as np
 import pytest
 import torch
+from fp8_bounds import RECIPES, SLACK, UNIT, product_bound, random, rounding_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from fp8_bounds import RECIPES, SLACK, UNIT, product_bound, random, rounding_bound
 
 from labkit.config import ConfigError, OptimConfig, presets
 from labkit.fp8 import Float8Recipe, Float8Scaling, float8_recipe

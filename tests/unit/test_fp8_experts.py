@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fp8_bounds import RECIPES, product_bound, random
+from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.fp8 import Float8Recipe, Float8Scaling, Float8Spec, gemms, grouped_gemms

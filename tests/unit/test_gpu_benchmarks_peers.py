@@ -6,15 +6,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_attention
 import gpu_graph_memory
 import gpu_graphs
@@ -25,9 +18,13 @@ import gpu_plain
 import gpu_precision
 import gpu_profile
 import gpu_replays
+import pytest
+import torch
 from gpu_peers import Side, beside
-from gpu_profile import REST, STEP, Op
+from gpu_profile import REST
 from harness import Comparison
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
 from labkit.graphs import LAYER_ORDER, layer_memory, play_back
@@ -366,28 +363,6 @@ def test_one_layer_measured_by_the_allocator_is_what_its_history_tells(monkeypat
 
 
 # ---- where a step's time goes ----
-
-BACKWARD = "autograd::engine::evaluate_function: "
-PROFILE = [
-    Op((STEP,), 0, 100, annotated=True),
-    Op((STEP,), 0, 90, on_gpu=True, annotated=True),
-    Op((STEP, "forward-backward"), 0, 50, annotated=True, kernels=(("forward-backward", 40.0),)),
-    Op(("forward-backward",), 10, 50, on_gpu=True),  # the range again, without its mark
-    Op((STEP, "forward-backward", "aten::mm"), 0, 2, kernels=(("gemm", 20.0),)),
-    Op((STEP, "forward-backward", "_LinearCrossEntropy", "aten::mm"), 3, 4, kernels=(("gemm", 8.0),)),
-    Op((BACKWARD + "_LinearCrossEntropyBackward", "aten::mm"), 5, 6, kernels=(("gemm", 12.0),)),
-    Op((BACKWARD + "_LinearBackward", "aten::mm"), 7, 8, kernels=(("gemm", 30.0), ("split", 2.0))),
-    Op((STEP, "finalize-grads", "aten::norm"), 60, 61, kernels=(("norm", 3.0),)),
-    Op((STEP, "finalize-grads", "aten::item", "cudaStreamSynchronize"), 61, 66),
-    Op((STEP, "optimizer", "aten::_foreach_mul_"), 70, 71, kernels=(("scale", 4.0),)),
-    Op((STEP, "optimizer", "update", "aten::_fused_adamw_"), 72, 73, kernels=(("adamw", 10.0),)),
-    Op((STEP, "aten::zero_"), 74, 75, kernels=(("Memset", 1.0),)),
-    Op(("cudaDeviceSynchronize",), 101, 110),  # ours, behind the step
-    *(Op((name,), start, end, on_gpu=True) for name, start, end in (
-        ("gemm", 0, 20), ("gemm", 20, 28), ("gemm", 28, 40), ("gemm", 40, 70), ("split", 70, 72), ("norm", 72, 75),
-        ("scale", 75, 79), ("adamw", 79, 89), ("Memset", 89, 90), ("Memcpy DtoH", 90, 92),
-    )),
-]  # fmt: skip
 
 
 def test_phases_of_both_steps() -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import *  # noqa: F403
 from graph_rules import Machine
 from graph_rules_changes import *  # noqa: F403

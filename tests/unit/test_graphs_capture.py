@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from graph_rules import Body, Machine, all_equal, grads, run_pipeline, stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from graph_rules import Body, Machine, all_equal, grads, run_pipeline, stack
 
 from labkit.events import recording
 from labkit.graphs import GraphCaptureError, make_graphed_callables, plan_buffers

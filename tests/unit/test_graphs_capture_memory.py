@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import Body, Machine, OnlyOutput, engine_linear, stack
+from torch import Tensor, nn
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend, EmulatedGraph

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import Body, Machine, stack
+from torch import Tensor, nn
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables, plan_buffers
 from labkit.graphs.checks.before_capture import share_memory

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_captures import Machine, fake_captures
 
 from labkit.graphs.cuda import capture_streams

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_captures import Generator, Graph, Machine, fake_captures
 
 from labkit.comm.capturing import GraphCaptureError

@@ -1,13 +1,9 @@
 """`CudaGraphHelper` by hand: what a recapture checks and keeps, and what captures and resets leave behind."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import GRAPHS, Training, small
 
 from labkit.config import GraphConfig, presets

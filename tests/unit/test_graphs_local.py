@@ -6,14 +6,11 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_captures import Machine, fake_captures
 
 from labkit.comm.capturing import GraphCaptureError, is_graph_capturing, is_graph_warmup

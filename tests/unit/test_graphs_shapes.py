@@ -3,14 +3,10 @@
 Several ranks are in tests/parallel/test_graphs_shapes_ranks.py.
 """
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import DROPOUT, FULL, GRAPHS, LAYERS, MICROBATCHES, Training, small
 
 from labkit.events import recording

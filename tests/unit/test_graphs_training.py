@@ -1,13 +1,9 @@
 """Training by emulated CUDA graphs gives the bits of training without: one rank here, several in tests/parallel."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import DROPOUT, FULL, GRAPHS, LAYERS, MICROBATCHES, STEPS, Training, small
 
 from labkit.comm.capturing import is_graph_warmup

@@ -1,12 +1,7 @@
 """Static inputs that are given back too early on purpose, and the step of a run that shows it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import GRAPHS, LAYERS, MICROBATCHES, small
 
 from labkit.graphs.buffers import plan_buffers

@@ -29,7 +29,7 @@ from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs import cuda_graph_helper, partial_moe
 from labkit.graphs.graphable_module import GraphableMegatronModule
 from labkit.graphs.graphed_callable import GraphedCallable
-from labkit.models import chunks
+from labkit.models import chunk_parts, chunks
 from labkit.models.bert import bert_model
 from labkit.models.blocks import TransformerLayer
 from labkit.models.core_attention import CoreAttention
@@ -51,8 +51,9 @@ from labkit.plan import step_time
 from labkit.plan.machine import load_machine
 from labkit.plan.published_rows import read_published
 from labkit.plan.what_if import CONSTANTS, scaled
-from labkit.schedules import execution
+from labkit.schedules import execution, merging
 from labkit.schedules.execution import RankStep
+from labkit.schedules.merged_execution import MergedStep
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train import bert_step, stepping
 from labkit.train.checkpoint import checkpoints
@@ -71,7 +72,8 @@ CHANGED = (
     GraphableMegatronModule, AuxLossAutoScaler, TransformerLayer, LearningRate, bert_model, CoreAttention, bert_step,
     CrossAttention, T5Model, chunks, execution, grad_buffers, router, stepping, wikitext, generation,
     generation._Occurred, CachedAttention, Sampler, LossScaler, Optimizer, parameter_record, checkpoints,
-    Checkpoints, RankState, CastOperands, Float8Gemms, Float8Recipe, Float8Scaling,
+    Checkpoints, RankState, merging, MergedStep, chunk_parts._LayerRun, CastOperands, Float8Gemms, Float8Recipe,
+    Float8Scaling,
 )  # fmt: skip
 """Everything that a fault may change."""
 

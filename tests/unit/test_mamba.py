@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_training import FULL, GRAPHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from graph_training import FULL, GRAPHS
 
 from labkit.config import ModelConfig, RunConfig, presets
 from labkit.evaluate import CheckpointModel, generate

@@ -10,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.config import ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig, RunConfig
+from labkit.fp8 import Float8Recipe
+from labkit.fp8.scaling import Float8Spec
 from labkit.models import GPTModel
+from labkit.models.build import LayerSpec
 from labkit.models.saved_tensors import SavedTensors
 from labkit.parallel import single_process_groups
 from labkit.plan.activations import (
@@ -24,6 +27,8 @@ from labkit.plan.activations import (
     layers_activation_bytes,
     recomputed_at_once_bytes,
 )
+from labkit.plan.float8 import saved_bytes
+from labkit.plan.workload import Workload
 
 GROUPS = single_process_groups()
 BATCH = 3
@@ -57,15 +62,30 @@ TYPED = ("plain", "one by one", "losses", "sigmoid", "wide router", "router like
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def measured(config: ModelConfig, moe: MoEConfig, dtype: torch.dtype, layers: int = 1) -> SavedTensors:
+def measured(
+    config: ModelConfig, moe: MoEConfig, dtype: torch.dtype, layers: int = 1, spec: LayerSpec | None = None
+) -> SavedTensors:
     """What `layers` layers keep, and their output, which keeps it alive."""
     torch.manual_seed(1)
-    ends = {"pre_process": False, "post_process": False}
+    ends: dict[str, Any] = {"pre_process": False, "post_process": False} | ({} if spec is None else {"spec": spec})
     model = GPTModel(config, GROUPS, layers=range(layers), moe=moe, seed=1, dtype=dtype, **ends)
     x_SBH = torch.randn(config.seq_length, BATCH, config.hidden, dtype=dtype, requires_grad=True) * 1
     with SavedTensors(model) as saved:
         saved.output = model.recompute.run_layers(model.layers.values(), x_SBH, None)  # type: ignore[attr-defined]
     return saved
+
+
+@pytest.mark.parametrize("moe", [PLAIN, SHARED], ids=["plain", "shared"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_a_layer_in_fp8_keeps_inputs_in_one_byte(recipe: str, moe: MoEConfig) -> None:
+    """Its first step, in which `delayed` casts no rows of experts. Shared experts keep a copy of the router's input."""
+    run = RunConfig().override({"precision": "bf16", "optim.fp8": "hybrid", "optim.fp8_recipe": recipe})
+    run = replace(run, model=replace(GATED, layers=2, hidden_dropout=0.0), moe=moe)
+    one = Share(samples=BATCH, element_bytes=2)
+    wide = layers_activation_bytes(run.model, one, 2, moe)
+    found = measured(run.model, moe, torch.bfloat16, 2, Float8Spec(Float8Recipe(recipe))).bytes
+    assert found == pytest.approx(wide + saved_bytes(Workload(run, 1), run, one, range(2)), rel=1e-3)
+    assert (found < 0.95 * wide) == (recipe == "current")
 
 
 def share(dtype: torch.dtype = torch.float32) -> Share:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import te_stub
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import te_stub
 
 from labkit.config import ModelConfig, MoEConfig, presets
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts, StackedLinear

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import te_stub
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import te_stub
 
 from labkit.config import ConfigError, ModelConfig, MoEConfig, ParallelConfig, presets
 from labkit.models import GPTModel, SavedTensors, build_model_chunks

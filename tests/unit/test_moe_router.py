@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inputs import random
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
@@ -29,10 +30,6 @@ from labkit.parallel.parameters.parameter_record import record_of
 
 S, B, H, E, K = 6, 2, 8, 4, 2
 GROUPS = single_process_groups()
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def router_of(scale: float = 1.0, dtype: torch.dtype = torch.float64, **moe: Any) -> TopKRouter:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from inputs import random
 
 from labkit.moe.routing import (
     apply_capacity,
@@ -22,11 +22,6 @@ from labkit.moe.routing import (
     top_k_map,
     topk_routing,
 )
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
 
 LOGITS = torch.tensor(
     [[0.0, math.log(3.0), math.log(2.0), math.log(6.0)]], dtype=torch.float64

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_schedules import random_legal_schedule
 
 from labkit.schedules import Schedule, get_pp_rank_microbatches, gpipe, interleaved, one_f_one_b

@@ -75,6 +75,13 @@ def test_fields_that_are_given_stay(capsys):
         assert (each["layout"]["tp"], each["layout"]["pp"], each["layout"]["recompute"]) == (2, 2, "full")
 
 
+def test_a_plan_of_compiled_layers_says_that_it_is_none(capsys):
+    words = [*TINY, "--only", "tp=1,pp=1"]
+    plain, compiled = (run(capsys, *words, "--model.compile", name) for name in ("none", "layers"))
+    said = "model.compile = layers is not modelled: times and bytes are those of layers without it"
+    assert said in compiled.splitlines() and "model.compile" not in plain
+
+
 def test_hfu_counts_what_is_recomputed(capsys):
     larger = [*TINY[:6], "table1_1_2b", *TINY[7:], "--global-batch-size", "8"]
     assert "HFU" not in run(capsys, *larger, "--only", "recompute=none")

@@ -1,4 +1,4 @@
-"""The predicted step with merged pairs: what they hide, what still shows, and the published pairs of the page."""
+"""The predicted step with merged pairs and of experts in fp8: what they change, and the published runs of the page."""
 
 from __future__ import annotations
 
@@ -92,3 +92,35 @@ def test_the_page_has_the_predicted_gains() -> None:
         assert float(off) / float(on) == pytest.approx(float(gain), abs=0.006)
     delayed = predicted({**QWEN, **DELAYS}, 16).seconds / predicted({**QWEN, **MERGES}, 16).seconds
     assert f"predicted are {100 * (delayed - 1):.1f} % lost" in PAGE
+
+
+FLOAT8: dict[str, Any] = {"optim.fp8": "hybrid", "optim.fp8_recipe": "current"}
+
+
+def test_experts_in_fp8_cast_and_fill_up_their_rows() -> None:
+    """4096 tokens x 8 are 32768 rows for 8 experts, of which each gets 7 or 8 zeros; they travel in 16 bits."""
+    from labkit.plan.layer_times import layer_passes
+    from labkit.plan.layout import layout_of
+
+    machine, found = load_machine("h100"), []
+    for changes in ({}, FLOAT8):
+        run = workload({**QWEN, **changes}, 16)
+        passes = layer_passes(run.config.model, run.config.moe, layout_of(run), machine)
+        found.append({term.name: dict(term.inputs) for term in (*passes.forward, *passes.input_grad)})
+    wide, narrow = found
+    more = {"experts fc1, cast to fp8", "experts fc2, cast to fp8", "rows filled up for fp8"}
+    assert more <= narrow.keys() - wide.keys()
+    assert narrow["rows filled up for fp8"]["elements"] == (32768 + 60) * 2048
+    assert [each["experts fc1"]["m"] for each in found] == [4096, 4103]
+    for name in ("dispatch of rows", "combine of rows"):
+        assert narrow[name]["bytes"] == wide[name]["bytes"] == 32768 * 2048 * 2
+
+
+def test_the_page_has_the_errors_of_experts_in_fp8() -> None:
+    rows = re.findall(r"^\| (\w+) [^|]*\| ([\d.]+) s \| ([\d.]+) s \| ([-+][\d.]+) % \|$", PAGE, re.MULTILINE)
+    stages = {**QWEN, "pp": 2, "vpp": 12, "ep": 8}
+    runs = ((QWEN, 16, 29.701), (stages, 16, 28.941), ({**LARGE, "global_batch_size": 8192}, 256, 76.561))
+    assert [name for name, *_ in rows] == ["Mixtral", "Qwen3", "Qwen3", "Qwen3"]
+    for (_, *told), (base, ranks, published) in zip(rows[1:], runs, strict=True):
+        seconds = predicted({**base, **FLOAT8}, ranks).seconds
+        assert [f"{published:.1f}", f"{seconds:.1f}", f"{100 * (seconds / published - 1):+.1f}"] == told

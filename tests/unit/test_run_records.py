@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_files import append, begun
 
 from labkit.config import presets
 from labkit.train import pretrain
 from labkit.train.reporting.run_records import GRACE, OVERDUE, RunRecords, names_of, runs_in
 from labkit.train.run_folder.contents import CONFIG, METRICS, STATE
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from run_files import append, begun
 
 SMALL = {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 8, "global_batch_size": 2}
 

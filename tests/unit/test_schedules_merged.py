@@ -144,10 +144,16 @@ MERGES = {"schedule.overlap_moe_expert_parallel_comm": True, "ep": 2}
         ({"pp": 2, "batch_p2p_comm": True}, "receives for two actions at once"),
         ({"shared_expert_ffn_hidden": 32, "shared_expert_overlap": True}, "the other side of a pair hides"),
         ({"recompute_granularity": "full"}, "cannot be recomputed part by part"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "cuts layers where .* recomputes moe"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "recomputes moe, whose all-to-alls would",
+        ),
         ({"recompute_granularity": "selective", "num_microbatches_with_partial_activation_checkpoints": 1}, "alike"),
         ({"transformer_impl": "transformer_engine"}, "run local layers"),
-        ({"cuda_graph_impl": "emulated"}, "hold whole halves"),
+        (
+            {"cuda_graph_impl": "emulated"},
+            r"and the whole layer \(no module named\) reaches beyond it; name attn, moe_rou",
+        ),
         ({"global_batch_size": 2, "micro_batch_size": 1}, "backward of another microbatch, but a step has 1"),
     ],
     ids=str,
@@ -157,6 +163,11 @@ def test_the_field_is_refused_by_name_where_it_cannot_serve(changes, sentence):
     with pytest.raises(ConfigError, match=sentence) as error:
         config.validate(4 if config.parallel.pp > 1 else 2)
     assert "schedule.overlap_moe_expert_parallel_comm" in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}])
+def test_the_field_is_allowed(changes):
+    presets.tiny_moe().override(MERGES | changes).validate(2)
 
 
 def test_delayed_weight_gradients_need_pairs():

@@ -1,12 +1,8 @@
 """A thousand schedules broken at random: what cannot run is refused, what can run is not. See `broken_schedules.py`."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from broken_schedules import BASES, broken_schedule, can_run, can_run_blocking
 
 from labkit.schedules import Schedule, ScheduleError, simulate, verify

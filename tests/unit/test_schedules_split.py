@@ -1,14 +1,9 @@
 """Splitting and merging backwards, and the text forms, on schedules of builders and random ones."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from broken_schedules import broken_schedule
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from broken_schedules import broken_schedule
 from random_schedules import random_legal_schedule
 
 from labkit.schedules import (

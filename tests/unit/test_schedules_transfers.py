@@ -1,15 +1,11 @@
 """Lowered programs, interpreted: on random schedules that can run, over each transport."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_schedules import PLACEMENTS, random_legal_schedule
 
 from labkit.schedules import (

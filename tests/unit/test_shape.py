@@ -1,13 +1,11 @@
 """The shape of labkit: what docs/architecture.md says of the tree, and limits that keep it readable."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
 import shape  # noqa: E402
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import te_stub
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import te_stub
 
 from labkit.cli import main
 from labkit.config import ConfigError, GraphConfig, ModelConfig, RunConfig, presets

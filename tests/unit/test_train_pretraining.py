@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
+from run_files import read_events
 
 from labkit.comm.groups import single_process_groups
 from labkit.config import RunConfig, presets
 from labkit.data import build_gpt_datasets
 from labkit.data.gpt_data import GPTDataset
-from labkit.events import active_recorder, read_jsonl
+from labkit.events import active_recorder
 from labkit.launch import torchrun
 from labkit.models.chunks import build_model_chunk, build_model_chunks
 from labkit.train import pretrain
@@ -106,7 +107,7 @@ def test_a_test_that_fails_leaves_the_losses_and_says_where(tmp_path):
     assert [line["step"] for line in lines] == [2, 3, 3] and "validation_loss" in lines[-1]
     [note] = error.value.__notes__
     assert "done: 3 of 3 training steps" in note and str(tmp_path) in note and f"{lines[1]['loss']:.4f}" in note
-    assert {event.kind for event in read_jsonl(tmp_path / "events.jsonl")} >= {"forward", "backward"}
+    assert {event.kind for event in read_events(tmp_path / "events.jsonl")} >= {"forward", "backward"}
 
 
 def test_validation_changes_no_training_step():
@@ -305,7 +306,7 @@ def test_files(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 3]
     assert [line["loss"] for line in lines[:3]] == result.losses
     assert set(lines[0]["timers"]) == {"step", "forward-backward", "finalize-grads", "optimizer"}
-    events = read_jsonl(tmp_path / "events.jsonl")
+    events = read_events(tmp_path / "events.jsonl")
     assert events == result.events
     assert {"step", "optimizer", "forward-backward"} <= {event.name for event in events}
     assert [event.step for event in events if event.name == "step"] == [1, 2, 3]
@@ -328,7 +329,7 @@ def test_a_run_writes_no_events_unless_it_is_asked_to(tmp_path):
 def test_events_that_are_written_need_not_be_kept(tmp_path):
     result = pretrain(small(output_dir=str(tmp_path), record_events=False, write_events=True))
     assert result.events == []
-    assert {event.step for event in read_jsonl(tmp_path / "events.jsonl")} == {1, 2, 3}
+    assert {event.step for event in read_events(tmp_path / "events.jsonl")} == {1, 2, 3}
 
 
 def test_events_of_some_steps_are_recorded_in_these_alone(tmp_path):
@@ -340,7 +341,7 @@ def test_events_of_some_steps_are_recorded_in_these_alone(tmp_path):
         return gpt_forward_step(iterator, model)
 
     result = pretrain(small(**plan, record_events=False), forward_step=forward_step)
-    written = read_jsonl(tmp_path / "events.jsonl")
+    written = read_events(tmp_path / "events.jsonl")
     assert [event.step for event in written if event.name == "step"] == [2, 4]
     each = len(seen) // 5
     assert [all(seen[step * each : (step + 1) * each]) for step in range(5)] == [False, True, False, True, False]
@@ -357,7 +358,7 @@ def test_without_recording_nothing_is_kept_but_timers_still_add_up():
 
 def test_memory_holds_the_last_steps_and_the_file_holds_all(tmp_path):
     result = pretrain(small(steps=5, keep_event_steps=2, output_dir=str(tmp_path), write_events=True))
-    written = read_jsonl(tmp_path / "events.jsonl")
+    written = read_events(tmp_path / "events.jsonl")
     assert [event.name for event in written].count("step") == 5
     assert [event.name for event in result.events].count("step") == 2
     assert result.events == written[-len(result.events) :]
@@ -366,7 +367,7 @@ def test_memory_holds_the_last_steps_and_the_file_holds_all(tmp_path):
 def test_a_crash_keeps_what_was_written(tmp_path):
     with pytest.raises(FloatingPointError):
         pretrain(small(steps=5, output_dir=str(tmp_path), write_events=True), forward_step=poisoned(2, math.nan))
-    events = read_jsonl(tmp_path / "events.jsonl")
+    events = read_events(tmp_path / "events.jsonl")
     assert [event.name for event in events].count("step") == 3
     assert [event.name for event in events].count("0F0") == 3
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 
 import IPython.display
 import pytest
+from run_files import append, begun, finished
 
 from labkit.viz import Figure, training_curves, watch_runs
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from run_files import append, begun, finished
 
 
 def record(step: int, loss: float) -> dict[str, float]:

@@ -17,13 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from run_files import append, begun, finished
 
 from labkit.cli import main
 from labkit.cli.watch_command import NARROWEST, Watched, frame, plot
 from labkit.train.reporting.run_records import RunRecords, pause
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from run_files import append, begun, finished
 
 AXIS = 10
 NAN = float("nan")

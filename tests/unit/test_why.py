@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_files import write_events
 
 from labkit.cli.command_line import main
 from labkit.config import RunConfig
-from labkit.events import Event, write_jsonl
+from labkit.events import Event
 from labkit.plan.flops import step_flops
 from labkit.plan.machine import load_machine
 from labkit.plan.machine_names import machine_of_gpu
@@ -309,7 +310,7 @@ def test_the_nearest_published_run(tmp_path, capsys):
 
 def test_machines_by_the_name_of_the_gpu():
     assert machine_of_gpu("NVIDIA H100 80GB HBM3") == "h100" and machine_of_gpu("NVIDIA A100-SXM4-40GB") == "a100_40gb"
-    assert machine_of_gpu("NVIDIA H100 PCIe") is None and machine_of_gpu("cpu") is None
+    assert not any(map(machine_of_gpu, ("NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "cpu")))
 
 
 # ---- the command ----
@@ -325,7 +326,7 @@ def folder_of(folder: Path, work: Workload, **more) -> Path:
     (folder / "config.yaml").write_text(work.config.to_yaml())
     state(folder, **more)
     events = [event for step in range(1, 7) for event in events_of(work, equal(work.config.parallel.pp), step=step)]
-    write_jsonl(events, folder / "events.jsonl")
+    write_events(events, folder / "events.jsonl")
     return folder
 
 
@@ -366,7 +367,7 @@ def test_a_gpu_that_is_known_needs_no_machine_and_an_unfinished_run_says_so(fold
 
 def test_few_steps_are_used_and_said(folder, capsys):
     work = LAYOUTS[1]
-    write_jsonl(events_of(work, equal(2), step=1), folder / "events.jsonl")
+    write_events(events_of(work, equal(2), step=1), folder / "events.jsonl")
     assert main(["why", str(folder), "--machine", "h100"]) == 0
     said = capsys.readouterr().out
     assert "measured: step 1\n" in said and "has only its first 1 steps" in said

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, Fault, Hunt
 from labkit.comm.fault_injection import dropped
 from labkit.schedules.execution import RankStep
 
@@ -39,7 +39,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "when": "When does it happen?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     choices={
         "family": ("missing communication", "slow work"),

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, Fault, Hunt
 from labkit.comm import groups
 from labkit.config import ParallelConfig
 
@@ -62,7 +62,7 @@ HUNT = Hunt(
         "family": "What kind of fault is it?",
         "meets": "With whom does rank 1 sum up its gradients? All members of the group, rank 1 included, such as "
         "'1, 3'.",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     choices={"family": ("missing communication", "wrong data", "wrong order", "slow work")},
     faults=(

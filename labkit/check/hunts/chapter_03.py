@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, Fault, Hunt
 from labkit.comm import collectives
 from labkit.comm.fault_injection import dropped
 from labkit.comm.pending import Pending
@@ -82,7 +82,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which operator or parameter is at fault, or which part of the layer?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     choices={
         "family": (

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, Fault, Hunt
 from labkit.comm import collectives
 from labkit.comm.groups import Group
 from labkit.models.embedding import OutputLayer
@@ -91,7 +91,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which operation, tensor or number is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     faults=(
         Fault(

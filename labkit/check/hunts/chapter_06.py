@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, NUMBERS_AGREE, Fault, Hunt
 from labkit.comm import collectives
 from labkit.comm.groups import Group
 from labkit.models.embedding import PositionEmbedding
@@ -69,7 +69,6 @@ def _gathered_input_kept() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
 _LOOK_FURTHER = "Which of loss, gradients, bytes, memory and masks is not as it should be? Only one of them is wrong."
 
 HUNT = Hunt(
@@ -81,7 +80,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which operation, layer or state is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     faults=(
         Fault(
@@ -139,7 +138,7 @@ HUNT = Hunt(
                     "predicted. What does the microscope switch off?",
                 },
                 "place": {"": "What do ranks draw, and from which state should each of them draw it?"},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "fork did not swap in the rank's own state, so all ranks drew from the common one. Their masks coincide: "
             "positions i and i + s/t always lose the same features, and the heads of different ranks the same places. "
@@ -163,7 +162,7 @@ HUNT = Hunt(
                     "f_s|all.?gather": "Gathers are as many as before, with as many bytes. What replaced the others?",
                     "": "Compare the operations in the ledger, forward, with those of a healthy run.",
                 },
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "g_s was an all-reduce of which each rank kept its part. The result is the same, but an all-reduce is a "
             "reduce-scatter and an all-gather, so forward sent twice the bytes there. The ledger shows it by the name "
@@ -187,7 +186,7 @@ HUNT = Hunt(
                     "they should be.",
                     "": "Which tensor of [s, b, h] is kept that exercise 1 keeps as [s/t, b, h]?",
                 },
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "qkv and fc1 kept their gathered input [s, b, h] for backward in addition to their own positions, and "
             "gathered it again all the same. Each layer keeps 4 s b h bytes more than the formula, which is what "

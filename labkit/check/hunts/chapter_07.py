@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, NUMBERS_AGREE, Fault, Hunt
 from labkit.parallel.context import ring_attention
 
 # ---- the faults ----
@@ -90,7 +90,6 @@ def _sent_after_the_block() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
 _READ_IT = "The microscope reads in the order of a step, outputs before gradients: take its first name."
 
 HUNT = Hunt(
@@ -102,7 +101,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which operation, tensor or moment is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     faults=(
         Fault(
@@ -227,7 +226,7 @@ HUNT = Hunt(
                     "block|comput|mask": "Each block is as long as it should be. What happens between two of them?",
                     "": "Look at the gaps between the blocks.",
                 },
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Each hop began when the block was done and not before it, so no message hid behind computing. All numbers "
             "and all bytes were right. Only the picture of the ring on a slow link showed it: a gap after every block, "

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from labkit.check.hunts.hunting import MESSAGES_AND_NUMBERS, Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, MESSAGES_AND_NUMBERS, NUMBERS_AGREE, Fault, Hunt
 from labkit.comm.pending import Pending
 from labkit.data import batches
 from labkit.parallel.data_parallel import distributed_data_parallel
@@ -74,7 +74,6 @@ def _late() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
 _TAKE_THE_NAME = "Run one step under the microscope, and take the name as it is printed."
 
 HUNT = Hunt(
@@ -86,7 +85,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "What is at fault: which part of the run, or which decision?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     families=(*MESSAGES_AND_NUMBERS, "reused memory", "slow work"),
     faults=(
@@ -166,7 +165,7 @@ HUNT = Hunt(
             {
                 "family": {"wrong|missing": "Every number is right. Count the messages.", "": "Count the messages."},
                 "place": {"": "Which messages does a healthy step not have?"},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Each bucket was reduced twice. The mean of d equal means is that mean, so no number tells, and the "
             "step sent twice the bytes. Megatron-LM issue 775 is such a report.",
@@ -182,7 +181,7 @@ HUNT = Hunt(
                     "": "Numbers and messages are right. Look at the timeline.",
                 },
                 "place": {"": "When does the first bucket leave, and when could it?"},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "The hooks counted and started nothing, so all buckets left at the end of the backward. Everything is "
             "right but the time, and only the timeline shows it. One parameter that never gets a gradient, in the "

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from labkit.check.hunts.hunting import MESSAGES_AND_NUMBERS, Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, MESSAGES_AND_NUMBERS, Fault, Hunt
 from labkit.comm.fault_injection import dropped
 from labkit.parallel.data_parallel import distributed_optimizer
 from labkit.parallel.data_parallel.param_gather import ParamGather
@@ -76,7 +76,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which operation, message or copy is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     families=(*MESSAGES_AND_NUMBERS, "reused memory", "slow work"),
     faults=(

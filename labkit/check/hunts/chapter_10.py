@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from labkit.check.hunts.hunting import MESSAGES_AND_NUMBERS, Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, MESSAGES_AND_NUMBERS, NUMBERS_AGREE, Fault, Hunt
 from labkit.schedules.builders import gpipe
 from labkit.schedules.execution import RankStep
 from labkit.schedules.lowering import Communication, Compute, Instruction, Program
@@ -103,11 +103,6 @@ def _late_gradients() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
-_BARS_AGREE = (
-    "The timeline is as healthy as the one above it: order, peak and times. The numbers aren't: ask the microscope."
-)
-
 HUNT = Hunt(
     chapter="10",
     scene=(
@@ -118,7 +113,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which data, message, factor or order is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     families=(*MESSAGES_AND_NUMBERS, "kept memory", "slow work"),
     faults=(
@@ -211,7 +206,7 @@ HUNT = Hunt(
                     "": "No message is missing or too much. What do the rows under the timeline count?",
                 },
                 "place": {"": "Read rank 0's bars from left to right, next to its row in the table."},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Every rank ran all its forwards before its first backward: GPipe, whatever the table said. Loss, "
             "gradients and time are those of 1F1B. Only the microbatches in flight give it away, m on every rank, "
@@ -235,7 +230,7 @@ HUNT = Hunt(
                     "activation|forward": "Forwards follow each other as in the prediction. Look at the Bs.",
                     "": "Every bar has the right length. Which bar starts late, and what is it waiting for?",
                 },
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "A gradient was sent only after the next forward had been computed, so the stage before waited for each "
             "of them by a forward too long. Order, numbers and memory are right. A send costs nothing if it starts "

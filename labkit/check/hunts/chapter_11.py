@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, NUMBERS_AGREE, Fault, Hunt
 from labkit.comm.fault_injection import delayed
 from labkit.models import chunks as model_chunks
 from labkit.schedules import execution
@@ -122,8 +122,6 @@ def _size(step: RankStep) -> int:
 
 # ---- what a verdict says ----
 
-_NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
-_NUMBERS_DIFFER = "The timeline is a healthy one. The numbers aren't: what does the microscope name first?"
 _FIRST = {"": "The microscope reads outputs, then the loss, then gradients from the top down: take its first name."}
 
 HUNT = Hunt(
@@ -136,7 +134,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which chunk, message, gradient, or part of the table is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     faults=(
         Fault(
@@ -232,7 +230,7 @@ HUNT = Hunt(
                     "": "Every number is right. Does each rank run its row?",
                 },
                 "place": {"": "Count the forwards of rank 0 before its first backward, and compare with its row."},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Rank r warmed up with p - r - 1 forwards for the ranks after it instead of twice as many. With free "
             "messages the batch takes as long as before, and keeps less, so it looks like an improvement. Over a "
@@ -252,7 +250,7 @@ HUNT = Hunt(
                     "": "Every number is right. What does the fullest rank keep?",
                 },
                 "place": {"": "Read rank 0's first bars: how many microbatches pass chunk 0 before chunk 1's first?"},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "The whole batch was one group: all microbatches passed chunk 0 before the first one came to chunk 1. "
             "Time and numbers are those of the table, but the memory grows with the batch, as under GPipe.",
@@ -275,7 +273,7 @@ HUNT = Hunt(
                     "gradient|backward": "The first late bar is a forward, and no gradient exists by then.",
                     "": "Which bar is the first that starts late, and on whose message does it wait?",
                 },
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Messages from the last rank to rank 0 were late. 1F1B doesn't have that link: between the last rank and "
             "the first there is nothing to send. Interleaving sends every microbatch over it, once for each chunk but"

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, NUMBERS_AGREE, Fault, Hunt
 from labkit.schedules.execution import RankStep
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.runtime import PipelineRuntime
@@ -101,7 +101,6 @@ def _is_on(rank: int, step: RankStep) -> bool:
 
 # ---- what a verdict says ----
 
-_NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
 _RANK = {
     "": "All ranks but one do what they should. Whose gradients, whose bars or whose memory are not as they should be?"
 }
@@ -119,7 +118,7 @@ HUNT = Hunt(
         "family": "What kind of fault is it?",
         "rank": "Which rank of the pipeline has it?",
         "action": "Which kind of action is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     choices={"rank": ("0", "1", "2", "3"), "action": ("F", "I", "W")},
     faults=(
@@ -186,7 +185,7 @@ HUNT = Hunt(
                 },
                 "rank": {"1|2|3": "This rank waits. For whose message?"},
                 "action": {"": "Compare the lengths of the bars of one kind and one stage with their prediction."},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "On rank 0 each forward of its earlier stage took twice as long: a straggler. All others wait for it, so "
             "the step is longer on every rank, and the longest waits are not where the fault is.",
@@ -202,7 +201,7 @@ HUNT = Hunt(
                 },
                 "rank": _RANK,
                 "action": {"": _ACTION_OF_TIME},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Rank 1 ran each W right after its I. W is needed by nobody, and in its place the rank could have run an "
             "I or an F that others wait for. That costs half a step, too little for a measured length: only the order"
@@ -219,7 +218,7 @@ HUNT = Hunt(
                 },
                 "rank": _RANK,
                 "action": {"": _ACTION_OF_TIME},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Rank 0 put all its W off to the end of the row. Until then it keeps the activations of every microbatch: "
             "its peak is that of GPipe, and on a GPU with memory for p microbatches it would have stopped.",

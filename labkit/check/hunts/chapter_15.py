@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, Fault, Hunt
 from labkit.comm import groups
 from labkit.comm.fault_injection import dropped
 from labkit.config import ParallelConfig
@@ -82,7 +82,7 @@ HUNT = Hunt(
         "family": "What kind of fault is it?",
         "group": "Which kind of group is used in the wrong way, has the wrong ranks, or should have been used? One of "
         "ep, edp, cp, dp_cp.",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     choices={"family": ("missing communication", "wrong data", "wrong scale", "wrong order")},
     faults=(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, NUMBERS_AGREE, Fault, Hunt
 from labkit.graphs import cuda_graph_helper
 from labkit.graphs.cuda_graph_helper import CudaGraphHelper
 from labkit.graphs.graphed_callable import GraphedCallable
@@ -67,7 +67,6 @@ def _layer_left_eager() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
 _FIRST = {"": "The microscope reads from the output back to the input. Let it run three steps, the third one replays."}
 _RANK = {"": "Which ranks' gradients, pools and replays are as they should be? It is none of those ranks."}
 
@@ -82,7 +81,7 @@ HUNT = Hunt(
         "family": "What kind of fault is it?",
         "rank": "Which rank of the pipeline has it?",
         "tensor": "What is overwritten, kept or missing: static input, static gradient, pool, graph?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     choices={"rank": ("0", "1", "2", "3", "all")},
     faults=(
@@ -116,7 +115,7 @@ HUNT = Hunt(
                     "input": "Static inputs are not in the pool, and there are as many as the plan says.",
                     "": "What grows with the number of microbatches, and should grow with those in flight?",
                 },
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "The three rules were off: outputs and static gradients stayed in the pool. The numbers are right, but the "
             "pool grows with the number of microbatches and not with those in flight.",
@@ -132,7 +131,7 @@ HUNT = Hunt(
                 },
                 "rank": {"": "Count the events of kind graph_replay of each rank, and compare them with 2 L m."},
                 "tensor": {"": "What do this rank's events lack?"},
-                "first": {"": _NUMBERS_AGREE},
+                "first": {"": NUMBERS_AGREE},
             },
             "Rank 1 did not capture the first layer of its chunk. It ran eagerly between the others' graphs: right in "
             "every digit, and with all the launches that graphs were meant to save. Its events have fewer replays than "

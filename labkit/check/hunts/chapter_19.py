@@ -73,8 +73,6 @@ def _labels_everywhere() -> AbstractContextManager[Any]:
 
 # ---- what a verdict says ----
 
-_CHECK_UP = "One line of check_up is not what it is in a healthy BERT, and only one. Which?"
-
 HUNT = Hunt(
     chapter="19",
     scene=(

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from labkit.check.hunts.hunting import Fault, Hunt
+from labkit.check.hunts.hunting import FIRST_TENSOR, Fault, Hunt
 from labkit.comm.fault_injection import dropped
 from labkit.models.t5.t5_layers import CrossAttention
 from labkit.models.t5.t5_model import T5Model
@@ -82,7 +82,7 @@ HUNT = Hunt(
     questions={
         "family": "What kind of fault is it?",
         "place": "Which operation, tensor or group is at fault?",
-        "first": "Which tensor differs first from one process, as the microscope names it? Or none.",
+        "first": FIRST_TENSOR,
     },
     faults=(
         Fault(

@@ -20,7 +20,7 @@ from re import IGNORECASE, search
 from typing import Any
 
 from labkit.check import hunts, progress
-from labkit.check.boxed import boxed, paragraph
+from labkit.check.boxed import WIDTH, boxed, paragraph
 
 FAMILIES = {
     "missing communication": "a message or a sum of a healthy run is left out",
@@ -37,7 +37,10 @@ FAMILIES = {
 """What a fault of any hunt can be, and what that means; a hunt has only some of them."""
 MESSAGES_AND_NUMBERS = tuple(FAMILIES)[:5]
 """The families of hunts in what ranks send each other: missing and extra communication, wrong data, scale and order."""
-_WIDTH = 90
+FIRST_TENSOR = "Which tensor differs first from one process, as the microscope names it? Or none."
+"""The question whose answer the microscope prints."""
+NUMBERS_AGREE = "Loss, gradients and parameters agree with one process to 1e-10, so no tensor is wrong: say 'none'."
+"""Says that a tensor is not the answer to FIRST_TENSOR."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +251,8 @@ def _why(fault: Fault, question: str, said: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH) if text else []
+    return textwrap.wrap(text, WIDTH) if text else []
 
 
 def _item(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    return textwrap.fill(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")

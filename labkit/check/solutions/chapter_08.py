@@ -13,6 +13,7 @@ def mean_gradient(gradients, tokens):
 
 
 def exposed_by(counts, ready, sizes, latency, bandwidth):
+    """The seconds from the last gradient to the end of the last message, with buckets of `counts` gradients."""
     leaves = arrives = 0.0
     first = 0
     for count in counts:

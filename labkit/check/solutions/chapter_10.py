@@ -21,6 +21,7 @@ def warm_up(pp, rank, microbatches, latency):
 
 
 def one_by_one(pp, rank, microbatches):
+    """The steps of a rank in 1F1B, each receive and each send by itself."""
     steps = []
     for action in schedules.one_f_one_b(pp, microbatches).actions(rank):
         name, to = f"{action.kind}{action.microbatch}", 1 if action.kind == "F" else -1

@@ -80,6 +80,15 @@ def _problems(path: Path) -> Iterator[str]:
         show(f"{path}: good, {files}, {tensors}{state}, {size}")
 
 
+def _chosen(arguments: Arguments, folder: Path) -> Path:
+    """Return the checkpoint of --step, or the last one. Raises ConfigError if there is none."""
+    try:
+        return chosen(folder, arguments.options["step"])
+    except CheckpointError as error:
+        arguments.refuse([str(error)])
+        raise
+
+
 def _export(arguments: Arguments, folder: Path, out: Path) -> int:
     """Write the weights of one checkpoint in Hugging Face's names."""
     options = arguments.options
@@ -88,11 +97,7 @@ def _export(arguments: Arguments, folder: Path, out: Path) -> int:
     arguments.refuse(_in_the_way(out, target, as_file=as_file, overwrite=options["overwrite"]))
     from labkit.train.checkpoint.exchange import export_folder, export_weights
 
-    try:
-        path = chosen(folder, options["step"])
-    except CheckpointError as error:
-        arguments.refuse([str(error)])
-        raise
+    path = _chosen(arguments, folder)
     try:
         loading(path)
         export, _ = _export_of(path, options["dtype"])
@@ -169,11 +174,7 @@ def _push(arguments: Arguments, folder: Path, repository: Path) -> int:
     from labkit.cli.checkpoints.hub import push
 
     options = arguments.options
-    try:
-        path = chosen(folder, options["step"])
-    except CheckpointError as error:
-        arguments.refuse([str(error)])
-        raise
+    path = _chosen(arguments, folder)
     try:
         loading(path)
         export, reader = _export_of(path, options["dtype"])

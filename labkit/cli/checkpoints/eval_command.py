@@ -15,11 +15,12 @@ from labkit.cli.checkpoints.model_options import (
     layout_of,
     option_problems,
     refusing,
+    task_problems,
     tokenizer_of,
 )
 from labkit.cli.output import show
-from labkit.cli.train_command import first_rank
-from labkit.config.errors import counted, nearest, shown
+from labkit.cli.rank_options import first_rank
+from labkit.config.errors import counted
 from labkit.train.checkpoint.inventory import checkpoints_at
 from labkit.train.checkpoint.manifest import CheckpointError
 
@@ -32,10 +33,7 @@ def execute(arguments: Arguments) -> int:
     from labkit.evaluate.tasks import TASKS
 
     options, words = arguments.options, arguments.words
-    problems = option_problems(arguments)
-    if words not in [[task] for task in TASKS]:
-        given = shown(" ".join(words)) if words else "no task named"
-        problems.append(f"{given}: give one of {', '.join(TASKS)}{nearest(words[0], TASKS) if words else ''}")
+    problems = [*option_problems(arguments), *task_problems(words, TASKS)]
     if options["path"] is None:
         problems.append("--path: give the file to score")
     for name, task in _ONLY.items():

@@ -16,11 +16,12 @@ from labkit.cli.checkpoints.model_options import (
     launch,
     option_problems,
     refusing,
+    task_problems,
     tokenizer_of,
 )
 from labkit.cli.output import show
-from labkit.cli.train_command import first_rank, started_by_torchrun
-from labkit.config.errors import counted, nearest, shown
+from labkit.cli.rank_options import first_rank, started_by_torchrun
+from labkit.config.errors import counted, shown
 from labkit.finetune.table6 import DROPOUT, LENGTH, SIZES, WARMUP, Row
 from labkit.finetune.task_files import TASKS, VERSIONS
 from labkit.train.checkpoint.inventory import is_export
@@ -60,10 +61,7 @@ def execute(arguments: Arguments) -> int:
 def problems_of(arguments: Arguments) -> list[str]:
     """Return a sentence for everything that is wrong with the words and options."""
     options, words = arguments.options, arguments.words
-    problems = option_problems(arguments)
-    if words not in [[task] for task in TASKS]:
-        given = shown(" ".join(words)) if words else "no task named"
-        problems.append(f"{given}: give one of {', '.join(TASKS)}{nearest(words[0], TASKS) if words else ''}")
+    problems = [*option_problems(arguments), *task_problems(words, TASKS)]
     if options["path"] is None:
         problems.append("--path: give the folder with the task's files")
     elif not Path(options["path"]).is_dir():

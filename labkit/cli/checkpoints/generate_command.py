@@ -18,7 +18,7 @@ from labkit.cli.checkpoints.model_options import (
     refusing,
     tokenizer_of,
 )
-from labkit.cli.train_command import first_rank
+from labkit.cli.rank_options import first_rank
 from labkit.config.errors import shown
 from labkit.data.text import read_lines, whole_characters
 

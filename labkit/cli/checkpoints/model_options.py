@@ -6,21 +6,17 @@ None of them takes a configuration, because the checkpoint's manifest describes 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.cli.output import loading, show
-from labkit.cli.train_command import (
-    DEVICE,
-    first_rank,
-    output_problems,
-    refusing_arguments,
-    started_by_torchrun,
-)
+from labkit.cli.rank_options import DEVICE, first_rank, refusing_arguments, started_by_torchrun
+from labkit.cli.written_files import output_problems
 from labkit.config import ConfigError, ParallelConfig
+from labkit.config.errors import nearest, shown
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.manifest import CheckpointError, read_manifest
 
@@ -57,6 +53,14 @@ def option_problems(arguments: Arguments) -> list[str]:
     if arguments.options["checkpoint"] is None:
         problems.append("--checkpoint: give the folder of a run or of its checkpoints, or one step")
     return problems
+
+
+def task_problems(words: Sequence[str], tasks: Collection[str]) -> list[str]:
+    """Return a sentence if the words of the command are not one of the tasks."""
+    if len(words) == 1 and words[0] in tasks:
+        return []
+    given = shown(" ".join(words)) if words else "no task named"
+    return [f"{given}: give one of {', '.join(tasks)}{nearest(words[0], tasks) if words else ''}"]
 
 
 def checkpoint_of(arguments: Arguments) -> Path:

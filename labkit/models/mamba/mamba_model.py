@@ -90,6 +90,7 @@ class SinglePartLayer(nn.Module):
             run_attention=self.run,
             run_mlp=nothing,
             add_mlp=lambda made_SBH, _: made_SBH,
+            until_dispatch=None,
             groups_of_attention=(self._build.group,),
             groups_of_mlp=(),
             new_input=self._new_input,

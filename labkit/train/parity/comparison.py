@@ -229,18 +229,11 @@ def compare(
     if timeout is not None:
         config = config.override({"parallel.distributed_timeout_minutes": timeout / 60})
     base = shared_config(config, steps, dtype)
-    if reference is not None and dtype == "float32" and base.moe.num_experts:
-        problem = "in float32 layouts replay the choice of experts of one process; leave it out, or compare in float64"
-        raise ConfigError([problem], source=f"reference {dict(reference)}")
-    first, first_size = (alone(base), 1) if reference is None else plan_layout(base, reference, dtype, None)
-    planned = [plan_layout(base, layout, dtype, placement(first, first_size)) for layout in layouts]
-    for changed, world_size in [(first, first_size), *([] if pretrain else planned)]:
-        if problem := memory_problem(changed, world_size, device):
-            name = "one process" if changed is first else f"layout {layout_name(changed, world_size)}"
-            raise ConfigError([problem], source=name)
+    (first, first_size), *planned = runs = _runs(base, reference, layouts, dtype)
+    _check_memory(runs[:1] if pretrain else runs, device)
+    name = "one process" if reference is None else layout_name(first, first_size)
     _, tolerance = PRECISIONS[dtype]
     replays = dtype == "float32" and base.moe.num_experts > 0
-    name = "one process" if reference is None else layout_name(first, first_size)
     begun = on_run or (lambda *_: None)
     recording = _Observation(records_routing=replays)
     expected, _ = _observe(first, first_size, recording, device, begun(name, first_size))
@@ -262,6 +255,25 @@ def compare(
         if on_row is not None:
             on_row(rows[-1])
     return ParityReport(rows, steps, dtype, tolerance, expected.losses, watched.fault, name)
+
+
+def _runs(
+    base: RunConfig, reference: Mapping[str, Any] | None, layouts: Sequence[Mapping[str, Any]], dtype: str
+) -> list[tuple[RunConfig, int]]:
+    """Return the configuration and ranks of the reference (None is one process), and of each layout."""
+    if reference is not None and dtype == "float32" and base.moe.num_experts:
+        problem = "in float32 layouts replay the choice of experts of one process; leave it out, or compare in float64"
+        raise ConfigError([problem], source=f"reference {dict(reference)}")
+    first, size = (alone(base), 1) if reference is None else plan_layout(base, reference, dtype, None)
+    return [(first, size), *(plan_layout(base, layout, dtype, placement(first, size)) for layout in layouts)]
+
+
+def _check_memory(runs: Sequence[tuple[RunConfig, int]], device: str) -> None:
+    """Raise ConfigError for the first run that does not fit the memory of this machine."""
+    for config, world_size in runs:
+        if problem := memory_problem(config, world_size, device):
+            name = f"layout {layout_name(config, world_size)}" if world_size > 1 else "one process"
+            raise ConfigError([problem], source=name)
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,7 @@ from labkit.parallel.data_parallel.bucket_layout import (
 )
 from labkit.plan.zero_stages import STAGES, BytesPerParameter, bytes_per_parameter, formula
 from labkit.viz.figure import Figure
-from labkit.viz.style import (
-    INK,
-    SEQUENCE,
-    box,
-    counted_mark,
-    handle,
-    name_rows,
-    new_figure,
-    nth_style,
-    styled,
-)
+from labkit.viz.style import INK, PADDING, SEQUENCE, box, counted_mark, handle, name_rows, new_figure, nth_style, styled
 
 MAX_BUCKETS = 8
 """Buckets that are drawn, a row each; if there are more, the first and the last ones."""
@@ -45,7 +35,6 @@ MAX_OWNERS = 64
 _WIDTH = 9.0
 _GAP = 0.45
 """Height of the space that stands for the buckets left out; a row has height 1."""
-_PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
 _GAPS = {"facecolor": "#FFFFFF", "hatch": "....", "edgecolor": "#666666", "linewidth": 0.0}
 _SHADES = ("#D9D9D9", "#BFBFBF")
 """Shades that neighbouring parameters have in turn, so that a reader sees where the next parameter starts."""
@@ -100,7 +89,7 @@ def _draw_parameters(axes: Any, plan: BucketLayout, bucket: Bucket, row: float, 
     low, height = row + 0.08, 0.84 if alone else 0.40
     length = bucket.unpadded_end - bucket.start
     axes.add_patch(Rectangle((0, low), length, height, **_GAPS))  # elements without a parameter stay visible
-    axes.add_patch(Rectangle((length, low), bucket.end - bucket.unpadded_end, height, **_PADDING))
+    axes.add_patch(Rectangle((length, low), bucket.end - bucket.unpadded_end, height, **PADDING))
     shades = _shades(plan, longest)
     for name in bucket.names:
         start, end = (at - bucket.start for at in plan.ranges[name])
@@ -155,7 +144,7 @@ def _legend(plan: BucketLayout, dp: int, longest: int) -> dict[str, Any]:
     if plan.padding > at_ends:
         handles[f"gap to a multiple of {PARAMETER_ALIGNMENT}"] = Patch(**{**_GAPS, "linewidth": 0.4})
     if at_ends:
-        handles["padding at the end"] = Patch(**{**_PADDING, "linewidth": 0.4})
+        handles["padding at the end"] = Patch(**{**PADDING, "linewidth": 0.4})
     if dp > 1:
         handles["below: the rank that owns it"] = Patch(facecolor=_owner_style(0, dp)[0])
     return handles

@@ -16,7 +16,7 @@ from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buck
 from labkit.plan.overlap import COMPUTES, BackwardPiece, BucketSize, Link, exposed_seconds, predict_step
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live, wide
-from labkit.viz.style import SEQUENCE, color, handle, hatch, legend_patches, new_figure, styled
+from labkit.viz.style import color, handle, hatch, legend_patches, new_figure, nth_color, styled
 
 _ROW = 0.27
 """Inches per row."""
@@ -238,7 +238,7 @@ def _best(points: Sequence[BucketSize]) -> BucketSize:
 
 
 def _draw_curve(axes: Any, number: int, name: str, points: Sequence[BucketSize], element_bytes: int) -> None:
-    shade, style, best = SEQUENCE[number % len(SEQUENCE)], ("-", "--", ":", "-.")[number % 4], _best(points)
+    shade, style, best = nth_color(number), ("-", "--", ":", "-.")[number % 4], _best(points)
     megabytes = [point.size * element_bytes / 1e6 for point in points]
     label = f"{name}: least with {_buckets(best.buckets)}"
     axes.plot(megabytes, [point.exposed * 1e3 for point in points], style, color=shade, label=label, lw=1.8)

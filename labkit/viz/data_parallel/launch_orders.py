@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, box, new_figure, styled
+from labkit.viz.style import ALERT, INK, box, new_figure, nth_color, styled
 
 Step = Sequence[tuple[str, str]]
 """What a rank sees in a backward, in order: (`arrives` or `starts`, name of the bucket)."""
-_RED = "#D40000"
 _ROW, _GAP, _TITLE, _BELOW = 0.24, 0.34, 0.3, 0.24
 """Inches of a row, of the lines between two ranks, of a title, and below a pair of ranks."""
 _WIDE = 0.92
@@ -39,7 +38,7 @@ def bucket_meetings(runs: Mapping[str, Sequence[Step]], *, names: Sequence[str] 
     every = sorted({bucket for ranks in runs.values() for step in ranks for _, bucket in step})
     if names is not None and (unknown := set(every) - set(names)):
         raise ValueError(f"no colour for {', '.join(sorted(unknown))}; names has {', '.join(names)}")
-    fills = {bucket: SEQUENCE[number % len(SEQUENCE)] for number, bucket in enumerate(names or every)}
+    fills = {bucket: nth_color(number) for number, bucket in enumerate(names or every)}
     every_step = [step for ranks in runs.values() for step in ranks]
     width = max(max(len([what for what, _ in step if what == "arrives"]), *(x + _WIDE for _, x in _starts(step)))
                 for step in every_step)  # fmt: skip
@@ -85,7 +84,7 @@ def _draw_pair(axes: Any, ranks: Sequence[Step], fills: Mapping[str, str], top: 
             box(axes, (place, starts + 0.02), _WIDE, _ROW - 0.04, fills[bucket], bucket, linewidth=1.4)
     for (mine, left), (theirs, right) in zip(*map(_starts, ranks)):
         ends = [left + _WIDE / 2, right + _WIDE / 2], [first + 2 * _ROW, second]
-        axes.plot(*ends, color=INK if mine == theirs else _RED, linewidth=1.2 if mine == theirs else 2.4)
+        axes.plot(*ends, color=INK if mine == theirs else ALERT, linewidth=1.2 if mine == theirs else 2.4)
 
 
 def _words(ranks: Sequence[Step]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, new_figure, styled
+from labkit.viz.style import new_figure, nth_color, styled
 
 _UNREAD = "#E6E6E6"
 
@@ -30,7 +30,7 @@ def read_positions(maps: Mapping[str, Any], rows: str, columns: str) -> Figure:
         ):
             height, width = each.shape
             for row, column in np.ndindex(height, width):
-                fill = SEQUENCE[number % len(SEQUENCE)] if each[row, column] else _UNREAD
+                fill = nth_color(number) if each[row, column] else _UNREAD
                 axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color=fill, ec="white", lw=0.8)
             axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), aspect="equal", anchor="N")
             axes.set(xlabel=columns, ylabel=rows)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live, wide
-from labkit.viz.style import INK, LINES, SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import INK, LINES, SEQUENCE, color, new_figure, nth_color, styled, text_color
 
 _RUNS = ("#000000", "#AA4499", "#44AA99", "#999933")
 """Colours of runs, none of which is the colour of an expert."""
@@ -56,7 +56,7 @@ def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
     """Draw the experts one above another, in the order of their numbers; even shares are the dotted lines."""
     shares = table / table.sum(axis=1, keepdims=True)
     steps, experts = shares.shape
-    shades = [SEQUENCE[expert % len(SEQUENCE)] for expert in range(experts)]
+    shades = [nth_color(expert) for expert in range(experts)]
     axes.stackplot(range(1, steps + 1), shares.T, colors=shades, linewidth=0)
     for border in range(1, experts):
         axes.axhline(border / experts, color="black", lw=0.7, ls=":")

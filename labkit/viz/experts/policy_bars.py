@@ -59,7 +59,7 @@ def _pair(axes: Any, above: Sequence[float], below: Sequence[float], labels: tup
 
 
 def _balance(axes: Any, replayed: Sequence[Replayed]) -> None:
-    experts, ranks = ([getattr(each, f"fullest_{what}") for each in replayed] for what in ("expert", "rank"))
+    experts, ranks = [each.fullest_expert for each in replayed], [each.fullest_rank for each in replayed]
     _pair(axes, experts, ranks, ("fullest expert, chosen", "fullest rank, computed"), "{:.2f}")
     axes.axvline(1, color=INK, lw=0.8, ls=":")
     axes.set_xlabel("of the mean")

@@ -5,8 +5,8 @@ router of training applies the policy, so the lab shows the choices, drops and m
 load-balancing losses, because they act on the *weights* over a training run, and a recording cannot show their effect.
 But an expert bias acts within a recording, because it moves after each microbatch by the load of all ranks.
 
-Next to the balance are its costs: choices that are not among the token's own best, and dropped weight. Recordings come
-from `LogitRecord` or `skewed_logits`; pictures are in `policy_bars`:
+Next to the balance are its costs: choices that are not among the token's own best, and dropped weight. Pictures are in
+`policy_bars`:
 
     replayed = replay_policies(logits_NRTE, standard_policies(experts=8, top_k=2, groups=4))
     compare_policies(replayed, hidden=1024)
@@ -51,20 +51,6 @@ REPLAYED = (
 """Fields of `MoEConfig` that a policy may set."""
 
 Policy = Mapping[str, Any]
-
-
-def skewed_logits(
-    *, microbatches: int = 1, ranks: int = 4, tokens: int = 128, experts: int = 8, skew: float = 1.0, seed: int = 0
-) -> Tensor:
-    """Return an artificial recording: normal logits [N, R, T, E], float64, in which all tokens prefer some experts.
-
-    The expert at place i of a random order gets -skew log(1 + i) added. Under softmax alone the popularity of experts
-    would follow Zipf's law with this exponent. The same seed gives the same noise at every skew.
-    """
-    random = torch.Generator().manual_seed(seed)
-    noise = torch.randn(microbatches, ranks, tokens, experts, generator=random, dtype=torch.float64)
-    place = torch.randperm(experts, generator=random)
-    return noise - skew * torch.log1p(place.double())
 
 
 def standard_policies(

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import new_figure, nth_style, styled
+from labkit.viz.style import ALERT, new_figure, nth_color, styled
 
 _EQUAL = "equal"
 
@@ -37,9 +37,9 @@ def gradient_errors(
         axes = fig.subplots()
         _draw_points(axes, errors, stressed, floor)
         for name, level in levels.items():
-            axes.axhline(level, color="#D40000", linewidth=1.4)
+            axes.axhline(level, color=ALERT, linewidth=1.4)
             axes.annotate(f"{name}\n{level:.1e}", (1, level), xycoords=("axes fraction", "data"), xytext=(4, 0),
-                          textcoords="offset points", va="center", fontsize=9, color="#D40000")  # fmt: skip
+                          textcoords="offset points", va="center", fontsize=9, color=ALERT)  # fmt: skip
         worst = max(wrong, key=lambda name: wrong[name])
         axes.annotate(f"{worst}: {wrong[worst]:.0%}", (list(errors).index(worst), wrong[worst]), xytext=(8, 9),
                       textcoords="offset points", ha="right", va="bottom", fontsize=9)  # fmt: skip
@@ -57,7 +57,7 @@ def _draw_points(axes: Any, errors: Mapping[str, float], stressed: str, floor: f
     for large, label in ((False, "other parameters"), (True, f"*.{stressed}")):
         places = [(x, max(error, floor)) for x, (name, error) in enumerate(errors.items())
                   if name.endswith(stressed) is large]  # fmt: skip
-        color, size = nth_style(int(large))[0], 60 if large else 14
+        color, size = nth_color(int(large)), 60 if large else 14
         axes.scatter(*zip(*places), s=size, color=color, label=label, zorder=3) if places else None
 
 

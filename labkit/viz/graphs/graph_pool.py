@@ -1,4 +1,4 @@
-"""Memory of graphs in a pipeline: which microbatch has which static input, and a pool's blocks, frame by frame.
+"""The memory pool of graphs in a pipeline: its blocks, what a mistake overwrites, and its captures frame by frame.
 
 Colours stand for microbatches, since every picture shows the memory that two microbatches share. A hatch marks
 backwards.
@@ -8,156 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.config.errors import counted
-from labkit.graphs.buffers import BufferPlan, Use
-from labkit.graphs.order_table import read_order
 from labkit.graphs.pool import Frame, Life, Overwritten, Playback, overwritten
 from labkit.viz.figure import Figure
+from labkit.viz.graphs.buffer_lives import MAX_LABELS, WIDTH, WRONG, thinned
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import name_cells, name_rows, new_figure, nth_style, styled, text_color
+from labkit.viz.style import name_rows, new_figure, nth_color, styled
 
 MAX_FRAMES = 24
 """Most frames that one picture shows."""
-MAX_LABELS = 60
-"""Most steps or captures along an axis that are all labelled."""
-_WIDTH = 9.0
 _BACKWARD = "////"
-_WRONG = {"fill": False, "edgecolor": "#D40000", "linewidth": 2.5}
 _TAKEN_OVER = "#000000"
 _THIN = 0.04
 """Part of a panel's height below which a frame gets an arrow."""
 _MOST_FRAMES = 3
 """Most collisions that a panel frames; more of them hide each other."""
 _KIB = 1024
-
-
-def _color(microbatch: int) -> str:
-    return nth_style(microbatch)[0]
-
-
-def _thinned(labels: Sequence[str], most: int = MAX_LABELS) -> list[str]:
-    """Label every second, every third, ... place of an axis if more than `most` labels would touch."""
-    every = -(-len(labels) // most)
-    return [label if place % every == 0 else "" for place, label in enumerate(labels)]
-
-
-# ---- static inputs ----
-
-
-def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") -> Figure:
-    """Draw a row per static input buffer and a column per step: the holder from its forward to its backward.
-
-    A bar reaches to the backward that reads the buffer, even if the plan gives the buffer back before. If two
-    bars of one row meet, the plan is wrong, and the meeting has a colour of its own.
-
-    what: the first words of the sentence.
-    """
-    with styled():
-        fig = new_figure(_WIDTH, 1.25 + 0.3 * plan.num_buffers)
-        meetings = _draw_plan(fig.subplots(), plan, order)
-        _explain_plan(fig, plan, meetings)
-    return Figure(fig, _plan_sentence(plan, order, meetings, what))
-
-
-def compare_plans(plan: BufferPlan, target: BufferPlan, order: Sequence[float]) -> Figure:
-    """Draw a reader's plan above, and below it the one to which it is compared, as `buffer_lives` draws each."""
-    with styled():
-        heights = [each.num_buffers + 2 for each in (plan, target)]
-        fig = new_figure(_WIDTH, 1.0 + 0.3 * sum(heights))
-        above, below = fig.subplots(2, 1, height_ratios=heights)
-        meetings = _draw_plan(above, plan, order)
-        _draw_plan(below, target, order)
-        above.set_title("yours", loc="left")
-        above.set_xlabel("")
-        below.set_title("longest free first", loc="left")
-        _explain_plan(fig, plan, meetings)
-    return Figure(fig, _plan_sentence(plan, order, meetings, "Your plan"))
-
-
-def _draw_plan(axes: Any, plan: BufferPlan, order: Sequence[float]) -> list[tuple[int, int, int, Use, Use]]:
-    """Draw the lives of all buffers, and return the meetings that are marked in it."""
-    lives = _lives(plan, order)
-    meetings = _meetings(plan, lives)
-    for use, first, last in sorted(lives, key=lambda life: life[1]):
-        _draw_life(axes, plan.assignment[use], use, first, last)
-        if not any(use == meeting[4] for meeting in meetings):  # those are named where they meet
-            _write_user(axes, use, first, plan.assignment[use] + 0.52, len(plan.layers_per_chunk) > 1)
-    for meeting in meetings:
-        _draw_meeting(axes, meeting, len(plan.layers_per_chunk) > 1)
-    numbered = [f"{entry:g}\n{step}" for step, entry in enumerate(order)]
-    columns = _thinned(numbered, MAX_LABELS if len(order) <= 100 else MAX_LABELS // 2)  # three digits are wide
-    name_cells(axes, columns, [f"buffer {number}" for number in range(plan.num_buffers)])
-    axes.set_xlabel("above: order, one step per column; below: number of the step")
-    return meetings
-
-
-def _explain_plan(fig: Any, plan: BufferPlan, meetings: Sequence[Any]) -> None:
-    held = "held by microbatch (chunk in brackets)"
-    if len(plan.layers_per_chunk) == 1:
-        held = "held by microbatch, from its forward to its backward"
-    handles = [Patch(facecolor="#BBBBBB", label=held)]
-    if meetings:
-        handles.append(Patch(label="held twice", **_WRONG))
-    fig.legend(handles=handles, loc="outside upper right", ncols=2)
-
-
-def _lives(plan: BufferPlan, order: Sequence[float]) -> list[tuple[Use, int, int]]:
-    """List (user, step of its forward, step of its backward)."""
-    steps = {(one.kind, one.chunk, one.microbatch): one.step for one in read_order(order)}
-    uses = [Use(*use) for use in plan.assignment]
-    return [(use, steps["F", use.chunk, use.microbatch], steps["B", use.chunk, use.microbatch]) for use in uses]
-
-
-def _draw_life(axes: Any, row: int, use: Use, first: int, last: int) -> None:
-    fill = _color(use.microbatch)
-    axes.add_patch(Rectangle((first + 0.04, row + 0.08), last + 0.92 - first, 0.84, facecolor=fill, edgecolor="none"))
-
-
-def _write_user(axes: Any, use: Use, first: float, height: float, chunks: bool) -> None:
-    label = f"{use.microbatch} ({use.chunk + 1})" if chunks else str(use.microbatch)
-    axes.text(first + 0.2, height, label, va="center", fontsize=8, color=text_color(_color(use.microbatch)))
-
-
-def _draw_meeting(axes: Any, meeting: tuple[int, int, int, Use, Use], chunks: bool) -> None:
-    """Draw the old holder of the buffer above, the new holder below, and a frame around both."""
-    row, first, last, earlier, later = meeting
-    for user, low in ((earlier, 0.08), (later, 0.5)):
-        box = Rectangle((first, row + low), last + 0.96 - first, 0.42, facecolor=_color(user.microbatch))
-        axes.add_patch(box)
-        _write_user(axes, user, first, row + low + 0.22, chunks)
-    axes.add_patch(Rectangle((first, row + 0.08), last + 0.96 - first, 0.84, **_WRONG))
-
-
-def _meetings(plan: BufferPlan, lives: Sequence[tuple[Use, int, int]]) -> list[tuple[int, int, int, Use, Use]]:
-    """List (buffer, first step, last step, old holder, new holder) wherever two lives of a buffer meet, in order."""
-    found: list[tuple[int, int, int, Use, Use]] = []
-    for buffer in range(plan.num_buffers):
-        rows = sorted((life for life in lives if plan.assignment[life[0]] == buffer), key=lambda life: life[1])
-        for (earlier, _, end), (later, begin, until) in pairwise(rows):
-            if begin <= end:
-                found.append((buffer, begin, min(end, until), earlier, later))
-    return sorted(found, key=lambda meeting: meeting[1])
-
-
-def _plan_sentence(plan: BufferPlan, order: Sequence[float], meetings: Sequence[Any], what: str) -> str:
-    held = max(plan.held_at(step) for step in range(len(order)))
-    buffers, inputs = counted(plan.num_buffers, "buffer"), counted(len(plan.assignment), "input")
-    text = f"{what + ': ' if what else ''}{buffers} for {inputs}"
-    if not meetings:
-        return f"{text}, at most {held} held at once, no buffer held twice."
-    buffer, step, _, earlier, later = meetings[0]
-    return (
-        f"{text}; held twice in {counted(len(meetings), 'place')}, first buffer {buffer} at step {step}, which "
-        f"microbatch {later.microbatch} takes before the backward of microbatch {earlier.microbatch} has read it."
-    )
-
-
-# ---- the pool ----
 
 
 def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
@@ -172,14 +42,14 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
     """
     names = _short_names(playback)
     with styled():
-        fig = new_figure(_WIDTH, 5.2)
+        fig = new_figure(WIDTH, 5.2)
         axes, below = fig.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         _draw_blocks(axes, playback)
         _draw_amount(below, playback)
         for _, border, _ in playback.captures:
             below.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
         middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
-        below.set_xticks(middles, _thinned(names), rotation=90 if len(names) > 20 else 0)
+        below.set_xticks(middles, thinned(names), rotation=90 if len(names) > 20 else 0)
         below.set_xlabel("captures, in the order in which they were made and are replayed")
         axes.set(xlim=(0, len(playback.live_bytes)), ylim=(0, playback.high_water / _KIB))
         axes.set_ylabel("place in the pool, KiB")
@@ -204,7 +74,7 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
     found = {name: overwritten(playback, right) for name, playback in others.items()}
     with styled():
         rows = -(-len(panels) // 2)
-        fig = new_figure(_WIDTH, 0.5 + 2.4 * rows)
+        fig = new_figure(WIDTH, 0.5 + 2.4 * rows)
         grid = fig.subplots(rows, 2, squeeze=False, sharey=True)
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
@@ -218,11 +88,11 @@ def pool_collisions(right: Playback, others: Mapping[str, Playback], *, what: st
             some = f", largest {_MOST_FRAMES} of {len(overlaps)} framed" if len(overlaps) > _MOST_FRAMES else ""
             axes.set_title(f"{name}: at most {_size(playback.peak_bytes)}{some or ' held'}", loc="left")
             middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
-            axes.set_xticks(middles, _thinned(names, MAX_LABELS // 2), fontsize=7, rotation=90)
+            axes.set_xticks(middles, thinned(names, MAX_LABELS // 2), fontsize=7, rotation=90)
             axes.tick_params(axis="x", length=0)
         for axes in grid[:, 0]:
             axes.set_ylabel("place in the pool, KiB")
-        handles = [*_legend(right.lives), Patch(label="overwritten while it is needed", **_WRONG)]
+        handles = [*_legend(right.lives), Patch(label="overwritten while it is needed", **WRONG)]
         fig.legend(handles=handles, loc="outside upper center", ncols=6)
     return Figure(fig, _collisions_sentence(found, what))
 
@@ -248,7 +118,7 @@ def _draw_overwritten(axes: Any, each: Overwritten) -> None:
     """
     low, high = max(each.block.offset, each.taker.offset) / _KIB, min(each.block.end, each.taker.end) / _KIB
     corner, width = (each.taker.born, low), each.until - each.taker.born
-    look: Any = _WRONG | {"linewidth": 1.5}
+    look: Any = WRONG | {"linewidth": 1.5}
     axes.add_patch(Rectangle(corner, width, high - low, zorder=3, **look))
     if high - low < _THIN * axes.get_ylim()[1]:
         axes.annotate(
@@ -256,7 +126,7 @@ def _draw_overwritten(axes: Any, each: Overwritten) -> None:
             (each.taker.born, (low + high) / 2),
             xytext=(-28, 28),
             textcoords="offset points",
-            arrowprops={"arrowstyle": "-|>", "color": _WRONG["edgecolor"], "linewidth": 1.5},
+            arrowprops={"arrowstyle": "-|>", "color": WRONG["edgecolor"], "linewidth": 1.5},
             zorder=4,
         )
 
@@ -295,7 +165,7 @@ def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, 
     if not shown:
         raise ValueError(f"there is no frame {first}: the pool has {len(names)}, 0 first")
     with styled():
-        fig = new_figure(_WIDTH, 1.2 + 0.27 * len(shown))
+        fig = new_figure(WIDTH, 1.2 + 0.27 * len(shown))
         axes = fig.subplots()
         for row, number in enumerate(shown):
             _draw_strip(axes, row, playback.frames[number])
@@ -317,13 +187,13 @@ def pool_frame(playback: Playback, number: int) -> Figure:
         raise ValueError(f"there is no frame {number}: the pool has {len(names)}, 0 first")
     frame = playback.frames[number]
     with styled():
-        fig = new_figure(_WIDTH, 3.4)
+        fig = new_figure(WIDTH, 3.4)
         above, below = fig.subplots(2, 1, height_ratios=(1, 1.6))
         _draw_strip(above, 0, frame)
         above.set(xlim=(0, _end(playback) / _KIB), ylim=(1, 0), yticks=[], xlabel="place in the pool, KiB")
         held = [each.live_bytes / _KIB for each in playback.frames]
         below.bar(range(len(held)), held, color=["#444444" if i == number else "#CCCCCC" for i in range(len(held))])
-        below.set_xticks(range(len(names)), _thinned(names), rotation=90 if len(names) > 20 else 0)
+        below.set_xticks(range(len(names)), thinned(names), rotation=90 if len(names) > 20 else 0)
         below.set(ylabel="held, KiB", xlim=(-0.6, len(held) - 0.4))
         below.tick_params(axis="x", length=0)
         fig.legend(handles=_legend(playback.lives, taken_over=True), loc="outside upper center", ncols=6)
@@ -395,7 +265,7 @@ def _last_holder(playback: Playback, before: range, life: Life) -> tuple[int, Li
 def _block_style(life: Life) -> dict[str, Any]:
     _, microbatch, backward = _graph_of(life.owner)
     return {
-        "facecolor": _color(microbatch),
+        "facecolor": nth_color(microbatch),
         "hatch": _BACKWARD if backward else "",
         "edgecolor": "#FFFFFF",
         "linewidth": 0.3,
@@ -429,7 +299,7 @@ def _short_names(playback: Playback) -> list[str]:
 
 def _legend(lives: Sequence[Life], *, taken_over: bool = False) -> list[Any]:
     microbatches = sorted({_graph_of(life.owner)[1] for life in lives})
-    handles: list[Any] = [Patch(facecolor=_color(m), label=f"microbatch {m}") for m in microbatches[:8]]
+    handles: list[Any] = [Patch(facecolor=nth_color(m), label=f"microbatch {m}") for m in microbatches[:8]]
     if any(_graph_of(life.owner)[2] for life in lives):
         handles.append(Patch(facecolor="#DDDDDD", hatch=_BACKWARD, edgecolor="#FFFFFF", label="of a backward"))
     if taken_over:

@@ -21,6 +21,7 @@ from labkit.viz.style import (
     legend_patches,
     name_rows,
     new_figure,
+    nth_color,
     styled,
     text_color,
 )
@@ -113,7 +114,7 @@ def _row_names(rows: Sequence[_Row], results: Mapping[str, Tensor]) -> list[str]
 
 
 def _shade(part: str, number: int = 0) -> str:
-    return color(part) if part in ACTIVITIES else SEQUENCE[number % len(SEQUENCE)]
+    return color(part) if part in ACTIVITIES else nth_color(number)
 
 
 def _patch(part: str, number: int) -> Patch:

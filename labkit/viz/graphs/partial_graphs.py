@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import INK, SEQUENCE, name_cells, name_rows, new_figure, styled
+from labkit.viz.style import INK, SEQUENCE, name_cells, name_rows, new_figure, nth_color, styled
 
 _RAISED = SEQUENCE[7]
 _PALE = "#C8C8C8"
@@ -108,7 +108,7 @@ def graph_outputs(ends: Mapping[str, Mapping[str, float]], unit: str) -> Figure:
     if not ends:
         raise ValueError("graph_outputs needs at least one step after which a graph may end")
     names = list(dict.fromkeys(name for out in ends.values() for name in out))
-    looks = {name: SEQUENCE[place % len(SEQUENCE)] for place, name in enumerate(names)}
+    looks = {name: nth_color(place) for place, name in enumerate(names)}
     longest = max(sum(out.values()) for out in ends.values())
     with styled():
         fig = new_figure(7.2, 1.2 + 0.34 * len(ends))

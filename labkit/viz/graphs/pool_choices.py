@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from labkit.graphs.study.free_ranges import Held
 from labkit.viz.figure import Figure
-from labkit.viz.style import new_figure, nth_style, styled, text_color
+from labkit.viz.style import new_figure, nth_color, styled, text_color
 
 
 def pool_choices(pools: Mapping[str, Sequence[Held]], *, what: str = "") -> Figure:
@@ -30,7 +30,7 @@ def pool_choices(pools: Mapping[str, Sequence[Held]], *, what: str = "") -> Figu
         panels = fig.subplots(1, len(pools), sharey=True, squeeze=False)[0]
         for axes, (name, held) in zip(panels, pools.items()):
             for number, one in enumerate(held, start=1):
-                shade = nth_style(number - 1)[0]
+                shade = nth_color(number - 1)
                 corner, width = (one.since, one.start), one.until - one.since
                 axes.add_patch(Rectangle(corner, width, one.nbytes, facecolor=shade, edgecolor="white", linewidth=1))
                 if one.nbytes > 0.07 * max(sizes.values()):

@@ -13,10 +13,9 @@ from labkit.schedules.ir import EVENT_KINDS, Action, Schedule
 from labkit.viz.figure import Figure
 from labkit.viz.pipeline.timeline_bars import WIDTH, Style, draw_rows, finish, legend, row_height
 from labkit.viz.pipeline.timeline_rows import Rows
-from labkit.viz.style import new_figure, styled
+from labkit.viz.style import ALERT, new_figure, styled
 
-_RED = "#D40000"
-_EDGE = {"fill": False, "edgecolor": _RED, "linewidth": 2.5, "zorder": 5, "clip_on": False}
+_EDGE = {"fill": False, "edgecolor": ALERT, "linewidth": 2.5, "zorder": 5, "clip_on": False}
 
 
 class PlayedTable:
@@ -143,7 +142,7 @@ def _mark_wait(axes: Any, table: PlayedTable) -> None:
         axes.add_patch(Rectangle((start, rank + 0.07), action.start - start, 0.86, **_EDGE))
         middle, length = (start + action.start) / 2, action.start - start
         words = f"{length:g} steps" if length > table.steps / 15 else f"{length:g}" if length > table.steps / 40 else ""
-        axes.text(middle, rank + 0.5, words, ha="center", va="center", fontsize=8, color=_RED, zorder=6)
+        axes.text(middle, rank + 0.5, words, ha="center", va="center", fontsize=8, color=ALERT, zorder=6)
 
 
 def _mark_stops(axes: Any, table: PlayedTable) -> None:
@@ -153,7 +152,7 @@ def _mark_stops(axes: Any, table: PlayedTable) -> None:
         start = table.done[ran[-1]].end if ran else 0.0
         axes.add_patch(Rectangle((start, rank + 0.07), 1.0, 0.86, **_EDGE))
         words = f"{action} waits for {table.missing(action)[0]}"
-        axes.text(start + 1.2, rank + 0.5, words, va="center", fontsize=8, color=_RED)
+        axes.text(start + 1.2, rank + 0.5, words, va="center", fontsize=8, color=ALERT)
 
 
 def _sentence(table: PlayedTable, name: str) -> str:

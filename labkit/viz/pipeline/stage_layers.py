@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from labkit.plan.stages import StageContents
 from labkit.schedules.ir import Schedule
 from labkit.viz.figure import Figure
-from labkit.viz.style import SEQUENCE, box, name_rows, new_figure, nth_style, styled
+from labkit.viz.style import box, name_rows, new_figure, nth_color, nth_style, styled
 
 _WIDTH = 9.0
 
@@ -42,7 +42,7 @@ def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figu
             box(axes, corner, width, 0.84, fill, text, edgecolor="#FFFFFF", linewidth=1.2, hatch=pattern)
             first += width
         for (rank, place), numbers in empty.items():
-            edge = SEQUENCE[schedule.chunk(numbers[0]) % len(SEQUENCE)]
+            edge = nth_color(schedule.chunk(numbers[0]))
             axes.text(place, rank + 0.5, f"{_stages(numbers)}: empty", ha="center", va="center", fontsize=8,
                       bbox={"boxstyle": "round,pad=0.3", "facecolor": "#FFFFFF", "edgecolor": edge})  # fmt: skip
         step = max(1, layers // 16)
@@ -53,7 +53,7 @@ def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figu
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         fig.legend(
-            handles=[Patch(facecolor=SEQUENCE[c % len(SEQUENCE)], label=f"chunk {c}") for c in range(min(chunks, 8))],
+            handles=[Patch(facecolor=nth_color(c), label=f"chunk {c}") for c in range(min(chunks, 8))],
             loc="outside upper right",
             ncols=min(chunks, 8),
         )

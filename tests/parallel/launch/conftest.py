@@ -1,12 +1,13 @@
 """Fixtures that look at processes from outside, so that a launcher's own word is never taken for it."""
 
+import contextlib
 import os
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
 import pytest
+from patience import on_this_machine, soon
 
 from labkit.launch import Ranks, forkserver
 
@@ -48,19 +49,10 @@ def marked(token):
     return found
 
 
-def on_this_machine(seconds):
-    """A limit in seconds, stretched by as much as the machine is overloaded: strict where tests run alone."""
-    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
-def soon(condition, seconds=10.0):
-    """Wait until the condition holds; whether it came to hold in time."""
-    deadline = time.monotonic() + on_this_machine(seconds)
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return bool(condition())
+@pytest.fixture(scope="session")
+def living():
+    """The function `living_ranks`."""
+    return living_ranks
 
 
 @pytest.fixture
@@ -102,6 +94,13 @@ class Marked:
     def pids(self):
         """Process ids of all descendants that live."""
         return marked(self.token)
+
+    @staticmethod
+    def command(pid):
+        """Command line of a process, parent and state."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(), processes().get(pid)
+        return "ended just now"
 
 
 @pytest.fixture

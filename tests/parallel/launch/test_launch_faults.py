@@ -16,16 +16,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from patience import on_this_machine
 
 from labkit.launch import RankError, Ranks, forkserver, run, waiting
 from labkit.launch import rank_pool as pool
 
 pytestmark = pytest.mark.usefixtures("no_rank_left")
-
-
-def on_this_machine(seconds):
-    """As the fixture `limit`: stretched by as much as the machine is overloaded."""
-    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """`%%ranks` in a shell of this process: names, values, output, errors, and what is left of its ranks."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,20 +12,17 @@ from IPython.core.interactiveshell import InteractiveShell
 from labkit.launch import RankError
 from labkit.launch.by_rank import RankValues
 
-sys.path.insert(0, os.path.dirname(__file__))
-from conftest import living_ranks
-
 SETUP = "%load_ext labkit\nimport torch, torch.distributed as dist\nscale = 3\ndef scaled(x):\n    return scale * x\n"
 
 
 @pytest.fixture(scope="module")
-def shell() -> Iterator[InteractiveShell]:
+def shell(living: Callable[[], list[int]]) -> Iterator[InteractiveShell]:
     """A shell with the magic and two ranks."""
     shell = InteractiveShell.instance()
     shell.run_cell(SETUP).raise_error()
     yield shell
     shell.run_cell("%ranks --close").raise_error()
-    assert living_ranks() == []
+    assert living() == []
     InteractiveShell.clear_instance()
 
 
@@ -78,7 +74,7 @@ def test_output_is_shown_by_rank_and_once_where_it_is_equal(run) -> None:
     assert "ProcessGroup" in run("%%ranks\ndist.group.WORLD").out, "what cannot leave its rank comes as its repr"
 
 
-def test_an_error_names_the_rank_and_the_line_of_the_cell(run, shell) -> None:
+def test_an_error_names_the_rank_and_the_line_of_the_cell(run, shell, living) -> None:
     run("%%ranks 2\nstays = 1")
     failed = run("%%ranks\nif dist.get_rank() == 1:\n    raise ValueError('boom')")
     assert isinstance(failed.error, RankError) and failed.error.ranks == [1]
@@ -89,7 +85,7 @@ def test_an_error_names_the_rank_and_the_line_of_the_cell(run, shell) -> None:
     hung = run(
         "%%ranks --timeout 1\nif dist.get_rank() == 0:\n    dist.barrier()\nelse:\n    import time; time.sleep(60)"
     )
-    assert "rank 0 of 2 waited for rank 1" in hung.out and ":5)" in hung.out and living_ranks() == []
+    assert "rank 0 of 2 waited for rank 1" in hung.out and ":5)" in hung.out and living() == []
     again = run("%%ranks\nstays")
     assert "new ranks started" in again.out and "NameError: name 'stays' is not defined" in again.out
 

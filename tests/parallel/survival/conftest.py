@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 RECORDS = "LABKIT_SURVIVAL_RECORDS"
 """Environment variable: the file that gets a line of JSON for each tally. `make faults` sets it."""
@@ -120,7 +117,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_rank_left() -> Iterator[None]:
     """After the test no rank lives that it has started."""
-    from survival_runs import on_this_machine, soon
+    from patience import soon
 
     from labkit.launch import forkserver
 
@@ -130,7 +127,7 @@ def no_rank_left() -> Iterator[None]:
 
     before = ranks()
     yield
-    assert soon(lambda: ranks() <= before, on_this_machine(2.0)), "a rank is still there"
+    assert soon(lambda: ranks() <= before, 2.0), "a rank is still there"
 
 
 def _parents() -> Iterator[tuple[int, int]]:

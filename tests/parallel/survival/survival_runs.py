@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +111,6 @@ def complete_steps(folder: Path, *, but: str = "") -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in paths]
 
 
-def on_this_machine(seconds: float) -> float:
-    """A limit in seconds, stretched by as much as the machine is overloaded."""
-    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
 def alive(pids: list[int]) -> list[int]:
     """Those processes that still are there and have not ended."""
     found = []
@@ -155,13 +149,3 @@ def _listeners() -> Iterator[tuple[int, str]]:
                 fields = line.split()
                 if fields[3] == "0A":
                     yield int(fields[1].rpartition(":")[2], 16), fields[9]
-
-
-def soon(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until the condition holds; whether it came to hold in time."""
-    deadline = time.monotonic() + on_this_machine(seconds)
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import on_this_machine
 from step_faults import Plant, count_calls, killed_at_call, kills_the_one_that_waits, planted_run
-from survival_runs import Course, alive, on_this_machine, open_ports
+from survival_runs import Course, alive, open_ports
 
 from labkit.launch import RankError, run
 

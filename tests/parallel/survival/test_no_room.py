@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import on_this_machine
 from save_faults import SaveFault, calls_of_a_save, watched_run
-from survival_runs import TINY, Course, complete_steps, on_this_machine, saving
+from survival_runs import TINY, Course, complete_steps, saving
 
 from labkit.launch import run
 

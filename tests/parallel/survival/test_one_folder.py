@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from survival_runs import TINY, alive, complete_steps, on_this_machine, saving, soon
+from patience import on_this_machine, soon
+from survival_runs import TINY, alive, complete_steps, saving
 
 from labkit.config import ConfigError
 from labkit.launch import RankError, run

@@ -6,13 +6,10 @@
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from survival_runs import differing_files, train
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_checkpoint_resume import CHAINS, DROPOUT, convert, differing
 
 from labkit.launch import RankError, run

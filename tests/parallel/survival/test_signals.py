@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from survival_runs import TINY, Course, differing_files, saving, soon, undisturbed
+from patience import soon
+from survival_runs import TINY, Course, differing_files, saving, undisturbed
 
 from labkit.config import presets
 from labkit.launch import rank_info, run

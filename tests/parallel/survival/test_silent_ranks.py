@@ -3,8 +3,9 @@
 import time
 
 import pytest
+from patience import on_this_machine
 from step_faults import Plant, holds_the_gil, is_stopped, loader_sleeps, planted_run
-from survival_runs import TINY, on_this_machine
+from survival_runs import TINY
 
 from labkit.launch import RankError, forkserver, run
 

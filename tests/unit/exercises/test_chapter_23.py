@@ -152,7 +152,7 @@ def test_the_samples_are_those_that_labkit_reads():
 
 
 def test_a_name_is_on_the_disk_only_after_a_sync_of_its_folder():
-    from labkit.check.chapter_23 import Disk
+    from labkit.check.stopping_disk import Disk
 
     disk = Disk()
     disk.make("a")
