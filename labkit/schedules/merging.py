@@ -12,7 +12,7 @@ next transfer. The parts of the two sides alternate, so each transfer is under w
 part and awaited by the next part of the same side. With delayed weight gradients (Megatron's `delay_wgrad_compute`) a
 backward computes them apart: those of the experts right after experts', under dispatch', and those of attention right
 before the forward's combine, under its all-to-all. Those of the last layer wait for the last combine of the pair. (In
-Megatron-LM a layer ends with those of attention: combine runs in the stream of the all-to-alls there, out of their way.)
+Megatron-LM a layer ends with those of attention: combine runs in the stream of the all-to-alls, out of their way.)
 
 A dense layer has two parts, attention and mlp. Its transfers are none, but it hides those of the other side.
 """
