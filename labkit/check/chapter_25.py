@@ -310,7 +310,7 @@ def _warm(ahead: list[int], pp: int, microbatches: int) -> Finding:
 
 ask(
     "25.left",
-    "All-to-alls take longer than all computation of the step together. Suppose that everything is hidden that can be, "
+    "All-to-alls take longer than the rest of the step together. Suppose that everything is hidden that can be, "
     "and that hiding costs nothing. How long is the step then, at least?",
     choices=lambda messages, rest: {
         f"{rest} s (the rest)": "That would hide all messages behind computation. But there is less "

@@ -10,8 +10,9 @@ next transfer. The parts of the two sides alternate, so each transfer is under w
 
 (' marks the backward, whose transfers bear the names of the forward's.) Each all-to-all is started at the end of one
 part and awaited by the next part of the same side. With delayed weight gradients (Megatron's `delay_wgrad_compute`) a
-backward computes them apart: those of the experts right after experts', under dispatch', and those of attention at the
-end of the layer. Those of the last layer wait for the end of the pair.
+backward computes them apart: those of the experts right after experts', under dispatch', and those of attention right
+before the forward's combine, under its all-to-all. Those of the last layer wait for the last combine of the pair. (In
+Megatron-LM a layer ends with those of attention: combine runs in the stream of the all-to-alls, out of their way.)
 
 A dense layer has two parts, attention and mlp. Its transfers are none, but it hides those of the other side.
 """
@@ -75,7 +76,10 @@ def pair_order(forward: Sequence[Parts], backward: Sequence[Parts], *, delay_wgr
             runs += _with_early_weights(_by_turns(waiting, back), delay_wgrad)
             waiting = ()
         else:
-            runs += [*waiting, *(PartRun("W", layer, part) for part in backward[layer] if part == "attention")]
+            runs += waiting
+            combine = runs[-1:] if runs[-1].side == "F" and runs[-1].part == "combine" else []
+            apart = [PartRun("W", layer, part) for part in backward[layer] if part == "attention"]
+            runs[len(runs) - len(combine) :] = [*apart, *combine]
             waiting = ()
     return [*runs, *waiting]
 

@@ -85,13 +85,13 @@ def test_the_page_has_the_predicted_gains() -> None:
     number = r"\| ([\d.]+)"
     row = rf"^\| Qwen3 [^|]* {number} to ([\d.]+) s {number} {number} to ([\d.]+) s {number} \|"
     rows = re.findall(row, PAGE, re.MULTILINE)
-    assert len(rows) == 2
-    for (off, on, gain, *own), (base, ranks) in zip(rows, ((QWEN, 16), (LARGE, 256)), strict=True):
+    assert len(rows) == 3
+    for (off, on, gain, *own), (base, ranks) in zip(rows, ((QWEN, 16), (QWEN, 16), (LARGE, 256)), strict=True):
         plain, merged = predicted(base, ranks).seconds, predicted({**base, **MERGES}, ranks).seconds
         assert [f"{plain:.1f}", f"{merged:.1f}", f"{plain / merged:.2f}"] == own
         assert float(off) / float(on) == pytest.approx(float(gain), abs=0.006)
-    delayed = predicted({**QWEN, **DELAYS}, 16).seconds / predicted({**QWEN, **MERGES}, 16).seconds
-    assert f"predicted are {100 * (delayed - 1):.1f} % lost" in PAGE
+    assert predicted({**QWEN, **DELAYS}, 16).seconds == pytest.approx(predicted({**QWEN, **MERGES}, 16).seconds)
+    assert "predicted they change nothing" in PAGE
 
 
 FLOAT8: dict[str, Any] = {"optim.fp8": "hybrid", "optim.fp8_recipe": "current"}

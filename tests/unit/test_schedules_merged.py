@@ -311,8 +311,8 @@ def test_the_parts_of_two_layers_take_turns():
         "B 0 combine | F 1 attention | B 0 experts | F 1 experts | B 0 attention | F 1 combine"
     )
     assert words(pair_order(layers[:1], layers, delay_wgrad=True)) == (
-        "B 1 combine | F 0 attention | B 1 experts | W 1 experts | F 0 experts | B 1 attention | F 0 combine | "
-        "W 1 attention | B 0 combine | B 0 experts | W 0 experts | B 0 attention | W 0 attention"
+        "B 1 combine | F 0 attention | B 1 experts | W 1 experts | F 0 experts | B 1 attention | W 1 attention | "
+        "F 0 combine | B 0 combine | B 0 experts | W 0 experts | B 0 attention | W 0 attention"
     )
     assert words(pair_order([MOE_PARTS], [DENSE_PARTS])) == (
         "F 0 attention | B 0 mlp | F 0 experts | B 0 attention | F 0 combine"
