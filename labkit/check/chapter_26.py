@@ -323,8 +323,8 @@ ask(
         "NaN": "A number that is too large may become NaN or infinite in such a cast, by format and version. But here "
         "none is; look at the other end of the range.",
         "it stays up": "The output layer isn't cast. It trains on features that never change, and that helps.",
-        "it falls, and ends too high": "Forward is nearly right, and the output layer trains. What the hidden layers "
-        "are to learn from has become something else.",
+        "it falls but ends too high": "Forward is nearly right, and the output layer trains. What do the hidden layers "
+        "get to learn from?",
         "it falls as in 32 bits": "Forward is nearly right, yes. But a gradient is much smaller than an activation.",
     },
 )
