@@ -147,6 +147,7 @@ def step_lower_bound(workload: Workload, machine: Machine) -> float:
 
 
 def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
+    """Return the configured schedule for a step of so many microbatches. Raises what `build_schedule` raises."""
     parallel = config.parallel
     build = build_schedule if config.schedule.path is not None else _known_schedule  # a file may have changed
     return build(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
