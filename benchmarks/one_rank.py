@@ -169,15 +169,14 @@ def measure_compiled(repetitions: int) -> list[Comparison]:
             start = time.perf_counter()
             losses[name] = step()
             first[name] = round(time.perf_counter() - start, 1)
-        alike = [loss for name, loss in losses.items() if not name.startswith("Hugging")]
-        assert max(alike) - min(alike) < 1e-4, f"the models do not compute the same: {losses}"
+        equal = [loss for name, loss in losses.items() if not name.startswith("Hugging")]
+        assert max(equal) - min(equal) < 1e-4, f"the models do not compute the same: {losses}"
         found = until_quiet(lambda: interleave("all", steps, repetitions=repetitions))  # compiling is a load
     rows = []
     for end in ("", ", compiled"):
-        seconds = {name: found.seconds[name] for name in steps if name.endswith(", compiled") == bool(end)}
-        seconds.pop(WHOLE, None)
-        compiled = (*seconds, WHOLE) if end else ()
-        facts: dict[str, Any] = {"first_step_seconds": {name: first[name] for name in compiled}} if end else {}
+        alike = [name for name in steps if name != WHOLE and name.endswith(", compiled") == bool(end)]
+        seconds = {name: found.seconds[name] for name in alike}
+        facts: dict[str, Any] = {"first_step_seconds": {name: first[name] for name in (*alike, WHOLE)}} if end else {}
         rows.append(replace(found, case=f"forward and backward{end}", seconds=seconds, facts=facts))
     pairs = {"labkit, compiled and as it is": "labkit", "labkit's layers beside a whole model": WHOLE}
     for case, other in pairs.items():
