@@ -136,11 +136,10 @@ def run_tests(tree: str, files: Sequence[str], order: Sequence[str] | None, out:
     watch = Watch(order, measured)
     options = [
         "--timeout=100",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
-    ]  # some are imported already
+        *("-p", "no:cacheprovider"),
+        *("-p", "no:nbval"),  # whose imports take two seconds
+        *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # some are imported already
+    ]
     code = pytest.main([*options, *(["-x"] if order else []), *files], plugins=[watch])
     lines: dict[str, dict[int, list[str]]] = {}
     if measured is not None:

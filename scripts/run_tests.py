@@ -56,8 +56,10 @@ class Piece:
 
     def command(self) -> list[str]:
         """The command line."""
-        report = [f"--junitxml={self.report()}"] if self.tool == "pytest" else []
-        return [str(Path(sys.executable).parent / self.tool), *self.arguments, *report]
+        own = [f"--junitxml={self.report()}"] if self.tool == "pytest" else []
+        if own and "--nbval" not in self.arguments:
+            own += ["-p", "no:nbval"]  # whose imports take two seconds
+        return [str(Path(sys.executable).parent / self.tool), *self.arguments, *own]
 
     def environment(self) -> dict[str, str]:
         """Of the tool: without GPUs but for the tests that need one. A chapter's `device = auto` is then the CPU.

@@ -65,6 +65,7 @@ class Suite:
 
     def environment(self) -> dict[str, str]:
         own = {"PYTHON": sys.executable, "OUT": str(self.out), "PYTHONPATH": str(self.folder)}
+        own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a bare machine has none, and importing those here takes seconds
         return os.environ | own | ({"STUB_GPU": "NVIDIA Stub"} if self.gpu else {})
 
     def run(self, *more: str) -> subprocess.CompletedProcess[str]:
