@@ -125,7 +125,8 @@ watchers: list[object] = []
 """Whoever watches this process while a block of theirs runs: recorders of Events, profilers, ledgers, `dropped` and
 `delayed` calls, graph captures. All threads share the list, because autograd runs backward on threads of its own.
 
-`pretrain` puts its recorder here unless `train.record_events` is off. Otherwise the list is nearly always empty, so
+`pretrain` puts its recorder here unless nothing asks for Events (`train.record_events`, `write_events`,
+`timing_log_level`). Otherwise the list is nearly always empty, so
 code that must be fast first checks whether it is, and then does nothing for watchers.
 """
 

@@ -3,9 +3,10 @@
 Each function takes an explicit `Group`; a group of size 1 is the identity and records nothing. Each tensor operation
 has an `_async` form that returns a `Pending`; between the call and `.wait()` the transfer runs in the background.
 
-All of these go through `issue`. It calls the function of `gloo.py` or `nccl.py` that moves the bytes, and returns the
-`Pending` that waits for it (`pending.py`). Whenever a call blocks, it writes its name into the launcher's status slot,
-so that the report of a hang can name it. While somebody watches (`labkit.events.watchers`), a call also
+All but `barrier` and `gather_objects` go through `issue`. It calls the function of `gloo.py` or `nccl.py` that moves
+the bytes, and returns the `Pending` that waits for it (`pending.py`). Whenever a call blocks, it writes its name into
+the launcher's status slot, so that the report of a hang can name it. While somebody watches (`labkit.events.watchers`),
+a call also
 
 - is made again at each replay of an emulated graph capture (`capturing.py`),
 - may be changed by `dropped` and `delayed` blocks (`fault_injection.py`),

@@ -4,8 +4,9 @@ A `CommLedger` counts the communication of a piece of code, so that a test can a
 backward per layer" (arXiv 1909.08053, section 3). A `comm_scope` says for which layer and in which phase the calls are
 made; names nest by dots, and a query for `layers.3` covers `layers.3.mlp.fc2`.
 
-The scope belongs to a thread, because autograd runs backward passes on threads of its own. Functions store the scope in
-forward and enter it again in backward. A ledger belongs to the process, because it must see those threads too.
+The scope belongs to a thread, because autograd runs backward passes on threads of its own. The operators of
+`parallel/mappings.py` store the scope in forward and enter it again in backward; a linear layer has its name in its
+`LinearPlan`. A ledger belongs to the process, because it must see those threads too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ A layer knows nothing of graphs. It declares its halves (`parts()`, a `LayerPart
 | training, with graphs                  | `cuda_graph_replay`  | hooks, graph [microbatch mod count], then the rest  |
 | otherwise (no graphs, evaluation, ..)  | the layer's forward  | the whole layer                                     |
 
-Merged pairs call `until_dispatch` in place of `forward`, which decides alike and ends before the experts' all-to-all.
+Merged pairs call `until_dispatch` in place of `forward`. It ends before the experts' all-to-all and replays where there
+are graphs; captures go through `forward`.
 
 A layer has a graph for each microbatch, because a pipeline runs several forwards before the first backward. A graph
 takes and returns only tensors, at fixed addresses, and rejects inputs of other shapes. With `cuda_graph_misfit` the

@@ -14,10 +14,11 @@ shared experts, router and the first permutation can. The layer's forward is one
 | `route`        | hidden, probs, routing map; shared experts' output; residual                                |
 | `preprocess`   | permuted rows, their probs; tensors of the metadata; shared experts' output; residual       |
 
-The graph has an output of shared experts only where it computes them: they exist and are not overlapped. The residual
-comes last. `preprocess` returns the metadata that the dispatcher's later steps read (`labkit/moe/dispatch`). Its
-configuration decides which fields hold a tensor (`valid_cudagraph_attrs`). A graph's outputs have fixed positions, so
-all captures of a layer must find the same fields.
+With the all-gather dispatcher the rows of `preprocess` are the tokens, not sorted yet. The graph has an output of
+shared experts only where it computes them: they exist and are not overlapped. The residual comes last. `preprocess`
+returns the metadata that the dispatcher's later steps read (`labkit/moe/dispatch`). Its configuration decides which
+fields hold a tensor (`valid_cudagraph_attrs`). A graph's outputs have fixed positions, so all captures of a layer must
+find the same fields.
 
 The signal is an exception and no error, used as control flow on purpose. Megatron does the same, and the names are its
 own (`megatron/core/transformer/moe/moe_utils.py`). A graph has to end several calls below the wrapper, in the middle of

@@ -5,9 +5,11 @@
 | (empty)          | all              | all (drop-and-pad only)                                         |
 | `attn`           | attention        | attention                                                       |
 | `mlp`            | norm and MLP     | -                                                               |
-| `moe`            | -                | norm, router, dispatch, experts (drop-and-pad only)             |
+| `moe`            | -                | the second half, residual included (drop-and-pad only)          |
 | `moe_router`     | -                | norm, shared experts unless overlapped, router                  |
 | `moe_preprocess` | -                | the above, counts, and rows sorted by expert                    |
+
+With the all-gather dispatcher `moe_preprocess` neither counts nor sorts: it only flattens the tokens.
 
 A layer has one graph, which begins with attention where that is captured. A layer of a Mamba model has one part, for
 which the scope has one word: `mamba`, `attn` or `mlp`. Such a layer is captured whole or not at all.

@@ -24,7 +24,7 @@ from labkit.parallel.mlp import ParallelMLP
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The two halves of a layer, for CUDA graphs, which wrap them one by one; `forward` is `run_mlp(run_attention(x))`.
+    """The two halves of a layer, for CUDA graphs and merged pairs; `forward` is `run_mlp(run_attention(x))`.
 
     A `MoELayer` in place of the MLP declares its own steps: its methods, in the order of its table.
     """
@@ -41,7 +41,7 @@ class LayerParts:
     add_mlp: Callable[[Tensor, Tensor], Tensor]
     """The end of `run_mlp`: (output of the MLP, residual) -> their sum, with dropout."""
     until_dispatch: Callable[[Tensor, Rotary | None], tuple[Any, ...]] | None
-    """The first part of the layer in a merged pair (`TransformerLayer.until_dispatch`); None where it joins none."""
+    """What a merged pair computes before the all-to-all (`TransformerLayer.until_dispatch`); None where it has none."""
     groups_of_attention: tuple[Group, ...]
     """The groups over which the first half communicates."""
     groups_of_mlp: tuple[Group, ...]
@@ -87,7 +87,7 @@ class TransformerLayer(nn.Module):
         return residual_SBH + self.dropout(made_SBH)
 
     def until_dispatch(self, x_SBH: Tensor, rotary: Rotary | None) -> tuple[Any, ...]:
-        """Compute the layer's first part in a merged pair: `before_dispatch(x + attention(norm(x)))`."""
+        """Compute what comes before the all-to-all in a merged pair: `before_dispatch(x + attention(norm(x)))`."""
         return self.before_dispatch(self.forward_attention(x_SBH, rotary))
 
     def before_dispatch(self, x_SBH: Tensor) -> tuple[Any, ...]:

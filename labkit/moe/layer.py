@@ -191,7 +191,7 @@ class MoELayer(nn.Module):
             shared_SBH = self.shared_experts_compute(x_SBH)
             return shared_SBH, *self.preprocess(x_SBH, *self.route(x_SBH))
 
-    # Each step is a method, because a partial CUDA graph ends after one of the first two (`graphs/partial_moe.py`).
+    # Each step is a method, because a partial CUDA graph ends after `route` or `preprocess` (`graphs/partial_moe.py`).
 
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [T, E], 0 where not chosen, and the choice [T, E], bool."""

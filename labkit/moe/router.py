@@ -2,9 +2,9 @@
 
     logits = x W^T  ->  z loss  ->  choice and weights  ->  capacity  ->  load-balancing loss attached to the weights
 
-Logits and scores are computed in float32 or wider, also from bf16 activations, because between close logits bf16 would
-decide by rounding. Under sequence parallelism a rank routes the S/(cp tp) positions that it holds. So the gradient of W
-is a part of a sum over tp (`sequence_parallel`), like that of a norm.
+Unless `moe.router_dtype` is `model`, logits and scores are computed in float32 or wider, also from bf16 activations,
+because between close logits bf16 would decide by rounding. Under sequence parallelism a rank routes the S/(cp tp)
+positions that it holds. So the gradient of W is a part of a sum over tp (`sequence_parallel`), like that of a norm.
 
 A forward counts for losses, statistics and the expert bias only in training with gradients enabled. Recomputation too
 counts a microbatch once, since its first forward runs without gradients. The global loss is an exception: it counts in

@@ -293,7 +293,7 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan:
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """Return y = x W^T + b cut by rows, for `RowParallelLinear` or a weight held elsewhere."""
+    """Return y = x W^T + b cut by rows, for `RowParallelLinear`."""
     if plan.number is not None and is_compiling():
         return opaque_linear(x, weight, bias, plan, x.shape[0] // plan.parts)
     trains = torch.is_grad_enabled()
@@ -467,7 +467,10 @@ class RowParallelLinear(_Linear):
         self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, precision.gemms(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [S, B, I/t] (or [S, B, I]) -> (y [S, B, O], the bias if it was skipped, else None)."""
+        """x [S, B, I/t] (or [S, B, I]) -> (y [S, B, O], the bias if it was skipped, else None).
+
+        Under sequence parallelism y is [S/t, B, O].
+        """
         if not self.input_is_parallel:
             with comm_scope(layer=self.name):
                 x = scatter_to_tensor_model_parallel_region(x, self.group)

@@ -14,8 +14,9 @@ the forward of one is the backward of the other.
 | reduce_scatter_to_sequence_parallel_region   | reduce-scatter first | all-gather first dim |
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
-The sequence-parallel operators are those of arXiv 2205.05198; there g is the gather and g-bar the reduce-scatter. Ranks
-may hold parts of unequal sizes. `comm/in_flight.py` starts an all-to-all early. A group of size 1 needs none of these.
+The sequence-parallel operators are those of arXiv 2205.05198; there g is the gather and g-bar the reduce-scatter.
+`layers.py` calls both of them f and g, by their place in a layer. Ranks may hold parts of unequal sizes.
+`comm/in_flight.py` starts an all-to-all early. A group of size 1 needs none of these.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """

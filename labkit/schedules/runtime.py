@@ -1,7 +1,8 @@
 """Run a schedule for real: one rank's part of a training step, as the rows say.
 
 `PipelineRuntime` checks that the schedule can run and fits this rank, and turns the row of the rank into a program
-(`lowering.py`), which `execution.py` runs. A single stage takes a plain loop over its microbatches instead.
+(`lowering.py`), which `execution.py` runs. A single stage that runs each microbatch forward and backward in turn takes
+a plain loop instead.
 
 Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S, B, H).
 """

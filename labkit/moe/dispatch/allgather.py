@@ -1,6 +1,6 @@
 """The all-gather dispatcher: every rank gets all tokens of tp_ep and takes the tokens of its experts.
 
-    tokens, weights, map -> all-gather (tp_ep) -> pick and sort by local expert -> experts
+    map, tokens, weights -> all-gather (tp_ep) -> pick and sort by local expert -> experts
     result <- reduce-scatter (tp_ep) <- put back into place <-
 
 It needs no split sizes, only the counts of the experts, and makes two large transfers. Every token goes to every rank,

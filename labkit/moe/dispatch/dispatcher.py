@@ -12,6 +12,9 @@ A forward calls six steps in this order, with the experts in the middle:
 | `token_combine`        | -                                                        | results come back    |
 | `combine_postprocess`  | undo permutation 1: add up each token's results          | -                    |
 
+This is the work of the all-to-all. The all-gather sends everything in `token_dispatch`, sorts only in
+`dispatch_postprocess`, and reduce-scatters over tp_ep in `token_combine`.
+
 A dispatcher keeps nothing between two steps. What later steps must know of this forward is its *metadata*: the first
 step makes it, and every other step takes it and returns it with what it adds.
 
@@ -27,10 +30,10 @@ Each dispatcher has a NamedTuple of its own for it. A CUDA graph that ends after
 tensors in it (`labkit/graphs/partial_moe.py`). Megatron's dispatchers keep the same things as attributes of their own.
 Backward needs no metadata, since autograd saves its own tensors.
 
-The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. A forward makes one copy
-to the host, at `cuda_dtoh_point`; nothing else here makes the host wait. The steps are separate, because
-`dispatch_preprocess` can mostly do without these numbers (it cannot with a capacity and no padding). The all-gather
-needs no split sizes. It copies its counts in `dispatch_postprocess`.
+The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. A forward makes at most
+one copy to the host, in the all-to-all at `cuda_dtoh_point`; nothing else here makes the host wait. The steps are
+separate, because `dispatch_preprocess` can mostly do without these numbers (it cannot with a capacity and no padding).
+The all-gather needs no split sizes. It copies its counts in `dispatch_postprocess`.
 
 Every rank of the group runs every step, even without tokens. Backward communicates in the same places, so the others
 would hang if a rank were outside autograd's graph.

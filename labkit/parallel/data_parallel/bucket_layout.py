@@ -50,7 +50,7 @@ class ParameterSpec:
     numel: int
     """Number of elements."""
     shared_embedding: bool = False
-    """True for one of the two copies of a tied word embedding.
+    """True for a parameter that other stages hold, too, such as a tied word embedding.
 
     With the distributed optimizer such a parameter has its own bucket. Then the first and the last stage cut it alike,
     and the two gradients can be summed after the reduce-scatter.

@@ -4,10 +4,10 @@ This is Megatron's `DistributedDataParallel`; the idea is in arXiv 2006.15704.
 
 *When is a gradient complete?* A hook on every parameter reports arrivals outside `no_sync`. The first step reduces
 everything at its end, and learns the number of arrivals that complete each gradient. Most parameters have one arrival.
-Parameters that recomputed segments share have several. A parameter has none if a split backward brings its last
-gradient earlier. A fused layer adds its gradient to `main_grad` itself, and autograd still calls the hook. No autograd
-engine runs in W, so `weight_grad_store` calls the hook there. A gradient that comes after its bucket was sent raises an
-error.
+Parameters that recomputed segments share have several. A parameter has none if its last gradient comes inside
+`no_sync`, as a norm's does if a split backward ends with W. A fused layer adds its gradient to `main_grad` itself, and
+autograd still calls the hook. No autograd engine runs in W, so `weight_grad_store` calls the hook there. A gradient
+that comes after its bucket was sent raises an error.
 
 *In which order do ranks reduce?* Always in the order of the buckets, because collectives of one communicator pair up by
 order. A complete bucket waits for the buckets before it. That is torch's rule; Megatron starts a bucket as soon as it
