@@ -94,14 +94,20 @@ def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
             return None, f"{shown(key)}: several sections have this field; write one of {', '.join(found)}"
         if found:
             return found[0], ""
+        if name in SECTIONS:
+            return None, f"{shown(key)}: is a section; write one of its fields, such as {name}.{_fields_of(name)[0]}"
         return None, f"{shown(key)}: {megatron_flags.advice(last) or f'unknown field{nearest(name, _ANY_NAME)}'}"
     dotted = f"{section}.{name}" if f"{section}.{name}" in SPECS else ALIASES.get(name, "")
     if dotted.startswith(f"{section}."):
         return dotted, ""
-    inside = [d.partition(".")[2] for d in SPECS if d.startswith(f"{section}.")]
+    inside = _fields_of(section)
     elsewhere = resolve(key)[0]
     hint = f'; it belongs to another section: "{elsewhere}"' if elsewhere else nearest(name, inside)
     return None, f"{shown(f'{section}.{key}')}: {megatron_flags.advice(name) or f'unknown field{hint}'}"
+
+
+def _fields_of(section: str) -> list[str]:
+    return [dotted.partition(".")[2] for dotted in SPECS if dotted.startswith(f"{section}.")]
 
 
 class Entry(NamedTuple):

@@ -252,7 +252,7 @@ def from_programs(
     for more microbatches serves too.
 
     Raises:
-        ValueError: a phase with a negative number of times.
+        ValueError: a phase with a negative number of times, or a word that begins with another letter.
     """
     rows = []
     for rank, program in enumerate(programs):
@@ -261,6 +261,8 @@ def from_programs(
                 f"{name}: the program of rank {rank} has a phase of {short[0]}; a phase has 0 times or more, so with "
                 f"{counted(microbatches, 'microbatch')} a warm-up is at most {microbatches}"
             )
+        if bad := [word for _, words in program for word in words.replace("&", " ").split() if word[0] not in KINDS]:
+            raise ValueError(f"{name}: the program of rank {rank} has `{bad[0]}`; words begin with {', '.join(KINDS)}")
         kinds, chunks, numbers, merged = _row(program)
         stages = np.array([stage_of(rank, chunk) for chunk in range(1 + int(chunks.max()))])
         kept = numbers < microbatches

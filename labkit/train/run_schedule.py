@@ -85,8 +85,7 @@ def checked_schedule(
 ) -> tuple[Schedule | None, str]:
     """Return the given or else the configured schedule, and why it cannot drive the run (an empty string if it can).
 
-    A schedule file is verified over the transport of the run. So is a named schedule over `even_odd`, which could hang.
-    The runtime verifies a given schedule.
+    A schedule file and a named schedule are verified over the transport of the run. The runtime verifies a given one.
     """
     own, given = config.schedule, schedule is not None
     named = f"schedule.name = {own.name!r}: " if own.path is None else f"schedule.path = {own.path!r}: "
@@ -94,7 +93,7 @@ def checked_schedule(
         schedule = schedule or configured_schedule(config, world_size)
         check_schedule(schedule, config, world_size)
         transport = transport_of(config)
-        if not given and (own.path is not None or transport == "even_odd"):
+        if not given:
             verify(schedule, transport)
             verify(without_backward(schedule), transport)  # validations run it
     except (ValueError, OSError) as error:

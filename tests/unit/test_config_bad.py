@@ -530,6 +530,10 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["parity", "--preset", "tiny", "--layouts", "dp=0"], "must be an integer of at least 1"),
     (["parity", "--preset", "tiny", "--layouts", "tq=2"], "'tq': unknown field"),
     (
+        ["parity", "--preset", "tiny", "--layouts", "pp=2,schedule=gpipe"],
+        "'schedule': is a section; write one of its fields, such as schedule.name",
+    ),
+    (
         ["train", "--preset", "tiny", "--device", "cud"],
         "--device 'cud': must be one of auto, cpu, cuda; did you mean \"cuda\"?",
     ),

@@ -366,3 +366,8 @@ def test_a_phase_of_negative_times_is_refused_by_rank_and_words():
     program = [(5, "F"), (4 - 5, "F B"), (5, "B")]
     with pytest.raises(ValueError, match=r"mine: the program of rank 0 has a phase of -1 times `F B`; .* at most 4"):
         from_programs("mine", 4, [program], lambda rank, _: rank)
+
+
+def test_a_word_of_no_kind_is_refused_by_rank():
+    with pytest.raises(ValueError, match="mine: the program of rank 0 has `Q`; words begin with F, B, I, W"):
+        from_programs("mine", 4, [[(4, "F Q")]], lambda rank, _: rank)

@@ -16,8 +16,8 @@ from labkit.launch import Ranks, available_memory, forkserver, machine, run
 from labkit.launch import rank_pool as pool
 from labkit.launch.available_memory import GIB, Memory
 from labkit.plan.memory_need import CUDA_BYTES, TORCH_BYTES
-from labkit.schedules import gpipe
-from labkit.train import compare, pretrain
+from labkit.schedules import Schedule, gpipe
+from labkit.train import compare, pretrain, run_schedule
 from labkit.train.device_rules import attention_problem, graph_problem
 from labkit.train.preflight import memory_problem, problems
 
@@ -153,6 +153,14 @@ def test_graphs(impl: str, device: str, expected: str) -> None:
 def test_kernels_that_a_device_lacks(device: str, changes: dict[str, Any], expected: str) -> None:
     said = attention_problem(presets.tiny().override(changes), device)
     assert (said.startswith("model.attention_backend = ") and expected in said) if expected else said == ""
+
+
+def test_a_named_schedule_is_verified_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new builder may be wrong."""
+    waiting = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0")
+    monkeypatch.setattr(run_schedule, "configured_schedule", lambda config, world_size: waiting)
+    [said] = problems(presets.tiny().override({"pp": 2, "global_batch_size": 4, "micro_batch_size": 2}), 2, "cpu")
+    assert said.startswith("schedule.name = 'auto': csv cannot run, these wait for each other: rank 0 -> rank 1")
 
 
 def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
