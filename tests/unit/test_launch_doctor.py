@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -98,6 +99,11 @@ def test_connections(monkeypatch, value, level, said):
     assert found.level == level and said in found.text
 
 
+in_a_workshop = pytest.mark.skipif(find_spec("jupyterlab") is None, reason="needs jupyterlab")
+"""What a laptop of a workshop has, and a bare GPU machine has not."""
+
+
+@in_a_workshop
 def test_a_laptop_that_is_ready_says_so_in_one_line():
     findings = workshop.examine_for_workshop()
     line = workshop.one_line(findings)
@@ -107,6 +113,7 @@ def test_a_laptop_that_is_ready_says_so_in_one_line():
     )
 
 
+@in_a_workshop
 def test_a_laptop_that_is_not_ready_says_why(monkeypatch):
     poor = Memory(total=4 << 30, available=1 << 30, limited=False)
     monkeypatch.setattr(workshop, "host_memory", lambda: poor)
