@@ -255,7 +255,9 @@ def _screenshot(page: Any, name: str) -> None:
 
 @pytest.mark.parametrize("lab", [[BET, WRONG, ENDLESS, SETTLE, HUNT]], indirect=True)
 def test_bets_scores_and_verdicts_as_a_reader_sees_them(page: Any, tmp_path: Path) -> None:
-    choice, number = page.get_by_role("button", name="Place bet").all()
+    buttons = page.get_by_role("button", name="Place bet")
+    buttons.nth(1).wait_for()
+    choice, number = buttons.all()
     choice.click()
     page.get_by_text("Choose an answer first.").wait_for()
     page.get_by_text("100 %", exact=True).click()
