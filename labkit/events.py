@@ -126,8 +126,8 @@ watchers: list[object] = []
 `delayed` calls, graph captures. All threads share the list, because autograd runs backward on threads of its own.
 
 `pretrain` puts its recorder here unless nothing asks for Events (`train.record_events`, `write_events`,
-`timing_log_level`). Otherwise the list is nearly always empty, so
-code that must be fast first checks whether it is, and then does nothing for watchers.
+`timing_log_level`). Otherwise the list is nearly always empty, so code that must be fast first checks whether it is,
+and then does nothing for watchers.
 """
 
 W = TypeVar("W")
