@@ -78,15 +78,27 @@ def compose(outcomes: list[Outcome], limit: float) -> RankError:
     """Return the error for a call from which not every rank returned. limit: seconds that a rank might wait for others.
 
     Ranks that died are the cause, since the others then fail with broken connections. Otherwise ranks that raised are
-    the cause, the earliest first, else ranks that gave no answer.
+    the cause, the earliest first, else ranks that gave no answer. A rank that could open no more files says so in an
+    error, or dies of it, because gloo aborts the process where a thread of its own meets the limit.
     """
     died = [o for o in outcomes if o.phase == "died"]
     failed = sorted((o for o in outcomes if o.phase == "failed"), key=lambda o: o.when)
+    if all(o.exit_code == -signal.SIGABRT for o in died) and any(map(_no_file_left, failed if died else failed[:1])):
+        return _unconnected(sorted(o.rank for o in died + failed), len(outcomes))
     if died:
         return _died(died, outcomes)
     if failed:
         return _raised(failed, outcomes)
     return _silent(outcomes, limit)
+
+
+def _no_file_left(outcome: Outcome) -> bool:
+    return outcome.failure is not None and bool(_NO_FILE_LEFT.search(outcome.failure.summary))
+
+
+def _unconnected(ranks: list[int], count: int) -> RankError:
+    head = f"{_ranks(ranks)} of {count} could not connect: too many open files in a rank; {MORE_FILES}"
+    return RankError(head, ranks=ranks, kind="raised")
 
 
 def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
@@ -102,10 +114,6 @@ def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
 def _raised(failed: list[Outcome], outcomes: list[Outcome]) -> RankError:
     first = failed[0]
     assert first.failure is not None, "a failed rank has said why"
-    if _NO_FILE_LEFT.search(first.failure.summary):
-        ranks = sorted(o.rank for o in failed)
-        head = f"{_ranks(ranks)} of {len(outcomes)} could not connect: too many open files in a rank; {MORE_FILES}"
-        return RankError(head, ranks=ranks, kind="raised")
     calls = {o.rank: call for o in sorted(failed, key=lambda o: o.rank) if (call := mismatched_call(o))}
     said = first.failure.summary
     if first.rank in calls:

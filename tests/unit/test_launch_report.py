@@ -40,6 +40,20 @@ def test_a_death_is_the_cause_of_the_broken_connections_that_follow():
     assert "rank 1 was ended by SIGKILL" in error.summary
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (Outcome(0, "died", exit_code=-6), "ranks 0, 1 of 2 could not connect: too many open files in a rank; "),
+        (Outcome(0, "died", exit_code=-9), "1 of 2 ranks died: rank 0 was ended by SIGKILL"),
+        (raised(0, "RuntimeError: Connection closed by peer", 2.0), "ranks 0, 1 of 2 could not connect: "),
+        (raised(0, "ValueError: early", 1.0), "2 of 2 ranks raised, first rank 0: ValueError: early"),
+    ],
+)
+def test_too_few_files_are_said_whether_gloo_raises_or_aborts(other, said):
+    full = raised(1, "RuntimeError: [enforce fail at gloo/transport/tcp/loop.cc:48] pipe: Too many open files", 1.5)
+    assert compose([other, full], 60).summary.startswith(said)
+
+
 def test_exit_codes_in_words():
     assert "ended with exit code 3 before it returned" in compose([Outcome(0, "died", exit_code=3)], 1).summary
     assert "vanished" in compose([Outcome(0, "died", exit_code=255)], 1).summary

