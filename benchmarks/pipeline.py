@@ -359,7 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], help="microbatches of a step")
     parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
-    # The two ranks alone are a load of 4 to 7: their 70 gloo threads each wake up together at every barrier.
+    # The two ranks alone are a load of 4 to 7: each has about 70 threads, which now and then wake up together.
     parser.add_argument("--max-load", type=float, default=8.0, help="load average above which times are not quoted")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
