@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import LEAST, Comparison, report
+from other_work import OtherWork
 from torch import nn
 
 from labkit.comm.groups import ParallelGroups
@@ -74,8 +74,9 @@ def measure(case: str, world: int, changes: dict[str, Any], groups: int) -> Comp
     """Compare pairs of steps that pay for Events with the pairs between them."""
     with tempfile.TemporaryDirectory() as folder:
         fields = COMMON | changes | {"train.output_dir": folder, "train.steps": EVERY * (WARM_UP + groups + 1)}
-        load = os.getloadavg()[0]
+        others = OtherWork()
         times = run(clocked, world, RunConfig().replaced(fields), device="cpu")[0]
+        cores = others.cores()
         events = sum(1 for _ in (Path(folder) / "events.jsonl").open())
     written = range(EVERY * WARM_UP - 1, len(times) - EVERY, EVERY)  # index of a step whose number EVERY divides
     paying = [times[at + 1] - times[at - 1] for at in written]
@@ -87,8 +88,7 @@ def measure(case: str, world: int, changes: dict[str, Any], groups: int) -> Comp
         "share of a step": round(cost / step, 4),
         "event_interval for 1 %": max(1, math.ceil(cost / step / AIM)),
     }
-    return Comparison(case, {"two steps, one recorded": paying, "two steps": free}, max(load, os.getloadavg()[0]),
-                      facts=facts)  # fmt: skip
+    return Comparison(case, {"two steps, one recorded": paying, "two steps": free}, cores, facts=facts)
 
 
 def main() -> None:

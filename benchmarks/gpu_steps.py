@@ -29,8 +29,8 @@ from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
 DEVICE = torch.device("cuda", 0)
-LOAD = float(os.cpu_count() or 1)
-"""The host only launches kernels: its load matters where it has no core left."""
+MAX_OTHERS = float((os.cpu_count() or 2) - 1)
+"""The host only launches kernels: others' work matters where it has no core left."""
 PLAIN: dict[str, Any] = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PLAIN["use_cpu_initialization"] = False
 """Of models that are timed: no dropout, as peers have none, and weights drawn on the device, which takes no minutes."""
@@ -59,7 +59,7 @@ def timed(
     """Interleaved, with the GPU idle at both ends of every repetition."""
     return interleave(
         case, steps, repetitions=repetitions, warmup=warmup, across_ranks=across_ranks,
-        synchronize=partial(synchronize, device), max_load=LOAD,
+        synchronize=partial(synchronize, device), max_others=MAX_OTHERS,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@
 
 The rule of honesty: ours and the peers' run interleaved (ABAB...), at least 15 times each; what is quoted is the median
 of the ratios of neighbouring runs. A comparison in which any alternative's median exceeds 1.3 times its minimum, or
-around which the machine's load, to one decimal, exceeds 2, is marked as rejected: its raw seconds are stored, and
+during which other processes kept more than 0.2 cores busy, is marked as rejected: its raw seconds are stored, and
 nothing is quoted. Inside ranks (`across_ranks=True`, every rank calls it alike) a barrier stands before each repetition
 and the slowest rank counts.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import statistics
 import threading
@@ -26,14 +25,15 @@ from typing import Any
 
 import provenance
 import table
+from other_work import OtherWork
 
 RESULTS = Path(__file__).parent / "results"
 LEAST = 15
 """Repetitions below which nothing is quoted."""
 MAX_NOISE = 1.3
 """Largest median / minimum of one alternative."""
-MAX_LOAD = 2.0
-"""Largest one-minute load average before or after the run, to one decimal: two ranks that never rest read 2.04."""
+MAX_OTHERS = 0.2
+"""Cores that other processes may keep busy on average."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Comparison:
     """What was measured: sizes and layout in words."""
     seconds: dict[str, list[float]]
     """By alternative, in order of repetition: entry i of each ran next to entry i of the others."""
-    load: float
-    """The larger of the load averages before and after."""
-    max_load: float = MAX_LOAD
-    """Load above which the comparison is rejected."""
+    others: float | None = None
+    """Cores that other processes kept busy meanwhile, on average; None where the system does not tell."""
+    max_others: float = MAX_OTHERS
+    """Cores of others above which the comparison is rejected."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Whatever else belongs into the stored row: counts, bytes, rates (values that JSON can hold)."""
     unfit: str = ""
@@ -74,8 +74,8 @@ class Comparison:
     def rejected(self) -> str | None:
         """Why the times may not be quoted; None when they may."""
         noisy = [f"{name} median/min {self.noise(name):.2f}" for name in self.seconds if self.noise(name) > MAX_NOISE]
-        if round(self.load, 1) > self.max_load:
-            noisy.append(f"load {self.load:.1f}")
+        if self.others is not None and self.others > self.max_others:
+            noisy.append(f"others kept {self.others:.2f} cores busy")
         if self.unfit:
             noisy.append(self.unfit)
         if noisy:
@@ -86,7 +86,7 @@ class Comparison:
     def row(self) -> dict[str, Any]:
         """What is stored: times and ratios, or the reason why none may be quoted; and the raw seconds either way."""
         row: dict[str, Any] = {"case": self.case, "repetitions": len(self.seconds[self.ours])}
-        row |= {"load": round(self.load, 2), "load_limit": self.max_load}
+        row |= {"others_cores": self.others and round(self.others, 3), "others_limit": self.max_others}
         row |= {"noise": {name: round(self.noise(name), 3) for name in self.seconds}}
         row |= {"raw_seconds": {name: [round(one, 9) for one in seconds] for name, seconds in self.seconds.items()}}
         if self.rejected:
@@ -104,7 +104,7 @@ def interleave(
     warmup: int = 3,
     across_ranks: bool = False,
     synchronize: Callable[[], Any] | None = None,
-    max_load: float = MAX_LOAD,
+    max_others: float = MAX_OTHERS,
 ) -> Comparison:
     """Time every alternative `repetitions` times in turn; the first one is ours.
 
@@ -116,9 +116,9 @@ def interleave(
         for step in alternatives.values():
             step()
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
-    load = os.getloadavg()[0]
     gc.collect()
     gc.disable()
+    others = OtherWork()
     try:
         for _ in range(repetitions):
             for name, step in alternatives.items():
@@ -130,15 +130,16 @@ def interleave(
                 seconds[name].append(time.perf_counter() - start)
     finally:
         gc.enable()
+    cores = others.cores(across_ranks=across_ranks)
     if across_ranks:
         seconds = _slowest_rank(seconds)
-    return Comparison(case, seconds, max(load, os.getloadavg()[0]), max_load)
+    return Comparison(case, seconds, cores, max_others)
 
 
 def until_quiet(measure: Callable[[], Comparison], *, attempts: int = 4, pause: float = 15.0) -> Comparison:
-    """`measure()`, again after a pause (which lets the load fall) while it is rejected, at most `attempts` times.
+    """`measure()`, again after a pause while it is rejected, at most `attempts` times.
 
-    The rule that rejects looks at noise and load alone, never at who was faster.
+    The rule that rejects looks at noise and at others' work alone, never at who was faster.
     """
     found = measure()
     for _ in range(attempts - 1):

@@ -142,7 +142,7 @@ def measure(
     times = {"labkit, merged pairs": step_seconds(seen[True]), "labkit, unmerged": step_seconds(seen[False])}
     facts = {"hidden": round(found.share, 3), "all_to_all_ms": round(1e3 * transfer, 3)}
     facts |= {f"wait_{k}_ms": round(1e3 * getattr(found, k), 1) for k in ("unmerged", "merged", "modelled")}
-    return Comparison(name, times, load=0.0, facts=facts), found, seen[True]
+    return Comparison(name, times, facts=facts), found, seen[True]
 
 
 def draw(ranks: list[list[list[Event]]], path: str) -> None:

@@ -60,9 +60,7 @@ def model_config(hidden: int) -> ModelConfig:
 # ---- the layer ----
 
 
-def measure_layer(
-    case: str, ep: int, repetitions: int, max_load: float, compiled: bool = False
-) -> tuple[Comparison, dict[str, Any]]:
+def measure_layer(case: str, ep: int, repetitions: int, compiled: bool = False) -> tuple[Comparison, dict[str, Any]]:
     """On each rank: (times of the layers in turn, bytes of all ranks). compiled: both layers compiled, too."""
     import megatron_moe
 
@@ -103,7 +101,7 @@ def measure_layer(
         torch.testing.assert_close(outputs["labkit"], outputs[name], rtol=1e-4, atol=1e-6)
         assert megatron_moe.largest_gradient_difference(ours, their) < 1e-4, f"{name} does not compute the same"
     words = f"layer, {case}, ep{ep}, forward and backward"
-    found = interleave(words, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)
+    found = interleave(words, steps, repetitions=repetitions, across_ranks=True)
     if compiled:
         pair = {name: found.seconds[name] for name in ("labkit, compiled", "megatron-core, compiled")}
         ratio = replace(found, seconds=pair).ratio("megatron-core, compiled")
@@ -171,12 +169,12 @@ def experts_step(kind: type[Experts], counts: Tensor) -> Step:
     return step
 
 
-def measure_experts(case: str, load: str, repetitions: int, max_load: float) -> Comparison:
+def measure_experts(case: str, load: str, repetitions: int) -> Comparison:
     """One product for all beside one for each."""
     counts = {"even": even, "skewed": skewed}[load](EXPERTS[case])
     steps = {"grouped": experts_step(GroupedExperts, counts), "one by one": experts_step(SequentialExperts, counts)}
     words = f"experts alone, {case}, {load} load, forward and backward"
-    return interleave(words, steps, repetitions=repetitions, max_load=max_load)
+    return interleave(words, steps, repetitions=repetitions)
 
 
 # ---- all of it ----
@@ -186,19 +184,18 @@ def main() -> None:
     """Run all parts and store the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=25, help="interleaved repetitions; 15 or more to be quoted")
-    parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
     parser.add_argument("--attempts", type=int, default=4, help="how often a noisy comparison is measured at most")
     parser.add_argument("--dry", action="store_true", help="print only, write no result")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    given, compiled = (options.repetitions, options.max_load), shutil.which("g++") is not None
+    count, compiled = options.repetitions, shutil.which("g++") is not None
     comparisons, rows = [], []
     for ep in (1, 2):
         for case in LAYERS:
             counted: list[dict[str, Any]] = []
 
             def layer(case: str = case, ep: int = ep, counted: list[dict[str, Any]] = counted) -> Comparison:
-                found, row = run(measure_layer, ep, case, ep, *given, compiled, device="cpu", timeout=600.0)[0]
+                found, row = run(measure_layer, ep, case, ep, count, compiled, device="cpu", timeout=600.0)[0]
                 counted[:] = [row]
                 return found
 
@@ -206,7 +203,7 @@ def main() -> None:
             rows += counted if ep > 1 else []
     for case in EXPERTS:
         for load in ("even", "skewed"):
-            alone = lambda case=case, load=load: measure_experts(case, load, *given)  # noqa: E731
+            alone = lambda case=case, load=load: measure_experts(case, load, count)  # noqa: E731
             comparisons.append(until_quiet(alone, attempts=options.attempts))
     report("moe", comparisons, rows=rows, title="Mixture of experts", notes=NOTES, write=not options.dry)
 

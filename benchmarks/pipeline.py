@@ -298,13 +298,13 @@ def of_the_slower_rank(seconds: list[float]) -> float:
     return float(slowest)
 
 
-def measure(count: int, model: ModelConfig, repetitions: int, max_load: float) -> Comparison:
+def measure(count: int, model: ModelConfig, repetitions: int) -> Comparison:
     """On each rank: agreement, the lower bound, all sides interleaved."""
     config = run_config(count, model)
     batches = make_batches(config, count)
     sides = all_sides(config, batches)
     loss = check_agreement(sides)
-    options: dict[str, Any] = {"repetitions": repetitions, "warmup": 1, "across_ranks": True, "max_load": max_load}
+    options: dict[str, Any] = {"repetitions": repetitions, "warmup": 1, "across_ranks": True}
     found = interleave(f"pp{PP}, {count} microbatches", {name: side.step for name, side in sides.items()}, **options)
     best = best_of_each(found)  # all ranks see the times of the slowest, and choose alike
     alone, seconds = one_rank_alone(config, batches[0])
@@ -359,13 +359,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], help="microbatches of a step")
     parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
-    # The two ranks alone are a load of 4 to 7: each has about 70 threads, which now and then wake up together.
-    parser.add_argument("--max-load", type=float, default=8.0, help="load average above which times are not quoted")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
 
     def once(count: int) -> Comparison:
-        return run(measure, PP, count, MODEL, args.repetitions, args.max_load, timeout=3600)[0]
+        return run(measure, PP, count, MODEL, args.repetitions, timeout=3600)[0]
 
     attempts = 1 if args.dry_run else 4
     comparisons = [until_quiet(lambda count=count: once(count), attempts=attempts) for count in args.microbatches]

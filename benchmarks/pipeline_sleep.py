@@ -191,15 +191,9 @@ def recorded(step: Callable[[], Any], rank: int) -> list[list[Event]]:
     return [[event for event in recorder.events if event.kind in ACTIONS] for recorder in recorders]
 
 
-@dataclass(frozen=True)
-class Quiet:
-    """What the machine must be like for a row to count."""
-
-    load: float = 2.0
-    """Largest load average."""
-    hop: float = 300e-6
-    """Largest median seconds of a bare message between two ranks that have slept. A step of 1F1B on 4 ranks waits for
-    16 of them with 8 microbatches (`simulate` with such a latency): at this limit a third of what 5% allows."""
+MAX_HOP = 300
+"""Most that a bare message between two ranks that have slept may take, in us (median). A step of 1F1B on 4 ranks waits
+for 16 of them with 8 microbatches (`simulate` with such a latency): at this limit a third of what 5% allows."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,7 @@ class Measured:
     """Of the loop by hand."""
 
 
-def measure(case: Case, repetitions: int, quiet: Quiet) -> Measured:
+def measure(case: Case, repetitions: int, max_hop: float) -> Measured:
     """On each rank: ours, its peer and the loop by hand in turn, then our steps with Events."""
     sleep_exactly()
     groups = initialize_model_parallel(ParallelConfig(pp=case.pp))
@@ -228,12 +222,12 @@ def measure(case: Case, repetitions: int, quiet: Quiet) -> Measured:
     stage, split = stages(schedule, rank, unit)[0], case.name not in BESIDE_TORCH
     steps[BY_HAND] = one_f_one_b_by_hand(groups, stage, case.microbatches, SHAPE, passes=passes, split=split)
     hop = hop_seconds(groups)
-    found = interleave(str(case), steps, repetitions=repetitions, warmup=1, across_ranks=True, max_load=quiet.load)
+    found = interleave(str(case), steps, repetitions=repetitions, warmup=1, across_ranks=True)
     if case.name != "1F1B":
         del found.seconds[BY_HAND]  # another schedule: it was there for its passes
     events = recorded(ours, rank)
     hop = max(hop, hop_seconds(groups))
-    unfit = f"bare message {1e6 * hop:.0f} us, limit {1e6 * quiet.hop:.0f}" if hop > quiet.hop else ""
+    unfit = f"bare message {1e6 * hop:.0f} us, limit {1e6 * max_hop:.0f}" if hop > max_hop else ""
     return Measured(replace(found, facts={"bare_message_us": round(1e6 * hop)}, unfit=unfit), events, passes)
 
 
@@ -286,9 +280,9 @@ def judged(case: Case, ranks: list[Measured]) -> Comparison:
     return replace(found, facts=found.facts | facts)
 
 
-def run_case(case: Case, repetitions: int, quiet: Quiet) -> Comparison:
+def run_case(case: Case, repetitions: int, max_hop: float) -> Comparison:
     """Measure a case on its ranks."""
-    return judged(case, run(measure, case.pp, case, repetitions, quiet, timeout=900))
+    return judged(case, run(measure, case.pp, case, repetitions, max_hop, timeout=900))
 
 
 def bare_message() -> float:
@@ -296,10 +290,10 @@ def bare_message() -> float:
     return hop_seconds(initialize_model_parallel(ParallelConfig(pp=2)))
 
 
-def wait_until_quiet(quiet: Quiet, patience: float) -> None:
+def wait_until_quiet(max_hop: float, patience: float) -> None:
     """Return when a bare message is quick enough, or after `patience` seconds."""
     until = time.monotonic() + patience
-    while run(bare_message, 2)[0] > quiet.hop and time.monotonic() < until:
+    while run(bare_message, 2)[0] > max_hop and time.monotonic() < until:
         time.sleep(20)
 
 
@@ -322,18 +316,17 @@ def main() -> None:
     parser.add_argument("--pp", nargs="+", type=int, choices=SIZES, default=SIZES, help="numbers of ranks")
     parser.add_argument("--schedules", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
-    parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
-    parser.add_argument("--max-hop", type=float, default=300, help="us of a bare message above which nothing is quoted")
+    parser.add_argument("--max-hop", type=float, default=MAX_HOP, help="limit of a bare message, us")
     parser.add_argument("--patience", type=float, default=0, help="minutes to wait, a row, for such a time")
     parser.add_argument("--attempts", type=int, default=4, help="how often a row is measured until it counts")
     parser.add_argument("--keep", action="store_true", help="keep rows that this code gave before; else begin anew")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
-    quiet = Quiet(args.max_load, 1e-6 * args.max_hop)
+    max_hop = 1e-6 * args.max_hop
 
     def attempt(case: Case) -> Comparison:
-        wait_until_quiet(quiet, 60 * args.patience)
-        found = run_case(case, args.repetitions, quiet)
+        wait_until_quiet(max_hop, 60 * args.patience)
+        found = run_case(case, args.repetitions, max_hop)
         print(f"{case}: {found.rejected or found.facts['over_bound']}", flush=True)
         return found
 

@@ -19,7 +19,7 @@ from harness import Comparison, interleave, report, until_quiet
 MIB = 2**20
 
 
-def measure(operation: str, mebibytes: int, repetitions: int, max_load: float) -> Comparison:
+def measure(operation: str, mebibytes: int, repetitions: int) -> Comparison:
     """On each rank: one collective, by labkit and by torch on gloo."""
     import torch
     import torch.distributed as dist
@@ -42,7 +42,7 @@ def measure(operation: str, mebibytes: int, repetitions: int, max_load: float) -
     }
     steps = dict(zip(("labkit", "torch on gloo"), cases[operation], strict=True))
     words = f"{operation}, {mebibytes} MiB"
-    found = interleave(words, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)
+    found = interleave(words, steps, repetitions=repetitions, across_ranks=True)
     found.facts["least_bytes_sent_by_a_rank"] = mebibytes * MIB // (1 if operation == "all-reduce" else 2)
     return found
 
@@ -54,10 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--mebibytes", type=int, default=16, help="size of the tensor that is reduced")
     parser.add_argument("--repetitions", type=int, default=25, help="interleaved repetitions; 15 or more to be quoted")
-    parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
-    sizes = (args.mebibytes, args.repetitions, args.max_load)
+    sizes = (args.mebibytes, args.repetitions)
     comparisons = [
         until_quiet(lambda operation=operation: run(measure, 2, operation, *sizes, timeout=300.0)[0])
         for operation in ("reduce-scatter", "all-reduce", "all-gather")

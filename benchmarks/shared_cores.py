@@ -35,12 +35,12 @@ def under(policy: int, step: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def measure(case: str, elements: int, layout: dict[str, Any], repetitions: int, max_load: float) -> Comparison:
+def measure(case: str, elements: int, layout: dict[str, Any], repetitions: int) -> Comparison:
     """On each rank: all-reduces of `elements` numbers; where there are none, a step of training under the layout."""
     step = collectives(elements) if elements else training(layout)
     policies = {"SCHED_BATCH": os.SCHED_BATCH, "SCHED_OTHER": os.SCHED_OTHER}
     alternatives = {name: under(policy, step) for name, policy in policies.items()}
-    found = interleave(case, alternatives, repetitions=repetitions, across_ranks=True, max_load=max_load)
+    found = interleave(case, alternatives, repetitions=repetitions, across_ranks=True)
     found.facts["cores"] = len(os.sched_getaffinity(0))
     return found
 
@@ -85,18 +85,15 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
-    parser.add_argument("--max-load", type=float, default=9.0, help="load average above which times are not quoted")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
     comparisons = [
-        until_quiet(lambda case=case: run(measure, case[1], case[0], *case[2:], args.repetitions, args.max_load)[0])
-        for case in CASES
+        until_quiet(lambda case=case: run(measure, case[1], case[0], *case[2:], args.repetitions)[0]) for case in CASES
     ]
     report(
         "shared_cores",
         comparisons,
         title="Ranks that share cores: SCHED_BATCH and Linux's default (gloo)",
-        notes=["The load limit is the largest number of ranks plus one, since the ranks alone keep both cores busy."],
         write=not args.dry_run,
     )
 

@@ -140,7 +140,6 @@ def _two_ranks(repetitions: int) -> Comparison:
             programs,
             repetitions=repetitions,
             warmup=1,
-            max_load=4.0,
         )
 
 
@@ -161,7 +160,7 @@ def warm_ranks(world_size: int, repetitions: int) -> Comparison:
         assert run(all_reduce_once, world_size) == [float(world_size)] * world_size
 
     case = f"{world_size} warm ranks: start, all-reduce, return"
-    return interleave(case, {"labkit": start}, repetitions=repetitions, warmup=2, max_load=4.0)
+    return interleave(case, {"labkit": start}, repetitions=repetitions, warmup=2)
 
 
 def main() -> None:
@@ -176,7 +175,6 @@ def main() -> None:
     ]
     notes = [
         "Aims: `import labkit` 50 ms at most, without torch; 16 warm ranks 1 s; two ranks to a first step 3 s.",
-        "If programs start their own processes, the load limit is 4, since starting them is what is timed.",
     ]
     report("start", comparisons, title="Start-up", notes=notes)
 

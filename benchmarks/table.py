@@ -25,9 +25,10 @@ These tables compare labkit with peers that compute the same thing. `make bench`
 - Each row measures labkit and its peers in the same run, with at least 15 interleaved repetitions of each.
 - A time is the median. A ratio is the median of the ratios of neighbouring repetitions: at 0.80, labkit takes 0.80 of
   the peer's time.
-- A row is rejected if a median exceeds its minimum by more than 30%, or if the load average, to one decimal, exceeded
-  its limit.
-- Below each table you find the largest load, its limit, the measured commit and the machine. The files contain the raw
+- A row is rejected if a median exceeds its minimum by more than 30%, or if other processes kept more than 0.2 cores
+  busy meanwhile. Rows whose table names a load are older: they had a limit on the load average, which counts the
+  benchmark's own threads too.
+- Below each table you find how busy the machine was, the measured commit and the machine. The files contain the raw
   seconds of every repetition.
 """
 
@@ -63,6 +64,8 @@ BOOKKEEPING = (
     "repetitions",
     "load",
     "load_limit",
+    "others_cores",
+    "others_limit",
     "noise",
     "raw_seconds",
     "median_ms",
@@ -89,22 +92,29 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def load_in_words(rows: list[dict[str, Any]]) -> list[str]:
-    """A line with the largest load around the rows that are quoted and the limits they ran with, if any."""
-    quoted = [row for row in rows if "load" in row and "rejected" not in row]
-    loads = [row["load"] for row in quoted]
-    limits = sorted({row["load_limit"] for row in quoted if "load_limit" in row})
-    if not loads:
-        return []
-    limit = f", limit {' or '.join(f'{value:g}' for value in limits)}" if limits else ""
-    return [f"- Load at most {max(loads):g}{limit}."]
+MEASURES = (
+    ("others_cores", "others_limit", "Other processes kept at most {} cores busy"),
+    ("load", "load_limit", "Load at most {}"),
+)
+"""How busy the machine was, in a row and in words: the key, its limit's key, and the sentence."""
+
+
+def busy_in_words(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines with the most that the machine did around the rows that are quoted, and the limits they ran with."""
+    quoted, lines = [row for row in rows if "rejected" not in row], []
+    for key, limit_key, words in MEASURES:
+        found = [row[key] for row in quoted if row.get(key) is not None]
+        limits = sorted({row[limit_key] for row in quoted if key in row and limit_key in row})
+        limit = f", limit {' or '.join(f'{value:g}' for value in limits)}" if limits else ""
+        lines += [f"- {words.format(f'{max(found):g}')}{limit}."] if found else []
+    return lines
 
 
 def section(result: dict[str, Any]) -> str:
     """One benchmark's part of the document."""
     lines = [f"\n## {result['title']}\n", *table(result["rows"]), ""]
     lines += [f"- {note}" for note in result["notes"]]
-    lines += load_in_words(result["rows"])
+    lines += busy_in_words(result["rows"])
     lines.append(f"- Measured {result['date']} at {code_in_words(result)} on {machine_in_words(result['machine'])}.")
     return "\n".join(lines) + "\n"
 

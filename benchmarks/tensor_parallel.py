@@ -131,7 +131,7 @@ def labkit_model(hidden: int, heads: int) -> nn.Module:
     return nn.Sequential(*(TransformerLayer(i, build) for i in range(LAYERS)))
 
 
-def measure(case: str, repetitions: int, max_load: float) -> Comparison:
+def measure(case: str, repetitions: int) -> Comparison:
     """On each rank: one forward and one backward of each model, interleaved."""
     from labkit.parallel import CommLedger
 
@@ -156,7 +156,7 @@ def measure(case: str, repetitions: int, max_load: float) -> Comparison:
         steps["labkit"]()
     assert ledger.bytes() == 4 * LAYERS * SEQUENCE * BATCH * hidden * 4, "four all-reduces of s b h per layer"
     words = f"{case}, {LAYERS} layers, s{SEQUENCE} b{BATCH}, forward and backward"
-    found = interleave(words, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)
+    found = interleave(words, steps, repetitions=repetitions, across_ranks=True)
     found.facts.update(all_reduces=ledger.count(), bytes_reduced=ledger.bytes())
     return found
 
@@ -168,12 +168,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--cases", nargs="+", choices=list(SIZES), default=list(SIZES), help="widths to measure")
     parser.add_argument("--repetitions", type=int, default=25, help="interleaved repetitions; 15 or more to be quoted")
-    parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
     comparisons = [
-        until_quiet(lambda case=case: run(measure, 2, case, args.repetitions, args.max_load, timeout=600.0)[0])
-        for case in args.cases
+        until_quiet(lambda case=case: run(measure, 2, case, args.repetitions, timeout=600.0)[0]) for case in args.cases
     ]
     report(
         "tensor_parallel",

@@ -32,7 +32,7 @@ def test_exposed_is_what_communication_adds_beside_all_of_it_at_the_end() -> Non
 
     seconds = {"labkit": 0.12, data_parallel.LATE: 0.15, data_parallel.SILENT: 0.1, "torch DDP": 0.11}
     seconds[data_parallel.ALONE] = 0.09
-    found = Comparison("x", {name: [value] * 15 for name, value in seconds.items()}, load=0.0)
+    found = Comparison("x", {name: [value] * 15 for name, value in seconds.items()})
     assert data_parallel.exposed(found) == {
         "exposed_share": 0.4,
         "exposed_ms": 20.0,

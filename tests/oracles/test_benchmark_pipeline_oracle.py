@@ -17,7 +17,7 @@ MODEL = ModelConfig(layers=4, hidden=32, heads=4, vocab_size=256, seq_length=16,
 def tiny(count: int) -> tuple[list[str], dict[str, float]]:
     import pipeline
 
-    found = pipeline.measure(count, MODEL, repetitions=1, max_load=float("inf"))
+    found = pipeline.measure(count, MODEL, repetitions=1)
     return list(found.seconds), found.facts
 
 

@@ -83,7 +83,7 @@ def on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_peak_is_that_of_the_data_sheet_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = harness.Comparison("x", {"ours": [0.5] * 15}, load=0.0)
+    found = harness.Comparison("x", {"ours": [0.5] * 15})
     assert math.isnan(gpu_steps.peak_rate(HOST))
     assert "mfu" not in gpu_steps.rates(found, 1e12, HOST).facts
     for name, peak in {"NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H100 PCIe": 756.5e12, "Tesla T4": math.nan}.items():
@@ -105,7 +105,7 @@ def test_mfu_is_that_of_training(optim: dict[str, str], monkeypatch: pytest.Monk
     given: dict[str, Any] = {}
     monkeypatch.setattr(gpu_plain, "beside", lambda *_, **named: given.update(named) or iter(()))
     assert list(gpu_plain.gpt2(device=HOST)) == []
-    found = harness.Comparison("x", {"ours": [0.1] * 15}, load=0.0)
+    found = harness.Comparison("x", {"ours": [0.1] * 15})
     facts = gpu_steps.rates(found, given["flops"], gpu_steps.DEVICE, optims={"ours": chosen}).facts
     assert facts.get("mfu") == ({"ours": pytest.approx(trained["mfu"], abs=1e-3)} if "mfu" in trained else None)
     assert facts["tflop_per_s"]["ours"] == pytest.approx(trained["tflops_per_rank"], abs=0.1)
@@ -192,7 +192,7 @@ def test_rows_are_merged_and_the_document_tells_them_with_the_machine(
 ) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(table, "main", lambda: None)
-    noisy = harness.Comparison("G1: layer", {"labkit": [1.0, 2.0, 3.0] * 5}, load=0.0).row()
+    noisy = harness.Comparison("G1: layer", {"labkit": [1.0, 2.0, 3.0] * 5}).row()
     (tmp_path / "a").write_text(line("gemm", "GEMM", speed=1) + line("layer", **noisy))
     (tmp_path / "b").write_text(line("shared_reduction", "two ranks", 2) + line("gemm", "GEMM", 2, speed=2))
     gpu.store([tmp_path / "a"])

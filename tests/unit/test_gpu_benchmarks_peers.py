@@ -105,7 +105,7 @@ def test_what_is_told_of_a_side_gets_its_time_unless_rejected(monkeypatch: pytes
 
     for repetitions in (2, 15):
         seconds = {"ours": [0.5] * repetitions, "peer": [1.0] * repetitions}
-        planted = Comparison("case", seconds, load=0.0)
+        planted = Comparison("case", seconds)
         monkeypatch.setattr(gpu_peers, "timed", lambda *_, planted=planted, **__: planted)
         builds = {"ours": lambda: side(1.0), "peer": lambda: side(1.0)}
         [found], _ = sorted_out(beside("case", builds, device=HOST, describe=describe, flops=2e12))
@@ -265,7 +265,7 @@ def test_all_alternatives_of_a_row_read_as_many_numbers(name: str, monkeypatch: 
         for step in steps.values():
             step()
         reads.append({key: Reads().of(step, monkeypatch) for key, step in steps.items()})
-        return Comparison(case, {key: [0.5, 0.5] for key in steps}, load=0.0)
+        return Comparison(case, {key: [0.5, 0.5] for key in steps})
 
     monkeypatch.setattr(token_ids, "LATE_DEVICES", {"cpu"})
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
