@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Comparison, interleave, report, until_quiet
 
-SEVERAL = 500
-"""Collectives in one repetition: 50 of two ranks take 15 ms, so a few interruptions decide."""
+SEVERAL = 50
+"""Collectives in one repetition: one alone is shorter than a time slice."""
 
 
 def under(policy: int, step: Callable[[], Any]) -> Callable[[], Any]:

@@ -56,9 +56,9 @@ def test_a_side_with_other_gradients_is_not_timed() -> None:
     assert all("b: the gradient's norm is" in message for message in run(disagreeing, 2))
 
 
-def compared(load: float = 0.0, **seconds: float) -> Comparison:
+def compared(others: float = 0.0, **seconds: float) -> Comparison:
     """Made-up times, the same in each of 15 repetitions; `labkit_zbv` stands for "labkit zbv"."""
-    return Comparison("made up", {name.replace("_", " "): [value] * 15 for name, value in seconds.items()}, load)
+    return Comparison("made up", {name.replace("_", " "): [value] * 15 for name, value in seconds.items()}, others)
 
 
 def test_the_best_of_either_side_are_chosen_in_the_round_and_held_against_each_other_in_turn() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pipeline_sleep
 import pytest
-from pipeline_sleep import BUILDERS, BY_HAND, TORCH, Case, Quiet
+from pipeline_sleep import BUILDERS, BY_HAND, TORCH, Case
 
 from labkit.events import Event
 from labkit.schedules import simulate
@@ -21,7 +21,7 @@ def test_the_bounds_are_what_the_simulator_says_of_free_messages(case: Case) -> 
 )
 def test_a_tiny_run_is_no_faster_than_its_bound(name: str) -> None:
     case = Case(name, pp=2, microbatches=4, unit=0.002)
-    found = pipeline_sleep.run_case(case, repetitions=2, quiet=Quiet(load=float("inf"), hop=float("inf")))
+    found = pipeline_sleep.run_case(case, repetitions=2, max_hop=float("inf"))
     beside = {"1F1B": [TORCH, BY_HAND], "interleaved": [TORCH]}.get(name, ["labkit 1F1B"])
     assert list(found.seconds)[1:] == beside
     slept = pipeline_sleep.bound(name, 2, 4, case.unit)
@@ -33,7 +33,7 @@ def test_a_tiny_run_is_no_faster_than_its_bound(name: str) -> None:
 
 
 def test_a_row_of_a_disturbed_machine_is_not_quoted() -> None:
-    found = pipeline_sleep.run_case(Case("1F1B", 2, 2, 0.001), repetitions=15, quiet=Quiet(float("inf"), hop=0.0))
+    found = pipeline_sleep.run_case(Case("1F1B", 2, 2, 0.001), repetitions=15, max_hop=0.0)
     assert found.rejected and "bare message" in found.rejected
     assert "over_bound" not in found.facts and found.facts["bare_message_us"] > 0
 
