@@ -25,15 +25,13 @@ from typing import Any
 
 import provenance
 import table
-from other_work import OtherWork
+from other_work import MAX_OTHERS, OtherWork
 
 RESULTS = Path(__file__).parent / "results"
 LEAST = 15
 """Repetitions below which nothing is quoted."""
 MAX_NOISE = 1.3
 """Largest median / minimum of one alternative."""
-MAX_OTHERS = 0.2
-"""Cores that other processes may keep busy on average."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def interleave(
                 seconds[name].append(time.perf_counter() - start)
     finally:
         gc.enable()
-    cores = others.cores(across_ranks=across_ranks)
+    cores = others.cores(max_others, across_ranks=across_ranks)
     if across_ranks:
         seconds = _slowest_rank(seconds)
     return Comparison(case, seconds, cores, max_others)

@@ -17,8 +17,10 @@ from collections import defaultdict
 from pathlib import Path
 
 PROC = Path("/proc")
-LEAST_SECONDS = 1.0
-"""Shortest time to look: Linux counts work in hundredths of a second for each process."""
+MAX_OTHERS = 0.2
+"""Cores that others may keep busy on average beside a time that is quoted."""
+UNCERTAIN = 0.2
+"""Seconds of work that a look may miss or count twice: Linux counts hundredths of a second for each process."""
 
 
 class OtherWork:
@@ -28,14 +30,16 @@ class OtherWork:
         self._start = time.monotonic()
         self._before = used() if (PROC / "stat").exists() else None
 
-    def cores(self, *, across_ranks: bool = False) -> float | None:
+    def cores(self, limit: float = MAX_OTHERS, *, across_ranks: bool = False) -> float | None:
         """How many cores others kept busy on average; None on a system without /proc, which is any but Linux.
 
+        limit: cores that the answer is held against. The tighter it is, the longer a look must be: after a short
+            measurement this waits until `UNCERTAIN` over the seconds is within the limit, a second for 0.2 cores.
         across_ranks: every rank of one machine calls this alike, and none of them is another.
         """
         if self._before is None:
             return None
-        time.sleep(max(0.0, self._start + LEAST_SECONDS - time.monotonic()))
+        time.sleep(max(0.0, self._start + UNCERTAIN / limit - time.monotonic()))
         seconds = time.monotonic() - self._start
         idle, own = (after - before for after, before in zip(used(), self._before, strict=True))
         busy, own = len(os.sched_getaffinity(0)) - idle / seconds, own / seconds

@@ -20,7 +20,7 @@ QUIET = {name: seconds * 5 for name, seconds in THREE.items()}
 
 def test_alternatives_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(other_work, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(other_work, "UNCERTAIN", 0.0)
     found = harness.interleave(
         "x", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repetitions=15, warmup=2
     )
